@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +112,55 @@ def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (number, path)
         shutil.rmtree(bad)
     assert refused >= 190
+
+
+def test_a_killed_calibration_without_its_fingerprint_is_refused(tmp_path) -> None:
+    model, blocks = tiny(), tokens(128)[0].view(8, 16)
+
+    def die(phase: str, done: int, total: int) -> None:
+        if (phase, done) == ("backward", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, blocks, in_layers(model), tmp_path, batch=4, fisher=True, on_layer=die)
+    (tmp_path / "fingerprint.json").unlink()
+    with pytest.raises(ValueError, match=r"fingerprint\.json is missing"):
+        calibrate(model, blocks, in_layers(model), tmp_path, batch=4, fisher=True)
+
+
+def test_what_a_run_keeps_is_refused_or_made_anew_where_it_is_damaged(tmp_path) -> None:
+    settings = SETTINGS | {"bits": 4.25, "anchor": False, "measured_points": 1, "heal_tokens": 128}
+    settings |= {"heal_held_out_tokens": 64, "heal_batch": 2}
+    good, bad, asked = tmp_path / "good", tmp_path / "bad", {"settings": settings, "targets": "down_proj"}
+
+    def result(folder) -> tuple[dict, dict]:
+        model = tiny()
+        report = compress(model, tokens(1024), out_dir=folder, **asked)
+        return report.plan.rows, {name: value.clone() for name, value in model.state_dict().items()}
+
+    plan, values = result(good)
+    shutil.rmtree(good / "model")  # what is asked about is all that a run goes on from
+    files = [path.relative_to(good) for path in good.rglob("*") if path.is_file() and path.parent != good]
+    files += [Path(name) for name in ("points.json",)]
+    assert {"healed.json", "best.safetensors", "calibration.json"} <= {path.name for path in files}
+    rng = random.Random(0)
+    for number, file in enumerate(rng.sample(files * 3, 24) + 6 * [Path("points.json")]):
+        shutil.copytree(good, bad)
+        content = bytearray((bad / file).read_bytes())
+        if number % 3 == 0:
+            content = content[: rng.randrange(len(content))]
+        else:
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        (bad / file).write_bytes(content)
+        try:
+            again, there = result(bad)
+        except ValueError as error:
+            said = str(error)
+            assert str(bad) in said
+        else:
+            assert again == plan, file
+            assert all(torch.equal(there[name], value) for name, value in values.items()), file
+        shutil.rmtree(bad)
 
 
 def test_intervals_are_student_s() -> None:

@@ -115,7 +115,7 @@ def test_integers_that_no_block_holds_are_refused_by_name(tmp_path) -> None:
     ):
         model = llama(hidden_size=64)
         relinear.replace_(model, {"q_proj": config}, init="from_weight")
-        with pytest.raises(ValueError, match=rf"layers\.0\.self_attn\.q_proj becomes .*{match}"):
+        with pytest.raises(ValueError, match=rf"layers\.0\.self_attn\.q_proj as .*{match}"):
             export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
         assert not (tmp_path / "model.gguf").exists()
 

@@ -34,6 +34,9 @@ from relinear.system.written import is_temporary
 #: of a config, what changes nothing that a model computes
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 
+#: what a calibration leaves beside its fingerprint
+_LEFT = ("calibration.json", "loss.json", "moments-*", "hidden-*", "gradient-*")
+
 #: told the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]
 
@@ -178,7 +181,7 @@ def calibrate(
 
 def _claim(folder: Path, mark: str) -> None:
     path = folder / "fingerprint.json"
-    if not (path.is_file() or (folder / "calibration.json").is_file()):
+    if not path.is_file() and not any(found for pattern in _LEFT for found in folder.glob(pattern)):
         write_record(path, {"fingerprint": mark})
     elif read_record(path).get("fingerprint") != mark:
         raise ValueError(f"{folder} holds the calibration of another model, corpus, setting or version; remove it")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relinear.compress.export import check_stock
 from relinear.core.aux import named_operators
-from relinear.core.operator import OperatorConfig, plain_linear
+from relinear.core.operator import OperatorConfig, linear_features, plain_linear
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
 from relinear.system.written import check_signed
@@ -45,24 +45,22 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
     _pre_tokenizer(tokenizer)
 
 
-def check_gguf_operators(configs: dict[str, OperatorConfig], sizes: dict[str, tuple[int, int]]) -> None:
-    """Raise ValueError if a planned operator is no single matrix, or of integers that GGUF has no blocks for.
+def check_gguf_operator(name: str, config: OperatorConfig, shape: tuple[int, int]) -> None:
+    """Raise ValueError if what layer ``name``, of (in_features, out_features), may become has no place in GGUF.
 
-    Args:
-        configs: what layers become, by name. sizes: their (in_features, out_features).
+    That is an operator of several matrices, and integers that GGUF has no blocks for.
     """
-    for name, config in configs.items():
-        operator: Any = config.build(*sizes[name], device="meta")
-        if hasattr(operator, "gguf_type"):
-            try:
-                operator.gguf_type()
-            except ValueError as error:
-                raise ValueError(f"{name} becomes {config}: {error}") from error
-        elif len(operator.dense_chain()) > 1:
-            raise ValueError(
-                f"{name} becomes {config}, a product of matrices, and no layer of a GGUF file is one; give the menu "
-                "neurons or quantized:symmetric=true, or export it as plain"
-            )
+    operator: Any = config.build(*shape, device="meta")
+    if hasattr(operator, "gguf_type"):
+        try:
+            operator.gguf_type()
+        except ValueError as error:
+            raise ValueError(f"{name} as {config}: {error}") from error
+    elif len(operator.dense_chain()) > 1:
+        raise ValueError(
+            f"{name} as {config} is a product of matrices, and no layer of a GGUF file is one; give the menu "
+            "neurons or quantized:symmetric=true, or export it as plain"
+        )
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -105,8 +103,8 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     check_gguf(model, tokenizer)
     check_signed(path)
     operators = dict(named_operators(model))
-    sizes = {name: (operator.in_features, operator.out_features) for name, operator in operators.items()}
-    check_gguf_operators({name: operator.config for name, operator in operators.items()}, sizes)
+    for name, operator in operators.items():
+        check_gguf_operator(name, operator.config, linear_features(operator))
     inside = tuple(f"{name}." for name in operators)
     values = {name: value for name, value in model.named_parameters() if not name.startswith(inside)}
     for name, operator in operators.items():

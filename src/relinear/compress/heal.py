@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compress.calibrate import fingerprint
-from relinear.compress.checksums import load_tensors, save_tensors
+from relinear.compress.checksums import load_tensors, read_record, save_tensors, write_record
 from relinear.compress.settings import CompressSettings
 from relinear.core.aux import named_operators
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
-from relinear.system.files import read_json, write_json
 from relinear.train.distill import against
 from relinear.train.fit import fit, remove_checkpoints
 from relinear.train.settings import FitSettings
@@ -191,8 +190,8 @@ class _Healing:
         try:
             self._mark_trained()
             if not record.is_file():
-                write_json(record, self._train())
-            report = HealReport(**read_json(record))
+                write_record(record, self._train())
+            report = HealReport(**read_record(record))
             self._take_best()
         finally:
             if tuner is not None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from relinear.compress.budget import Budget, Candidate, Choices, allocate, best_uniform, size_of
 from relinear.compress.calibrate import Calibration
-from relinear.compress.checksums import write_record
+from relinear.compress.checksums import read_record, write_record
 from relinear.compress.in_order import fit_operator
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.work import Work
@@ -26,7 +27,7 @@ from relinear.core.config import parse_setting, shown
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, dense_weight, is_linear, linear_features
 from relinear.distill.fit import swapped
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import read_json, understood, write_json
+from relinear.system.files import read_json, understood
 from relinear.system.grouped import grouped
 from relinear.system.text import columns
 
@@ -350,10 +351,11 @@ def _measured_once(
     what = [[name, c.config.to_dict(), c.nats] for name, c in chosen if c.config is not None]
     mark = hashlib.sha256(json.dumps(what).encode() + blocks.numpy().tobytes()).hexdigest()
     path = work.folder / "points.json"
-    if path.is_file() and (kept := read_json(path))["mark"] == mark:
-        return [MeasuredPoint.from_dict(values) for values in kept["points"]]
+    with contextlib.suppress(ValueError):  # none are kept, or damaged ones
+        if (kept := read_record(path))["mark"] == mark:
+            return [MeasuredPoint.from_dict(values) for values in kept["points"]]
     points = measure_points(work, blocks, calibration, chosen)
-    write_json(path, {"mark": mark, "points": [point.to_dict() for point in points]})
+    write_record(path, {"mark": mark, "points": [point.to_dict() for point in points]})
     return points
 
 

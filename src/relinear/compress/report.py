@@ -72,7 +72,7 @@ class CompressReport:
         else:
             said = [f"{self.parameters / self.parameters_before:.2f} of the parameters"]
         if self.speed is not None and self.evaluation is None:
-            said.append(f"{self.speed.ratio:.1f} times as fast by the table")
+            said.append(f"its linear layers {self.speed.ratio:.1f} times as fast by the table")
         if self.evaluation is None:
             nats = self.plan.nats
             return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+.2f} nats predicted"])
@@ -147,7 +147,7 @@ def _budget_line(row: Mapping[str, Any]) -> str:
         f", {found['nats']:+.3f} ± {found['interval'] or 0:.3f} measured on {name}"
         for name, found in ({"the corpus": row["measured"]} | row["elsewhere"] if "measured" in row else {}).items()
     )
-    speed = "" if row["speed"] is None else f", {row['speed']:.2f} times as fast by the table"
+    speed = "" if row["speed"] is None else f", linear layers {row['speed']:.2f} times as fast by the table"
     share = f"{row['bits']:.2f} bits a weight ({row['share_of_bytes']:.2f} of the bytes)"
     return f"{share}{speed}: {row['predicted']:+.3f} nats predicted{measured}"
 
@@ -225,7 +225,10 @@ def _frontier(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
         name: [row["elsewhere"][name] for row in measured] for name in (measured[0]["elsewhere"] if measured else ())
     }
     charts = []
-    for key, title, what in (("bits", "bits a weight", "bytes"), ("speed", "times as fast, by the table", "speed")):
+    for key, title, what in (
+        ("bits", "bits a weight", "bytes"),
+        ("speed", "linear layers, times as fast, by the table", "speed"),
+    ):
         if rows[0][key] is None:
             continue
         y = [row["predicted"] for row in rows]

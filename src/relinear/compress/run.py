@@ -18,7 +18,7 @@ from relinear.compress.budget import Budget, at_half_precision, budget_of, round
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compress.export import check_packable, check_stock, export_compressed_tensors, export_plain
-from relinear.compress.export_gguf import check_gguf, check_gguf_operators, export_gguf
+from relinear.compress.export_gguf import check_gguf, check_gguf_operator, export_gguf
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
 from relinear.compress.menu import Operators, menu_of
 from relinear.compress.plan import CompressPlan, MeasuredPoint
@@ -196,11 +196,8 @@ class _Job:
         self._lap("")
         bytes_before, tables_saved = stored_bytes(self.model), self.work.bytes_of_tables
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
-        if self.export == "gguf":
-            self._check_gguf(self.work.tables)
-        if self.export == "compressed-tensors":
-            offered = ((n, c) for n, layer in self.modules.items() for c in self.menu.sizes(linear_features(layer)))
-            check_packable(self.model, offered if given_plan is None else given_plan.replaced.items())
+        if self.export is not None:
+            self._check_export(given_plan)
         if self._asks_for_speed:
             self._prepare_speed(given_plan, plan_only)
         self._lap("speed")
@@ -218,8 +215,6 @@ class _Job:
             whole = given_plan
         whole.save(proposal(self.folder, "plan.json"))
         self._lap("plan")
-        if self.export == "gguf":
-            self._check_gguf(whole.replaced)
         speed = None
         if whole.replaced and self._asks_for_speed:
             which = f"the plan ({proposal(self.folder, 'plan.json')})"
@@ -254,8 +249,16 @@ class _Job:
         write_page(place("report.html"), values)
         return report
 
-    def _check_gguf(self, becomes: dict[str, OperatorConfig]) -> None:
-        check_gguf_operators(becomes, {name: linear_features(self.model.get_submodule(name)) for name in becomes})
+    def _check_export(self, given_plan: CompressPlan | None) -> None:
+        """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them."""
+        shapes = {linear_features(layer): name for name, layer in self.modules.items()}
+        offered = [(name, config) for shape, name in shapes.items() for config in self.menu.sizes(shape)]
+        becomes = offered if given_plan is None else [*given_plan.replaced.items()]
+        if self.export == "gguf":
+            for name, config in [*self.work.tables.items(), *becomes]:
+                check_gguf_operator(name, config, linear_features(self.model.get_submodule(name)))
+        elif self.export == "compressed-tensors":
+            check_packable(self.model, becomes)
 
     def _make(
         self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from relinear.compress.checksums import read_record, write_record
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import OperatorConfig, linear_features
-from relinear.system.files import read_json, understood, write_json
+from relinear.system.files import read_json, understood
 from relinear.system.grouped import grouped
 from relinear.system.machine import describe_machine
 from relinear.system.timing import Timing, interleave
@@ -147,14 +148,14 @@ def speed_table(
     machine = describe_machine() | {"device": str(like.device), "dtype": str(like.dtype).removeprefix("torch.")}
     wanted = {shape: [None, *_sampled(configs.get(shape, ()), shape)] for shape in groups}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # none is kept, or a damaged one
-        values = read_json(path)
+        values = read_record(path)
         kept, alike = SpeedTable.from_dict(values), values["machine"] == machine
         every = all(config in kept.rows.get(shape, {}) for shape in wanted for config in wanted[shape])
         if alike and kept.conditions == conditions and every:
             return kept
     on_measure(0, 1)
     table = SpeedTable(conditions, _measure(groups, wanted, conditions))
-    write_json(path, {"machine": machine} | table.to_dict())
+    write_record(path, {"machine": machine} | table.to_dict())
     on_measure(1, 1)
     return table
 
