@@ -84,7 +84,7 @@ def test_a_claim_asks_for_gaps_that_are_there(monkeypatch) -> None:
     assert len(claims._rows("Rotor from scratch")) == 10
     with pytest.raises(ValueError, match="no gap of HDPL"):
         claims._rows("HDPL", "nothing of this name")
-    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables"):
+    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables", "plans"):
         sys.modules.pop(name)
 
 
@@ -105,9 +105,23 @@ def test_not_seen_takes_a_half_width_below_half_of_the_papers_effect(monkeypatch
     stated = {"says": "", "brief": "", "where": "", "found": "", "verdict": "not seen"}
     assert claims.Claim(**stated).verdict == "no power"
     assert claims.Claim(**stated, gaps=[evidence.Row("a", "b", (-0.01, 0.01, 0.0), effect=0.1)]).verdict == "not seen"
+    row, far = evidence.Row, (-0.1, -0.11, -0.12)
+    for wrong, gaps, match in (
+        ("not seen", [row("a", "b", far, effect=-0.1)], "a gap is ahead"),
+        ("held", [row("a", "b", (-0.5,))], "of one seed"),
+        ("held", [row("a", "b", far, unlike="the rate")], "a gap is open"),
+        ("held", [row("a", "b", (-0.5, 0.5, 0.1))], "no gap excludes zero"),
+        ("did not hold", [row("a", "b", (-0.5, 0.5, 0.1))], "no gap excludes zero"),
+        ("proved", [], "verdicts are held"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            claims.Claim(**stated | {"verdict": wrong}, gaps=gaps)
+    assert claims.Claim(**stated | {"verdict": "held"}, gaps=[row("a", "b", far)]).verdict == "held"
+    with pytest.raises(ValueError, match="computed, not printed"):
+        row("a", "b", far, printed=0.01)
     every = [claim for make in claims.PAPERS for claim in make().claims]
     assert all(evidence.powered(claim.gaps) for claim in every if claim.verdict == "not seen")
-    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables"):
+    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables", "plans"):
         sys.modules.pop(name)
 
 

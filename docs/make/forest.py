@@ -22,9 +22,9 @@ ALT = (
 )
 #: what became of a paper's method, above its rows
 IN_SHORT = {
-    "HDPL": "ahead, at 1 M tokens mostly by its start",
-    "CCL": "ahead at 1 M tokens, behind from 3 M on",
-    "Transponder": "behind at 0.3 M, at 1 M not told",
+    "HDPL": "ahead in its own model, by its initialisation",
+    "CCL": "ahead in its own model at 1 M, behind from 3 M",
+    "Transponder": "behind at 0.3 M, paper's gain excluded at 1 M",
     "Rotor from scratch": "ahead of low rank, not of dense",
     "Rotor fitted to SmolLM2": "not ahead of any",
     "CGT": "behind GPT-2",
@@ -128,4 +128,4 @@ def _marks(row: Row, y: float, ours: str, papers: str) -> list[str]:
     if row.bounds is not None:
         low, high = (_place(min(max(bound, LOW), HIGH)) for bound in row.bounds)
         parts.append(svg.line(low, y, high, y, ours, 2.4))
-    return [*parts, svg.circle(_place(mean(row.gaps)), y, ours, hollow=row.seeds < SEEDS)]
+    return [*parts, svg.circle(_place(mean(row.gaps)), y, ours, hollow=row.seeds < SEEDS or row.bounds is None)]

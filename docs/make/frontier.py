@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import svg
 from measured import gap, low_rank_tables, mean, ranged, read, signed, table
@@ -16,6 +16,7 @@ __all__ = ["CHARTS", "EQUAL", "ROUNDED", "chart", "equal_bytes", "frontier_table
 RECORD, EQUAL_BYTES, SPEEDS = "compress/frontier.jsonl", "compress-equal-bytes", "compress/speed_bits.json"
 ROUNDING, ALLOCATION, LLAMA_CPP = "compress/rounding.jsonl", "compress/allocation.json", "compress/llama_cpp.jsonl"
 GROUPS, TRAINED = "compress/groups_of_64.jsonl", "compress/trained.jsonl"
+AS_IT_IS = "compress/as_it_is.jsonl"
 #: of a picture of equal bytes: whose, the record, bits, nats at its right edge and between its lines
 EQUAL = {
     EQUAL_BYTES: ("turned SmolLM2", ROUNDING, (4.25, 3.5), 0.5, 0.1),
@@ -207,17 +208,18 @@ def draws_table(record: str, model: str, pairs: Mapping[str, str], digits: int, 
 
 def written_table() -> str:
     """What models write and complete: repeated 4-grams, and last words of LAMBADA's passages."""
-    rows = [row for row in read(ROUNDING) if row.get("lambada") is not None]
+    rows = [row for record in (ROUNDING, AS_IT_IS) for row in read(record) if row.get("lambada") is not None]
     lines = [
         [
             "original" if row["row"] == "original" else _called(row["row"]),
+            MODELS[row["model"]],
             f"{row['bits']:.2f}",
             f"{row['lambada']:.1%}",
             f"{row['repeated']:.0%}",
         ]
         for row in rows
     ]
-    return table(["", "bits a weight", "LAMBADA, 500 passages", "repeated 4-grams"], lines)
+    return table(["", "model", "bits a weight", "LAMBADA, 500 passages", "repeated 4-grams"], lines)
 
 
 def _before_and_after(earlier: str, after: dict[tuple[str, str], dict[str, Any]], *texts: str) -> list[list[str]]:
@@ -286,24 +288,31 @@ class Curve:
     points: Sequence[tuple[float, Mapping[str, Any]]]
 
 
-def _by_bits(text: str) -> list[Curve]:
-    """The turned model's rows: nats against bits, methods of several sizes as lines."""
+def _losses(record: str, model: str) -> dict[str, dict[str, Any]]:
+    """The rows of a model in a record, first draw, by method."""
+    return {row["row"]: row for row in read(record) if row["model"] == model and row["seed"] == 0}
+
+
+def _by_bits(text: str, record: str = ROUNDING, model: str = TURNED) -> list[Curve]:
+    """A model's rows: nats against bits, methods of several sizes as lines."""
     found: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
-    for (model, name), row in _rounding().items():
+    for name, row in _losses(record, model).items():
         method = name.partition(":")[0]
-        if model == TURNED and method in SHOWN and row["against"][text]["nats"] < MOST:
+        if method in SHOWN and row.get("against", {}).get(text, {"nats": MOST})["nats"] < MOST:
             found.setdefault(method, []).append((row["bits"], row["against"][text]))
     return [Curve(SHOWN[method], method in OURS, sorted(points, key=_across)) for method, points in found.items()]
 
 
-def _by_speed(text: str) -> list[Curve]:
+def _by_speed(text: str, speeds: str = SPEEDS, record: str = ROUNDING, model: str = TURNED) -> list[Curve]:
     """The same budgets: nats against decoding, times as fast as the original."""
-    curves, losses = [Curve("original", False, [(1.0, {"nats": 0.0, "interval": 0.0})])], _rounding()
-    rows = read(SPEEDS)["rows"]
+    curves, losses = [Curve("original", False, [(1.0, {"nats": 0.0, "interval": 0.0})])], _losses(record, model)
+    rows = read(speeds)["rows"]
     for threads in dict.fromkeys(row["threads"] for row in rows):
         for row in (row for row in rows if row["threads"] == threads):
             bits = row["model"].partition("-")[2]
-            point = row["decode"]["ratio"], losses[TURNED, f"bits:{bits}"]["against"][text]
+            if f"bits:{bits}" not in losses:
+                continue
+            point = row["decode"]["ratio"], losses[f"bits:{bits}"]["against"][text]
             curves.append(Curve(f"{bits} bits" + ", 2 threads" * (threads == 2), True, [point]))
     return curves
 
@@ -312,23 +321,50 @@ def _across(point: tuple[float, Mapping[str, Any]]) -> float:
     return point[0]
 
 
-#: a picture: its curves, what stands across, where that begins and ends, and its ticks
+class Chart(NamedTuple):
+    """A picture of losses: whose, on which text, its curves, what stands across, where that begins and ends, ticks."""
+
+    whose: str
+    text: str
+    curves: Callable[[str], list[Curve]]
+    title: str
+    span: tuple[float, float]
+    ticks: Sequence[float]
+
+
+BITS, FASTER = "bits a weight, scales included", "decoding, times as fast as the original"
+IN_BITS, IN_SPEED = ((1.0, 9.0), range(2, 10)), ((0.8, 3.4), (1, 1.5, 2, 2.5, 3))
+_TRAINED = {"record": TRAINED, "model": "trained"}
 CHARTS = {
-    "compress-frontier": (_by_bits, "bits a weight, scales included", (1.0, 9.0), range(2, 10)),
-    "compress-speed": (
-        _by_speed,
-        "decoding, times as fast as the original",
-        (0.8, 3.4),
-        (1, 1.5, 2, 2.5, 3),
+    "compress-frontier": Chart("turned SmolLM2", "wikitext2", _by_bits, BITS, *IN_BITS),
+    "compress-speed": Chart("turned SmolLM2", "wikitext2", _by_speed, FASTER, *IN_SPEED),
+    "compress-as-it-is-frontier": Chart(
+        "SmolLM2 as it is", "wikitext2", functools.partial(_by_bits, model="smollm2"), BITS, *IN_BITS
+    ),
+    "compress-as-it-is-speed": Chart(
+        "SmolLM2 as it is",
+        "wikitext2",
+        functools.partial(_by_speed, speeds="compress/speed_bits_as_it_is.json", model="smollm2"),
+        FASTER,
+        *IN_SPEED,
+    ),
+    "compress-trained-frontier": Chart(
+        "a model that was never rounded", "books", functools.partial(_by_bits, **_TRAINED), BITS, *IN_BITS
+    ),
+    "compress-trained-speed": Chart(
+        "a model that was never rounded",
+        "books",
+        functools.partial(_by_speed, speeds="compress/speed_trained.json", **_TRAINED),
+        FASTER,
+        *IN_SPEED,
     ),
 }
 
 
 def chart(theme: str, which: str) -> str:
-    """The SVG: loss on the first text against bits a weight, or against speed."""
+    """The SVG: loss on a text against bits a weight, or against speed."""
     ink, soft, line, ours, theirs = svg.THEMES[theme]
-    found, title, (low, high), ticks = CHARTS[which]
-    text = next(iter(read(ROUNDING)[0]["loss"]))
+    _, text, found, title, (low, high), ticks = CHARTS[which]
     curves = found(text)
     top = max(at["nats"] + at["interval"] for curve in curves for _, at in curve.points)
 
@@ -337,7 +373,7 @@ def chart(theme: str, which: str) -> str:
         return across, HEIGHT - BOTTOM - max(0.0, y) / top * (HEIGHT - BOTTOM - TOP)
 
     parts = [svg.text(LEFT, 16, f"nats a token above the original, {text}", soft, "start")]
-    step = 0.02 if top < 0.2 else 0.2
+    step = next(each for each in (0.02, 0.05, 0.2) if top < 7 * each or each == 0.2)
     for tick in [step * index for index in range(int(top / step) + 1)]:
         y = place(low, tick)[1]
         parts.append(svg.line(LEFT, y, WIDTH - 20, y, line, 1))
@@ -354,18 +390,18 @@ def chart(theme: str, which: str) -> str:
         (x, y), *more = places
         aside = (x - 10, y + 4, "end") if more and curve.ours else (x + 10, y - 8, "start")
         parts.append(svg.text(*aside[:2], curve.name, ink, aside[2]))
-    return svg.whole(WIDTH, HEIGHT, _described(which, text), parts)
+    return svg.whole(WIDTH, HEIGHT, _described(which), parts)
 
 
-def _described(which: str, text: str) -> str:
-    curves, title, *_ = CHARTS[which][0](text), CHARTS[which][1]
-    told = [f"{c.name} " + ", ".join(f"{signed(at['nats'], 3)} at {x:.2f}" for x, at in c.points) for c in curves]
-    return f"Nats a token above the original on {text}, turned SmolLM2, against {title}: {'; '.join(told)}."
+def _described(which: str) -> str:
+    whose, text, curves, title, *_ = CHARTS[which]
+    told = [f"{c.name} " + ", ".join(f"{signed(at['nats'], 3)} at {x:.2f}" for x, at in c.points) for c in curves(text)]
+    return f"Nats a token above the original on {text}, {whose}, against {title}: {'; '.join(told)}."
 
 
-def chart_in_page(folder: str, which: str) -> str:
-    """A picture in a page, in light and in dark."""
-    return svg.themed(f"{folder}/{which}", _described(which, next(iter(read(ROUNDING)[0]["loss"]))))
+def charts_in_page(*which: str) -> str:
+    """Pictures in a page of results/, in light and in dark."""
+    return "\n\n".join(svg.themed(f"../../docs/pictures/{one}", _described(one)) for one in which)
 
 
 def equal_bytes(theme: str, which: str = EQUAL_BYTES) -> str:
@@ -500,7 +536,9 @@ ROUNDED = {
     "rounding": rounding_table,
     "rivals": rivals,
     "equal_bytes": at_equal_bytes_in_page,
-    "speed_picture": functools.partial(chart_in_page, "../../docs/pictures", "compress-speed"),
+    "speed_picture": functools.partial(charts_in_page, "compress-speed"),
+    "as_it_is_pictures": functools.partial(charts_in_page, "compress-as-it-is-frontier", "compress-as-it-is-speed"),
+    "trained_pictures": functools.partial(charts_in_page, "compress-trained-frontier", "compress-trained-speed"),
     "allocation": allocation_table,
     "predictions": predictions_table,
     "drawn_labels": drawn_table,
