@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import biased
+import budgets
 import claims
 import curves
 import cut
@@ -84,6 +85,8 @@ def pages() -> dict[Path, str]:
     for paper in ("", *(make().name for make in claims.PAPERS)):
         named = DOCS / "pictures" / forest.file_name(paper)
         found |= {Path(f"{named}-{theme}.svg"): forest.picture(theme, paper) for theme in forest.THEMES}
+    for paper in budgets.PAPERS:
+        found |= {DOCS / "pictures" / f"budgets-{paper}-{t}.svg": budgets.picture(t, paper) for t in forest.THEMES}
     found |= {DOCS / "pictures" / f"{kind}.svg": pictures.thumbnail(kind) for kind in pictures.PICTURES}
     found |= {DOCS / "pictures" / f"guide-{name}.svg": guides.picture(name) for name in guides.PICTURES}
     large = (DOCS / "large_models.md").read_text(encoding="utf-8")

@@ -22,9 +22,9 @@ ALT = (
 )
 #: what became of a paper's method, above its rows
 IN_SHORT = {
-    "HDPL": "ahead in its own model, by its initialisation",
+    "HDPL": "ahead in its own model, mostly by its start",
     "CCL": "ahead in its own model at 1 M, behind from 3 M",
-    "Transponder": "behind at 0.3 M, paper's gain excluded at 1 M",
+    "Transponder": "behind at 0.3 M, gain excluded at 1 M",
     "Rotor from scratch": "ahead of low rank, not of dense",
     "Rotor fitted to SmolLM2": "not ahead of any",
     "CGT": "behind GPT-2",
