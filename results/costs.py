@@ -1,28 +1,42 @@
 """What the arms of the plans cost: parameters, FLOPs a token, and time beside the reference arm, in turns.
 
-    python results/costs.py
+    python results/costs.py [NAME ...]
 
-Nothing is learnt: a run ends after two steps. The record is results/costs.json; the gaps of results/README.md stand
-beside it.
+Nothing is learnt: a run ends after two steps. CGT, the fits to SmolLM2 and HDPL's narrower control have their FLOPs
+counted and are not timed. The record is results/costs.json, where what is not named stays; the gaps of
+results/README.md stand beside it.
 """
 
+import argparse
+import functools
+import itertools
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE / "hdpl"), str(HERE / "rotor")]
+sys.path += [str(HERE / folder) for folder in ("hdpl", "rotor", "cgt")]
 
 import added  # noqa: E402, F401  operators of the plans
 import dense_start  # noqa: E402, F401
 
+import relinear  # noqa: E402
+import sources  # noqa: E402
+from biased import FITTED, FRESH  # noqa: E402
 from relinear.compare import CompareSettings, compare  # noqa: E402
+from relinear.compare.match import plan_comparison  # noqa: E402
 from relinear.compare.settings import planned  # noqa: E402
-from relinear.system.files import write_json  # noqa: E402
+from relinear.data.tokenizers import load_tokenizer  # noqa: E402
+from relinear.system.files import read_json, write_json  # noqa: E402
 from relinear.system.machine import describe_machine  # noqa: E402
 
 #: a plan of each paper whose arms are a comparison's
 PLANS = ("hdpl-5M", "transponder", "rotor")
+#: a comparison without a plan
+_UNPLANNED = "hdpl/budgets/runs.json"
+#: outputs of the projections of SmolLM2-135M, whose inputs are so many
+_PROJECTIONS, _WIDTH = {"q_proj": 576, "k_proj": 192, "v_proj": 192}, 576
 #: costs are the same on any text, and this one is short
 _TEXT = "data/shakespeare/input.txt"
 _KEPT = ("parameters", "flops_per_token", "speed")
@@ -42,10 +56,59 @@ def costs(name: str) -> dict[str, dict]:
     return {entry["name"]: {key: entry[key] for key in _KEPT} for entry in found["entries"]}
 
 
+def _sized(parameters: int, flops: int) -> dict[str, int]:
+    return {"parameters": parameters, "flops_per_token": flops}
+
+
+def unplanned() -> dict[str, dict]:
+    """Arm of a comparison without a plan -> parameters and FLOPs of a forward pass."""
+    recipe = read_json(HERE / _UNPLANNED)["recipe"]
+    del recipe["train"]["steps"]
+    vocabulary = int(recipe["train"]["data"]["tokenizer"].partition(":")[2])
+    found = plan_comparison(CompareSettings.load(recipe, _UNPLANNED), vocabulary)
+    return {one.name: _sized(one.size.parameters, one.size.flops) for one in found}
+
+
+def cgt() -> dict[str, dict]:
+    """Arm of CGT's plan -> parameters and FLOPs of a forward pass, without those of attention's scores."""
+    found = {}
+    for arm in ("gpt2-equal", "no-aux", "aux"):
+        options = sources.parse(["plan", "--name", arm])
+        table = relinear.summary(sources.make_model(options, load_tokenizer("bytes")))
+        found[arm] = _sized(table.parameters, table.flops_per_token)
+    return found
+
+
+def fitted() -> dict[str, dict]:
+    """Method and projection -> parameters and FLOPs of what takes the projection's place."""
+    found = {}
+    for (name, config), (projection, width) in itertools.product((FITTED | FRESH).items(), _PROJECTIONS.items()):
+        layer = config.build(_WIDTH, width, device="meta")
+        parameters = sum(one.numel() for one in layer.parameters())
+        found[f"{name} in {projection}"] = _sized(parameters, layer.flops_per_token())
+    return found
+
+
+#: name in the record -> what makes it
+_MADE: dict[str, Callable[[], dict[str, dict]]] = {
+    **{name: functools.partial(costs, name) for name in PLANS},
+    "hdpl-budgets": unplanned,
+    "cgt": cgt,
+    "fits": fitted,
+}
+
+
 def main() -> None:
     """Measure and write."""
-    found = {name: costs(name) for name in PLANS}
-    write_json(HERE / "costs.json", {"command": "python results/costs.py", "machine": describe_machine()} | found)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(_MADE))
+    names, record = parser.parse_args().names, HERE / "costs.json"
+    found = {name: _MADE[name]() for name in names or _MADE}
+    head = {"command": "python results/costs.py", "machine": describe_machine()}
+    if names:
+        head = read_json(record)
+        head["machine"] = describe_machine() if {*names} & {*PLANS} else head["machine"]
+    write_json(record, head | found)
 
 
 if __name__ == "__main__":

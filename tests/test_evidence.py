@@ -54,6 +54,31 @@ def test_one_seed_has_no_interval_however_long_its_text():
     assert half_width(found["values"]) is None
 
 
+def recorded(found, place):
+    """Every gap by seed of a record, with its place: an object of ``values``, ``low`` and ``high``."""
+    if isinstance(found, dict) and {"values", "low", "high"} <= found.keys():
+        yield place, found
+    inside = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    for name, one in inside:
+        yield from recorded(one, f"{place}.{name}")
+
+
+def test_recorded_intervals_contain_the_paired_t_interval():
+    seen, wrong, results = 0, [], REPOSITORY / "results"
+    for path in sorted(results.rglob("*.json")):
+        text = path.read_text(encoding="utf-8")
+        for place, found in recorded(json.loads(text), str(path.relative_to(results))):
+            values, bounds = found["values"], (found["low"], found["high"])
+            if len(values) < 2 or None in bounds:  # one seed has no interval, and more have one
+                wrong += [place] * (bounds != (None, None) or len(values) > 1)
+                continue
+            half = student(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+            middle, seen = statistics.fmean(values), seen + 1
+            wrong += [place] * (bounds[0] > middle - half + 1e-9 or bounds[1] < middle + half - 1e-9)
+    assert wrong == []
+    assert seen > 400
+
+
 @pytest.mark.parametrize("seeds", [2, 3])
 def test_drawn_intervals_of_power_laws_err_by_less_than_a_tenth_of_their_width(seeds):
     drawn = [gaps.interval(gaps.replicates(np.stack(losses(seeds, 300)), seed=one)) for one in range(20)]

@@ -61,7 +61,9 @@ class Row:
         ends: best settings that lay at an end of what was tried.
         fixed: what was not tuned.
         unlike: what the arms differ in beside the claim, so that no verdict follows.
-        cost: FLOPs and time of a training step over the control's, in words.
+        lost: why the error of the held-out text is not in the interval.
+        cost: FLOPs and time of a training step over the control's, in words; FLOPs alone where it was not timed.
+        layer: of a fit, FLOPs of what takes the projection's place over the control's.
     """
 
     method: str
@@ -77,7 +79,9 @@ class Row:
     ends: str = ""
     fixed: str = ""
     unlike: str = ""
+    lost: str = ""
     cost: str = ""
+    layer: str = ""
 
     def __post_init__(self) -> None:
         if self.printed is not None and len(self.gaps) > 1:
@@ -170,6 +174,7 @@ _NOTED = {
     "At an end of what was tried": "ends",
     "Not tuned": "fixed",
     "Open, since the control differs in more than the claim": "unlike",
+    "The interval lacks the error of the held-out text": "lost",
 }
 
 
@@ -189,6 +194,8 @@ def kept(found: Mapping[str, Any], sign: int = 1) -> dict[str, Any]:
     return {"gaps": [sign * one for one in found["values"]], "error": found.get("standard_error") or 0.0}
 
 
+#: of two arms that are neither the reference of their record
+_LOST = "the record has no losses by block of these arms"
 #: a setting that is tuned -> its word
 _SETTINGS = {"learning_rate": "rate", "initializer_range": "initialisation", "warmup_ratio": "warm-up"}
 
@@ -259,6 +266,8 @@ def rows() -> tuple[Row, ...]:
         """FLOPs of a forward pass and time of a training step over another arm's, in turns in one process."""
         of = read("costs.json").get(plan) or {e["name"]: e for e in read("ccl/claims-1M/results.json")["entries"]}
         flops = of[own]["flops_per_token"] / of[other]["flops_per_token"]
+        if "speed" not in of[own]:
+            return f"{flops:.2f}"
         return f"{flops:.2f}, {of[other]['speed']['train_ratio'] / of[own]['speed']['train_ratio']:.2f}"
 
     def tuned(part: str, tokens: int, control: str, entry: str, name: str, **more: Any) -> Row:
@@ -280,7 +289,10 @@ def rows() -> tuple[Row, ...]:
 
     def of_arm(arm: str) -> dict[str, Any]:
         """CCL less an arm at 1 M tokens."""
-        return {"gaps": less(ccl["ccl"], ccl[arm]), "tokens": 1e6}
+        record = read("ccl/claims-1M/results.json")
+        if arm == record["reference"]:
+            return kept(next(one["gap"] for one in record["entries"] if one["name"] == "ccl")) | {"tokens": 1e6}
+        return {"gaps": less(ccl["ccl"], ccl[arm]), "tokens": 1e6, "lost": _LOST}
 
     def of_ccl(control: str, arm: str, fixed: str = "warm-up", **more: Any) -> Row:
         """CCL less an arm, whose costs are those of 1 M tokens."""
@@ -289,11 +301,10 @@ def rows() -> tuple[Row, ...]:
     def on_bytes(method: str) -> Row:
         """Less a shallower dense model of its parameters, all linear layers replaced, everything tuned."""
         own, other = (read("fair/runs.json")["entries"][name] for name in (method.lower(), "dense-shallow"))
-        gaps = less(own["validation_losses"], other["validation_losses"])
         at_ends = [f"{edge} of {name}" for name, one in ((method, own), ("dense", other)) for edge in one["edges"]]
-        more = {"folder": "fair", "ends": ", ".join(at_ends)}
+        more = kept(own["gaps"]["dense-shallow"]) | {"folder": "fair", "ends": ", ".join(at_ends)}
         more["cost"] = f"{own['flops_per_token'] / other['flops_per_token']:.2f}"
-        return Row(method, "shallower dense, on bytes", gaps, 1e6, **more)
+        return Row(method, "shallower dense, on bytes", tokens=1e6, **more)
 
     def biased_end(record: str, method: str, projection: str) -> str:
         """The rate of a control's fit where it is an end of what could be tried."""
@@ -313,6 +324,8 @@ def rows() -> tuple[Row, ...]:
             folder="hdpl",
             fixed="warm-up",
             unlike="dense wants a longer warm-up there",
+            lost=_LOST,
+            cost=cost("hdpl-budgets", "hdpl", "dense-equal-parameters"),
         ),
         tuned(
             "5M-seeds",
@@ -382,6 +395,7 @@ def rows() -> tuple[Row, ...]:
                 where="main table",
                 folder="rotor",
                 ends=biased_end(record, against, f"{p}_proj"),
+                layer=cost("fits", f"rotor, double in {p}_proj", f"{against} in {p}_proj"),
             )
             for against, (record, *of) in printed.items()
             for p, mine, theirs in zip("qkv", ours, of, strict=True)
@@ -397,6 +411,7 @@ def rows() -> tuple[Row, ...]:
                 folder="cgt",
                 ends="rate 0.008 of GPT-2",
                 fixed="warm-up",
+                cost=cost("cgt", arm, "gpt2-equal"),
             )
             for arm, control in (("no-aux", "GPT-2, 8 % larger"), ("aux", "GPT-2; CGT with auxiliary loss"))
         ),
@@ -435,9 +450,13 @@ def in_results() -> str:
         for head, what in _NOTED.items():
             said = getattr(row, what)
             noted[f"{head}: {said}"] += [str(number)] * bool(said)
+        flops, _, time = (row.cost or row.layer).partition(", ")
+        noted["Not timed: the arms were not run in turns in one process"] += [str(number)] * (not time)
+        noted["A fit: FLOPs are those of the projection alone"] += [str(number)] * bool(row.layer)
+        costs = f"{flops or 'not counted'}, {time or 'not timed'}"
         half = "–" if row.half is None else f"{row.half:.3f}"
         claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"
-        lines.append([str(number), claim, seeds, found, effect, half, row.cost or "–", f"**{row.verdict}**"])
+        lines.append([str(number), claim, seeds, found, effect, half, costs, f"**{row.verdict}**"])
     head = ["", "gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "FLOPs, time", "verdict"]
     notes = [
         f"- {said} ({'row' if len(numbers) == 1 else 'rows'} {', '.join(numbers)})."

@@ -6,7 +6,7 @@
 q, k and v of layer 12 one by one, and all three, trained together until the attention gives what it gave. Every method
 has its own learning rate for each of the four: the one of the least fit error, on a seed of its own. Losses are over
 windows of 256 tokens of WikiText-2 test and of PTB test, half of --eval-tokens each; intervals of 95 % over three
-seeds (Student's t) and over windows (bootstrap), paired. Whatever has been measured stays in --state, from which the
+seeds (Student's t), paired, widened by the error of the windows. What has been measured stays in --state, where the
 same command goes on; several of them at a time share the work, and write results/rotor/biased.json in the end. With
 --fresh low rank starts from fresh matrices, as in the authors' code, and is held against rotors in q, k and v; the
 record is results/rotor/fresh.json.
