@@ -310,8 +310,6 @@ def _by_speed(text: str, speeds: str = SPEEDS, record: str = ROUNDING, model: st
     for threads in dict.fromkeys(row["threads"] for row in rows):
         for row in (row for row in rows if row["threads"] == threads):
             bits = row["model"].partition("-")[2]
-            if f"bits:{bits}" not in losses:
-                continue
             point = row["decode"]["ratio"], losses[f"bits:{bits}"]["against"][text]
             curves.append(Curve(f"{bits} bits" + ", 2 threads" * (threads == 2), True, [point]))
     return curves
