@@ -212,13 +212,19 @@ def draw(found: dict[str, Any], stem: str) -> None:
 
 
 def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
-    """A record with the final runs of later comparisons in it, and, of entries NAME-..., those on the tuning's seed."""
+    """A record with the runs of later comparisons in it.
+
+    Final runs, tuning runs of new entries and, of entries NAME-..., runs on the tuning's seed.
+    """
     reference = found["runs"][found["reference"]]
     tuning_seed = (found["recipe"].get("tune") or {}).get("seed")
     for one in later:
         command = read_json(one / "run.json")["command"]
         check_budget(found, place_of(one))
         found["later"] = [*(known for known in found["later"] if known != command), command]
+        for entry in sorted((place_of(one) / "tuning").glob("*")):
+            if entry.is_dir() and entry.name not in found["tuning"]:
+                found["tuning"][entry.name] = [told(run.parent) for run in sorted(entry.glob("*/run.json"))]
         for run in sorted((place_of(one) / "runs").glob("*/*/run.json")):
             name, row = run.parents[1].name, told(run.parent)
             if row["seed"] == tuning_seed:

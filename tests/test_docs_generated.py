@@ -81,7 +81,7 @@ def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hol
 def test_a_claim_asks_for_gaps_that_are_there(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
     claims = importlib.import_module("claims")
-    assert len(claims._rows("Rotor from scratch")) == 10
+    assert len(claims._rows("Rotor from scratch")) == 12
     with pytest.raises(ValueError, match="no gap of HDPL"):
         claims._rows("HDPL", "nothing of this name")
     for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables", "plans"):

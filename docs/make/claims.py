@@ -1348,12 +1348,13 @@ def rotor() -> Paper:
             "Ahead of low rank; beside dense not told",
             "limitations",
             BEYOND,
-            "In q, k and v of a tiny model, rotors are ahead of low rank of their parameters at 0.25 and 1 million "
-            "tokens, and of block-Hadamard at 0.25. **Beside dense, which has more, nothing is told at 1 million.** "
+            "In q, k and v of a tiny model, rotors are ahead of low rank and of block-Hadamard of their parameters, at "
+            "0.25 and 1 million tokens. **Beside dense, which has more, nothing is told at 1 million.** "
             "An earlier run of 0.25 million without a plan, tuned over two warm-ups, has them ahead of dense: "
             f"{cut.turned('rotor', 'dense')}. **Whose is the lead?** Fresh rotor layers hold a fixed network: a "
             "permutation, LayerNorm and PReLU. At 0.25 million tokens more than half of the lead over low rank is "
-            "that network's, in each of three seeds. At 1 million rotors are ahead of low rank that has it. A rotor "
+            "that network's, in each of three seeds. At 1 million rotors are ahead of low rank and block-Hadamard that "
+            "have it; rotors that start as random maps come as far. A rotor "
             "layer spends "
             f"{quoted('rotor/README.md', 'the rotor network 41,984').split()[-1]} FLOPs a token and projection, low "
             f"rank {quoted('rotor/README.md', 'low rank 512').split()[-1]}, dense "
@@ -1368,11 +1369,16 @@ def rotor() -> Paper:
                             f"`{ours}` less `{theirs}`": cut.controls_apart(ours, theirs, "rotor-1M")
                             for ours, theirs in (
                                 ("rotor", "low_rank"),
+                                ("rotor", "block_hadamard"),
                                 ("rotor", "dense"),
                                 ("low_rank-network", "low_rank"),
+                                ("block_hadamard-network", "block_hadamard"),
                                 ("dense-network", "dense"),
                                 ("rotor", "low_rank-network"),
+                                ("rotor", "block_hadamard-network"),
                                 ("rotor", "dense-network"),
+                                ("rotor", "dense-identity"),
+                                ("rotor", "rotor-random"),
                             )
                         },
                     ),
@@ -1407,10 +1413,9 @@ def rotor() -> Paper:
     ]
     summary = (
         "Fitted to q, k and v they come near block-Hadamard, but most of what either does is the mean output. Trained "
-        "from scratch they are ahead of low rank, also of low rank with the fixed network that they start as. Beside "
-        "dense nothing is told, nor beside dense with that network. We "
-        "worked from a summary of the paper and its authors' code, with SmolLM2-135M in place of LLaMA-2-7B and "
-        "LLaMA-3-8B."
+        "from scratch they are ahead of low rank and block-Hadamard, also with the fixed network that they start as. "
+        "Beside dense nothing is told, nor beside dense with that network. We worked from a summary of the "
+        "paper and its authors' code, with SmolLM2-135M in place of LLaMA-2-7B and LLaMA-3-8B."
     )
     return Paper(
         "rotor",

@@ -383,8 +383,10 @@ def rows() -> tuple[Row, ...]:
         beside("block-Hadamard, fixed network", "block_hadamard-network"),
         beside("dense, fixed network", "dense-network"),
         beside("low rank", "low_rank", 1e6),
+        beside("block-Hadamard", "block_hadamard", 1e6),
         beside("dense", "dense", 1e6),
         beside("low rank, fixed network", "low_rank-network", 1e6),
+        beside("block-Hadamard, fixed network", "block_hadamard-network", 1e6),
         beside("dense, fixed network", "dense-network", 1e6),
         *(
             Row(

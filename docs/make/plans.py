@@ -52,6 +52,13 @@ def _planned() -> Iterator[Planned]:
         "ahead of low rank at 1 M, too; of dense not told",
     )
     yield Planned(
+        "rotor-1M-arms",
+        "rotors less block-Hadamard with network, 1 M",
+        of(scratch, "block-Hadamard, fixed network", "1 M"),
+        "known at 0.25 M tokens alone",
+        "ahead of block-Hadamard at 1 M, too",
+    )
+    yield Planned(
         "ccl",
         "CCL less dense of its size, 20.5 M",
         of("CCL", "dense of its size", "20.5 M"),
