@@ -55,7 +55,7 @@ def _planned() -> Iterator[Planned]:
         "rotor-1M-arms",
         "rotors less block-Hadamard with network, 1 M",
         of(scratch, "block-Hadamard, fixed network", "1 M"),
-        "known at 0.25 M tokens alone",
+        "no power at 0.25 M tokens",
         "ahead of block-Hadamard at 1 M, too",
     )
     yield Planned(
