@@ -8,7 +8,7 @@ from typing import Any
 
 from measured import arms_apart, commands, gap, less, mean, of_text, read, signed, table, with_interval
 
-__all__ = ["PARTS", "against", "best", "controls_apart", "cut_short", "ended", "evaluated", "on_the_way"]
+__all__ = ["PARTS", "against", "best", "controls_apart", "cut_short", "ended", "evaluated", "later", "on_the_way"]
 __all__ += ["printed_gap", "printed_loss", "shared", "trained", "turned", "typed"]
 
 #: folder of results/ -> its record
@@ -171,6 +171,11 @@ def counting(folder: str) -> str:
 def typed(folder: str) -> str:
     """The command."""
     return read(RECORDS[folder])["command"]
+
+
+def later(folder: str) -> list[str]:
+    """The commands whose runs were added."""
+    return read(RECORDS[folder])["later"]
 
 
 def evaluated(folder: str, name: str, step: int) -> float:

@@ -225,7 +225,7 @@ def ends(record: str, named: Mapping[str, str]) -> str:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Every gap of a claim, from top to bottom of the picture."""
+    """Every gap to a main control, from top to bottom of the picture; ablations' are in the claims' tables."""
     ccl = losses("ccl/claims-1M/results.json")
     fits = {
         record: {one["projection"]: one for one in read(record)["rows"] if one["method"] == "rotor, double"}
@@ -281,7 +281,7 @@ def rows() -> tuple[Row, ...]:
     def beside(name: str, entry: str, tokens: float = 0.25e6) -> Row:
         """Rotors from scratch less an arm of their plan."""
         plan, fixed = ("rotor-control", "warm-up") if tokens < 1e6 else ("rotor-1M", "warm-up, initialisation")
-        record, named = cut.RECORDS[plan], {"rotors": "rotor", name.partition(",")[0]: entry}
+        record, named = cut.RECORDS[plan], {"rotors": "rotor", name.replace(",", " with the"): entry}
         arms = cut.controls(plan)
         error, gaps = of_text(read(record)["runs"], "rotor", entry), less(arms["rotor"], arms[entry])
         more = {"ends": ends(record, named), "fixed": fixed, "cost": cost("rotor", "rotor", entry)}

@@ -22,10 +22,10 @@ ALT = (
 )
 #: what became of a paper's method, above its rows
 IN_SHORT = {
-    "HDPL": "ahead in its own model, mostly by its start",
+    "HDPL": "ahead at 1 M, mostly by its start; 5 M open",
     "CCL": "ahead in its own model at 1 M, behind from 3 M",
-    "Transponder": "behind at 0.3 M, gain excluded at 1 M",
-    "Rotor from scratch": "ahead of low rank, not of dense",
+    "Transponder": "behind at 0.3 M, no power at 1 M",
+    "Rotor from scratch": "ahead of low rank; of dense not told",
     "Rotor fitted to SmolLM2": "not ahead of any",
     "CGT": "behind GPT-2",
 }

@@ -70,7 +70,7 @@ def _planned() -> Iterator[Planned]:
         "HDPL less dense, 0.3 M",
         Row("HDPL", "dense", **kept(hdpl), tokens=300_000),
         "partly: mostly dense's warm-up and rate",
-        "partly: with all tuned still ahead",
+        "partly: ahead; dense's warm-up at an end",
     )
     yield Planned(
         "hdpl-5M",
@@ -98,7 +98,7 @@ def _planned() -> Iterator[Planned]:
         "Transponder less dense, 1 M",
         of("Transponder", "plain model", "1 M"),
         "behind, with a warm-up that 0.3 M chose",
-        "did not hold: the paper's effect is excluded",
+        "no power: half-width not reached",
     )
     sources = read("cgt/sources-planned/report.json")
     yield Planned(
