@@ -165,8 +165,11 @@ def test_refusals_before_anything_is_computed(tmp_path) -> None:
             compress(model, ids, settings=settings | further, tokenizer=tokenizer, out_dir=tmp_path, export="gguf")
         assert not (tmp_path / "model.gguf").exists()
         assert not (tmp_path / "model").exists()
+        assert not (tmp_path / "calibration").exists()
 
     refused("a product of matrices", llama(), tokenizer_of())
+    by_bits = {"menu": ("quantized",), "bits": 4.25, "embedding": None}
+    refused("of more than 5 bits with zero points", llama(hidden_size=64), tokenizer_of(), **by_bits)
     refused("holds the tokenizer", llama(), None)
     refused("cut text as GPT-2's or SmolLM's", llama(), byte_tokenizer())
     refused("attention_bias", llama(attention_bias=True), tokenizer_of())

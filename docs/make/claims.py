@@ -1691,7 +1691,8 @@ Not run, for want of a GPU: [hdpl-5M-warmup](../results/plans/hdpl-5M-warmup.yam
 [hdpl-67M](../results/plans/hdpl-67M.yaml), [transponder-20M](../results/plans/transponder-20M.yaml), and the 5 million
 tokens of transponder-5M. The warm-up of three arms of HDPL at 1 M was chosen by
 [hdpl-1M-warmup](../results/plans/hdpl-1M-warmup.yaml), after final runs with another. The plans of
-[fair](../results/fair/README.md) ask about no paper's claim. CGT has one length of training, so no gaps against budget."""
+[fair](../results/fair/README.md) ask about no paper's claim. CGT has one length of training, so no
+gaps against budget."""
 
 NOTES = """Square brackets are 95 % confidence intervals: Student's t over paired seeds, widened by the error of the
 held-out text where its blocks were kept. One seed has none. For speeds of whole models they are quartiles of rounds.

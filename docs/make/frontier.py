@@ -77,7 +77,7 @@ DRAWS = {"bits:4.25": "gptq-order:4@96", "bits:3.5": "gptq-order:3@48"}
 DRAWS_TRAINED = {"bits:4.375": "gptq-order:4@64", "bits:3.375": "gptq-order:3@64"}
 #: what a picture of bits shows, and its names there
 MOST = 1.0  # nats; what loses more is in the table alone
-SHOWN = {"bits": "compress", "gptq-order": "GPTQ in order", "llama.cpp": "llama.cpp"}
+SHOWN = {"bits": "compress", "gptq-order": "GPTQ in order", "llama.cpp": "llama.cpp", "caldera": "CALDERA"}
 OURS = ("uniform", "bits", "bits-order", "heal", "keep", "embedding", "everything")
 #: of a picture of equal bytes: height of a row, where names end
 ROW, LABELS = 24, 190
