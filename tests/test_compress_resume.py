@@ -113,6 +113,55 @@ def test_killed_while_it_writes(stage: str, whole, tmp_path, monkeypatch) -> Non
     assert run(tmp_path) == whole
 
 
+SPEED = {"ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+SPEED |= {"original_tokens_per_second": 1.0, "compressed_tokens_per_second": 1.0}
+SPEEDS = {"batch": 1, "prefill_tokens": 8, "decoded_tokens": 8, "prefill": SPEED, "decode": SPEED}
+INTEGERS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "bits": 4.25, "measured_points": 1}
+INTEGERS |= {"evaluation_tokens": 96, "menu": ["quantized"]}
+
+
+def integers(folder, on_progress=quiet, frontier: bool = False) -> dict[str, bytes]:
+    """What integers of bits by layer leave: plan and model, or budgets without their speeds, which are measured."""
+    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
+    model = make_family("llama", vocab_size=260)
+    more = {"settings": INTEGERS, "tokenizer": byte_tokenizer(), "out_dir": folder, "on_progress": on_progress}
+    report = compress(model, [ids], targets="down_proj", frontier=frontier, **more)
+    if frontier:
+        rows = [{key: value for key, value in row.items() if key != "speed"} for row in report.budgets]
+        return {"budgets": json.dumps(rows).encode()}
+    found = [folder / "plan.json", *(path for path in (folder / "model").rglob("*") if path.is_file())]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize(
+    "stage", ["forward", "backward", "candidates", "points", "fit", "judging", "report", "speed", "frontier"]
+)
+def test_integers_killed_in_every_stage(stage: str, tmp_path, monkeypatch) -> None:
+    observed: list[int] = []
+    observe = stages.observe
+    monkeypatch.setattr(stages, "measure_speed", lambda *given: SPEEDS)
+
+    def judged(*given, **named):
+        observed.append(1)
+        if len(observed) == 2:  # of the compressed model
+            raise _Kill
+        return observe(*given, **named)
+
+    def reported(*given):
+        raise _Kill
+
+    frontier = stage in ("speed", "frontier")
+    with monkeypatch.context() as patch:
+        if stage == "judging":
+            patch.setattr(stages, "observe", judged)
+        if stage == "report":
+            patch.setattr(stages, "write_page", reported)
+        with pytest.raises(_Kill):
+            integers(tmp_path / "killed", killing(stage), frontier)
+    assert not (tmp_path / "killed" / "model").exists()
+    assert integers(tmp_path / "killed", frontier=frontier) == integers(tmp_path / "whole", frontier=frontier)
+
+
 def test_everything_that_is_left_was_written(whole) -> None:
     names = {name.rpartition("/")[2] for name in whole}
     assert {"config.json", "model.safetensors", "modeling_factorized.py", "tokenizer.json"} <= names
