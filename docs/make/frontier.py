@@ -38,7 +38,7 @@ NAMES = {
     "uniform": "{} bits in all layers",
     "uniform-order": "{} bits, GPTQ + descent",
     "bits": "`compress --bits {}`",
-    "bits-order": "{} bits, planned, GPTQ in order",
+    "bits-order": "planned bits, GPTQ in order",
     "integers": "the same, `--menu quantized`: {}",
     "in-order": "the same, `anchor=true`: {}",
     "heal": "`compress --bits {}`",
