@@ -157,7 +157,7 @@ class Quantized(OperatorConfig):
 
     Args:
         bits: of a weight, 2 to 8.
-        group: inputs that share a scale; the last group of a row may be shorter.
+        group: inputs that share a scale; the last of a row may be shorter. On a CPU only multiples of 32 are fast.
         symmetric: whether the middle of the integers stands for zero; if not, every group has a zero point of its own,
             a byte.
 
