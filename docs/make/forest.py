@@ -25,7 +25,7 @@ IN_SHORT = {
     "HDPL": "ahead at 1 M, mostly by its start; 5 M open",
     "CCL": "ahead in its own model at 1 M, behind from 3 M",
     "Transponder": "behind at 0.3 M, no power at 1 M",
-    "Rotor from scratch": "ahead of low rank; of dense not told",
+    "Rotor from scratch": "ahead of low rank; dense not told",
     "Rotor fitted to SmolLM2": "not ahead of any",
     "CGT": "behind GPT-2",
 }
