@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Container
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -117,6 +118,12 @@ def best_trial(folders: list[Path]) -> Path | None:
     return min(ended, key=lambda folder: told(folder)["validation_loss"], default=None)
 
 
+def tuning_of(place: Path, known: Container[str]) -> dict[str, list[Path]]:
+    """The tuning runs of a comparison, by entry, of entries that are not known."""
+    entries = [at for at in sorted((place / "tuning").glob("*")) if at.is_dir() and at.name not in known]
+    return {at.name: sorted(run.parent for run in at.glob("*/run.json")) for at in entries}
+
+
 def counted(recipe: dict[str, Any], tokens: int) -> dict[str, Any]:
     """What counting n-grams comes to on as many tokens."""
     train = {key: value for key, value in recipe["train"].items() if key != "steps"}
@@ -150,9 +157,7 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     places = [place, *map(place_of, later)]
     trials: dict[str, list[Path]] = {}
     for at in places:
-        for entry in sorted((at / "tuning").glob("*")):
-            if entry.is_dir() and entry.name not in trials:  # an entry's own tuning stands before a later one of it
-                trials[entry.name] = sorted(run.parent for run in entry.glob("*/run.json"))
+        trials |= tuning_of(at, trials)  # an entry's own tuning stands before a later one of it
     best = {name: at for name, folders in trials.items() if (at := best_trial(folders)) is not None}
     counts = {"tuning": metrics(best[reference])[-1]["tokens"]} if reference in best else {}
     found["ngrams"] = {part: counted(found["recipe"], n) for part, n in (counts | {"runs": found["tokens"]}).items()}
@@ -222,9 +227,8 @@ def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:
         command = read_json(one / "run.json")["command"]
         check_budget(found, place_of(one))
         found["later"] = [*(known for known in found["later"] if known != command), command]
-        for entry in sorted((place_of(one) / "tuning").glob("*")):
-            if entry.is_dir() and entry.name not in found["tuning"]:
-                found["tuning"][entry.name] = [told(run.parent) for run in sorted(entry.glob("*/run.json"))]
+        new = tuning_of(place_of(one), found["tuning"])
+        found["tuning"] |= {name: [told(folder) for folder in folders] for name, folders in new.items()}
         for run in sorted((place_of(one) / "runs").glob("*/*/run.json")):
             name, row = run.parents[1].name, told(run.parent)
             if row["seed"] == tuning_seed:

@@ -8,6 +8,7 @@ import math
 import svg
 from evidence import Row, rows
 from measured import mean, signed
+from relinear.system.grouped import grouped
 
 __all__ = ["PAPERS", "in_page", "picture"]
 
@@ -74,11 +75,7 @@ def picture(theme: str, paper: str) -> str:
 
 def _by_tokens(found: list[Row]) -> list[Row]:
     """The first row of each budget."""
-    return [next(group) for _, group in itertools.groupby(sorted(found, key=_tokens), key=_tokens)]
-
-
-def _tokens(row: Row) -> float:
-    return row.tokens
+    return [same[0] for _, same in sorted(grouped((row.tokens, row) for row in found).items())]
 
 
 def _described(paper: str) -> str:

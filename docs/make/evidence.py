@@ -62,8 +62,8 @@ class Row:
         fixed: what was not tuned.
         unlike: what the arms differ in beside the claim, so that no verdict follows.
         lost: why the error of the held-out text is not in the interval.
-        cost: FLOPs and time of a training step over the control's, in words; FLOPs alone where it was not timed.
-        layer: of a fit, FLOPs of what takes the projection's place over the control's.
+        cost: FLOPs and time of a training step over the control's, in words; FLOPs alone where it was not timed,
+            and those of what takes the projection's place where it is a fit.
     """
 
     method: str
@@ -81,7 +81,6 @@ class Row:
     unlike: str = ""
     lost: str = ""
     cost: str = ""
-    layer: str = ""
 
     def __post_init__(self) -> None:
         if self.printed is not None and len(self.gaps) > 1:
@@ -161,10 +160,9 @@ def told(found: Sequence[Row], unit: str) -> str:
         named = ", ".join(dict.fromkeys(one for row in found for one in getattr(row, what).split(", ") if one))
         said += [f"{head}: {named}"] * bool(named)
     costs = [row.cost.split(", ") for row in found if row.cost]
-    for what, of in zip(
-        ("FLOPs of a forward pass", "Time of a training step"), itertools.zip_longest(*costs), strict=False
-    ):
-        least, most = (pick(one for one in of if one) for pick in (min, max))
+    flops = f"FLOPs of {'a forward pass' if any(row.tokens for row in found) else 'the projection'}"
+    for what, of in zip((flops, "Time of a training step"), itertools.zip_longest(*costs), strict=False):
+        least, most = (pick((one for one in of if one), key=float) for pick in (min, max))
         said.append(f"{what}, over the control's: {least}" + f" to {most}" * (least != most))
     return ". ".join(said)
 
@@ -397,7 +395,7 @@ def rows() -> tuple[Row, ...]:
                 where="main table",
                 folder="rotor",
                 ends=biased_end(record, against, f"{p}_proj"),
-                layer=cost("fits", f"rotor, double in {p}_proj", f"{against} in {p}_proj"),
+                cost=cost("fits", f"rotor, double in {p}_proj", f"{against} in {p}_proj"),
             )
             for against, (record, *of) in printed.items()
             for p, mine, theirs in zip("qkv", ours, of, strict=True)
@@ -452,9 +450,9 @@ def in_results() -> str:
         for head, what in _NOTED.items():
             said = getattr(row, what)
             noted[f"{head}: {said}"] += [str(number)] * bool(said)
-        flops, _, time = (row.cost or row.layer).partition(", ")
+        flops, _, time = row.cost.partition(", ")
         noted["Not timed: the arms were not run in turns in one process"] += [str(number)] * (not time)
-        noted["A fit: FLOPs are those of the projection alone"] += [str(number)] * bool(row.layer)
+        noted["A fit: FLOPs are those of the projection alone"] += [str(number)] * (not row.tokens)
         costs = f"{flops or 'not counted'}, {time or 'not timed'}"
         half = "–" if row.half is None else f"{row.half:.3f}"
         claim = f"[{row.method}]({row.folder}/README.md) less {row.control}"

@@ -118,14 +118,14 @@ def frontier_table() -> str:
     return table(["", "bits a weight", *texts, "repeated 4-grams"], lines)
 
 
-def _rounding() -> dict[tuple[str, str], dict[str, Any]]:
+def _first_draw(record: str = ROUNDING) -> dict[tuple[str, str], dict[str, Any]]:
     """The rows of the record on rounding, by model and method."""
-    return {(row["model"], row["row"]): row for row in read(ROUNDING) if row["seed"] == 0}
+    return {(row["model"], row["row"]): row for row in read(record) if row["seed"] == 0}
 
 
 def rounding_table() -> str:
     """Each method on both models: nats above the original, beside bits of equal bytes."""
-    found = _rounding()
+    found = _first_draw()
     originals = {model: row["loss"] for (model, name), row in found.items() if name == "original"}
     columns = [(model, text) for model, losses in originals.items() for text in losses]
     lines = [["original", "16.00", *(f"{originals[model][text]:.3f} nats" for model, text in columns)]]
@@ -143,13 +143,13 @@ def rounding_table() -> str:
 def turned_pairs() -> list[list[dict[str, Any]]]:
     """Rows of the turned model at every size: `compress`, and its strongest rival."""
     pairs = sorted((pair for pair in RIVALS if pair[1].startswith("gptq-order")), reverse=True)
-    return [[_rounding()[TURNED, name] for name in pair] for pair in pairs]
+    return [[_first_draw()[TURNED, name] for name in pair] for pair in pairs]
 
 
 def turned_table() -> str:
     """The turned model at every size: what `compress` loses, and its strongest rival."""
     texts = "wikitext2", "ptb"
-    losses = _rounding()[TURNED, "original"]["loss"]
+    losses = _first_draw()[TURNED, "original"]["loss"]
     lines = [["original", "16.00", *(f"{losses[text]:.3f} nats" for text in texts)]]
     for row in itertools.chain(*turned_pairs()):
         over = [f"{signed(at['nats'], 3)} ± {at['interval']:.3f}" for at in (row["against"][text] for text in texts)]
@@ -164,7 +164,7 @@ def _mean_rise(found: dict[tuple[str, str], dict[str, Any]], name: str) -> float
 
 def rivals() -> str:
     """What one way loses as a share of another's loss at equal bytes, and the difference, paired over windows."""
-    found, lines = _rounding(), []
+    found, lines = _first_draw(), []
     texts = list(next(iter(found.values()))["loss"])
     for ours, theirs in RIVALS:
         for model in MODELS:
@@ -240,15 +240,14 @@ def _before_and_after(earlier: str, after: dict[tuple[str, str], dict[str, Any]]
 
 def drawn_table() -> str:
     """Budgets under moments at labels that the model draws, less the same at the text's labels."""
-    drawn = {(row["model"], row["row"]): row for row in read(GROUPS) if row["seed"] == 0}
-    rows = _before_and_after("compress/text_labels.jsonl", drawn, "wikitext2", "books")
+    rows = _before_and_after("compress/text_labels.jsonl", _first_draw(GROUPS), "wikitext2", "books")
     return table(["", "predicted: drawn, text's", "wikitext2 (less the text's)", "books (less the text's)"], rows)
 
 
 def groups_table() -> str:
     """Budgets with groups of 64 and of 256, less the same with groups of 64 alone."""
     texts = ("wikitext2", "books", "ptb")
-    rows = _before_and_after(GROUPS, _rounding(), *texts)
+    rows = _before_and_after(GROUPS, _first_draw(), *texts)
     return table(["", "predicted: both, 64", *(f"{text} (less 64 alone)" for text in texts)], rows)
 
 
@@ -292,7 +291,7 @@ class Curve:
 
 def _losses(record: str, model: str) -> dict[str, dict[str, Any]]:
     """The rows of a model in a record, first draw, by method."""
-    return {row["row"]: row for row in read(record) if row["model"] == model and row["seed"] == 0}
+    return {name: row for (of, name), row in _first_draw(record).items() if of == model}
 
 
 def _by_bits(text: str, record: str = ROUNDING, model: str = TURNED) -> list[Curve]:
@@ -442,8 +441,7 @@ def _at_equal_bytes(which: str) -> list[tuple[float, list[dict[str, Any]]]]:
     """Rows by bits, the least loss first."""
     _, record, sizes, *_ = EQUAL[which]
     (model, *_), groups = dict.fromkeys(row["model"] for row in read(record)), []
-    rows = [row for row in read(record) if row["model"] == model and row["seed"] == 0]
-    found = [row for row in rows if row["row"].partition(":")[0] not in ("original", "heal")]
+    found = [row for row in _losses(record, model).values() if row["row"].partition(":")[0] not in ("original", "heal")]
     text = next(iter(found[0]["against"]))
     for bits in sizes:  # in eighths
         rows = [row for row in found if round(8 * row["bits"]) == 8 * bits]
@@ -521,7 +519,7 @@ def speeds(told: str) -> str:
 
 def costs() -> str:
     """The turned model by bits: what `compress` loses on a text of its calibration's kind and on another, and speed."""
-    found, texts = _rounding(), ("wikitext2", "ptb")
+    found, texts = _first_draw(), ("wikitext2", "ptb")
     faster = {r["model"].partition("-")[2]: r["decode"]["ratio"] for r in read(SPEEDS)["rows"] if r["threads"] == 2}
     lines = []
     for bits in ("8.25", "5.5", "4.25", "3.5", "3.0"):

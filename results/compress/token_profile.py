@@ -7,7 +7,6 @@ rounds; those of operations are a profiler's, which takes time itself.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,18 +17,14 @@ from transformers import AutoModelForCausalLM
 import relinear
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
+from relinear.system.timing import seconds_of
 
 TOKENS, ROUNDS = 16, 8
 
 
 def least(call: Callable[[], object]) -> float:
     """Milliseconds of a call."""
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return min(times)
+    return 1e3 * min(seconds_of(call) for _ in range(ROUNDS))
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
 """``compress``: calibrate, plan, fit, save."""
 
 import copy
+import itertools
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -228,7 +228,7 @@ class _Job:
             whole,
             calibration.tokens,
             calibration.loss,
-            {phase: end - start for (_, start), (phase, end) in pairwise(self.ends.items())},
+            {phase: end - start for (_, start), (phase, end) in itertools.pairwise(self.ends.items())},
             corpus=corpus,
             model=model_name(self.model),
             healing=healing,
@@ -251,11 +251,10 @@ class _Job:
 
     def _check_export(self, given_plan: CompressPlan | None) -> None:
         """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them."""
-        shapes = {linear_features(layer): name for name, layer in self.modules.items()}
-        offered = [(name, config) for shape, name in shapes.items() for config in self.menu.sizes(shape)]
-        becomes = offered if given_plan is None else [*given_plan.replaced.items()]
+        offered = ((n, c) for n, layer in self.modules.items() for c in self.menu.sizes(linear_features(layer)))
+        becomes = offered if given_plan is None else given_plan.replaced.items()
         if self.export == "gguf":
-            for name, config in [*self.work.tables.items(), *becomes]:
+            for name, config in itertools.chain(self.work.tables.items(), becomes):
                 check_gguf_operator(name, config, linear_features(self.model.get_submodule(name)))
         elif self.export == "compressed-tensors":
             check_packable(self.model, becomes)
