@@ -463,6 +463,10 @@ def test_blocks_from_texts_tensors_and_mappings():
     assert bytes(blocks.flatten().tolist()).decode() == texts[0][:80]
     assert torch.equal(token_blocks(corpus(), None, 16, 4), corpus()[:2].view(4, 16))
     assert torch.equal(token_blocks([{"input_ids": ids} for ids in corpus()], None, 32, 2), corpus()[:2])
+    rows = [{"input_ids": [0, 0, *ids.tolist(), 0], "attention_mask": [0, 0, *[1] * 32, 0]} for ids in corpus()]
+    assert torch.equal(token_blocks(rows, None, 32, 2), corpus()[:2])
+    batches = [{"input_ids": torch.tensor(r), "attention_mask": torch.tensor(r).ne(0)} for r in ([[5, 0], [6, 7]],)]
+    assert token_blocks(batches, None, 3, 1).tolist() == [[5, 6, 7]]
 
 
 @pytest.mark.slow

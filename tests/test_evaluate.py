@@ -107,6 +107,29 @@ def test_a_dataset_gives_what_its_text_gives(model, tokenizer):
     assert perplexity(model, Blocks(), max_tokens=20).tokens == 19
 
 
+class Rows(list, torch.utils.data.Dataset):
+    """A list of samples as a dataset."""
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_that_a_mask_leaves_out_are_not_read(side):
+    model = make_tiny_gpt2(vocab_size=258).eval()  # which has learnt positions
+    for parameter in model.parameters():
+        parameter.data.mul_(5)
+    alone, padded = Rows(), Rows()
+    for length in (5, 9, 8):
+        ids, pad = torch.randint(1, 258, (length,)), torch.zeros(9 - length, dtype=torch.long)
+        alone.append({"input_ids": ids, "labels": ids})
+        values = {"input_ids": (ids, pad), "labels": (ids, pad - 100), "attention_mask": (ids**0, pad)}
+        padded.append({k: torch.cat(v if side == "right" else v[::-1]).tolist() for k, v in values.items()})
+    assert perplexity(model, padded) == perplexity(model, alone)
+    padded[0]["attention_mask"].pop()
+    with pytest.raises(ValueError, match="input_ids has 9 tokens, attention_mask 8"):
+        perplexity(model, padded)
+    with pytest.raises(ValueError, match="a mapping with input_ids and labels"):
+        perplexity(model, torch.utils.data.TensorDataset(torch.zeros(2, 2)))
+
+
 def test_modes_and_gradients_are_left_as_they_were(model, tokenizer):
     model.train()
     model.model.layers[0].eval()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.core.config import shown
 from relinear.core.operator import check_model, named_operators
 
 _NO_LOSS = (
@@ -114,6 +115,25 @@ def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | Non
         if isinstance(mask, Tensor) and mask.ndim == 2 and (sizes is None or mask.shape == sizes):
             return mask != 0
     return None
+
+
+def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
+    """Return the values ``names`` of a row of tokens, each (T,), without the tokens that its ``attention_mask`` masks.
+
+    What is left is read as text without padding: at positions from 0 on, whatever side the padding was on.
+
+    Raises:
+        ValueError: if a value is missing or has not one entry a token.
+    """
+    if not isinstance(row, Mapping) or any(row.get(name) is None for name in names):
+        raise ValueError(f"a row of tokens is a mapping with {' and '.join(names)}, got {shown(row)}")
+    values = [torch.as_tensor(row[name]).flatten() for name in names]
+    mask = row.get("attention_mask")
+    kept = torch.ones_like(values[0], dtype=torch.bool) if mask is None else torch.as_tensor(mask).flatten() != 0
+    for name, value in zip(names, values, strict=True):
+        if len(value) != len(kept):
+            raise ValueError(f"{name} has {len(value)} tokens, attention_mask {len(kept)}; give one entry a token")
+    return [value[kept] for value in values]
 
 
 def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | float:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.core.aux import without_padding
 from relinear.core.config import shown
 from relinear.core.context import current_context
 from relinear.core.modes import watching
@@ -25,7 +26,7 @@ from relinear.data.tokenizers import encode_documents
 
 
 def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
-    """Yield the documents of a corpus as text (a ``Conversation`` is one), or as token ids.
+    """Yield the documents of a corpus as text (a ``Conversation`` is one), or as token ids without padding.
 
     Raises:
         ValueError: if it is no corpus, has items of several kinds, or text and no tokenizer.
@@ -50,15 +51,15 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
             yield document
         return
     for item in chained:
-        ids = item.get("input_ids") if isinstance(item, Mapping) else item
-        if ids is None:
+        row = item if isinstance(item, Mapping) else {"input_ids": item}
+        if row.get("input_ids") is None:
             raise ValueError(f"data must hold texts, token ids or mappings with input_ids, got {type(item).__name__}")
         try:
-            tokens = torch.as_tensor(ids).flatten().tolist()
+            row = {name: torch.as_tensor(row[name]) for name in ("input_ids", "attention_mask") if name in row}
         except (RuntimeError, TypeError, ValueError):
             kinds = "token ids are whole numbers, a conversation a list of {'role', 'content'}"
             raise ValueError(f"data must hold texts, conversations or token ids, got {shown(item)}; {kinds}") from None
-        yield tokens
+        yield without_padding(row, "input_ids")[0].tolist()
 
 
 def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[int]]:
@@ -76,8 +77,9 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
 
     Args:
         data: texts and conversations (tokenised as one stream), or tensors of token ids, or mappings with
-            ``input_ids``, end to end. A conversation is a list of ``{"role", "content"}``, or a mapping with such a
-            list as ``messages``; the tokenizer's chat template makes text of it.
+            ``input_ids``, end to end, without what their ``attention_mask`` masks. A conversation is a list of
+            ``{"role", "content"}``, or a mapping with such a list as ``messages``; the tokenizer's chat template makes
+            text of it.
         tokenizer: of the model, for texts.
         sequence_length: T.
         count: N.

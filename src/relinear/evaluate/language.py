@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from relinear.core.aux import IGNORED_LABEL
+from relinear.core.aux import IGNORED_LABEL, without_padding
 from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
@@ -61,7 +61,7 @@ def perplexity(
     Args:
         model: takes ``input_ids`` (B, T) and returns an object with ``logits`` (B, T, V). Its training mode is kept.
         text: a document, documents, or a dataset of ``{"input_ids": (T,), "labels": (T,)}`` (then the arguments about
-            windows have no meaning and are refused).
+            windows have no meaning and are refused). Tokens that its ``attention_mask`` (T,) masks are left out.
         tokenizer: of the model; needed for text.
         sequence_length: T of a window; by default the model's longest, at most 1,024.
         stride: tokens from one window to the next; by default ``sequence_length``.
@@ -266,7 +266,7 @@ def _dataset_windows(dataset: Any, max_tokens: int | None) -> Iterator[tuple[Ten
     for index in range(len(dataset)):
         item = dataset[index]
         left = None if max_tokens is None else max_tokens - used
-        ids, labels = (torch.as_tensor(item[name])[:left] for name in ("input_ids", "labels"))
+        ids, labels = (value[:left] for value in without_padding(item, "input_ids", "labels"))
         if len(ids) > 1:
             yield ids, labels
         used += len(ids)
