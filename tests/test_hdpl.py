@@ -306,7 +306,7 @@ def test_the_authors_recipe_is_what_their_code_does() -> None:
     for run in runs.values():
         assert (run.max_grad_norm, run.min_lr_ratio, run.decay_embeddings) == (0, 0, True)
         assert run.model_start == "torch"
-        assert (run.learning_rate, run.warmup_steps, run.weight_decay, run.betas) == (8e-4, 1000, 0.1, (0.9, 0.95))
+        assert (run.learning_rate, run.warmup, run.weight_decay, run.betas) == (8e-4, 1000, 0.1, (0.9, 0.95))
     (operator,) = runs["hybrid"].operators.values()
     assert (operator["rank"], operator["blocks"], operator["beta"], operator["init"]) == (128, 8, 0.001, "authors")
     text = CompareSettings.load(read_recipe("hdpl")).settings_of("hybrid")

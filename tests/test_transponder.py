@@ -499,15 +499,15 @@ def test_settings_of_before_mean_what_they_meant():
     ("size", "changes", "width", "mlp", "depth", "heads", "steps", "rate"),
     [
         ("llama-60m", {}, 512, 1376, 8, 8, 10_000, 3e-3),
-        ("llama-130m", {"train.steps": 20_000, "train.warmup_steps": 2000}, 768, 2048, 12, 12, 20_000, 3e-3),
-        ("llama-250m", {"train.steps": 40_000, "train.warmup_steps": 4000}, 768, 2560, 24, 16, 40_000, 3e-3),
+        ("llama-130m", {"train.steps": 20_000}, 768, 2048, 12, 12, 20_000, 3e-3),
+        ("llama-250m", {"train.steps": 40_000}, 768, 2560, 24, 16, 40_000, 3e-3),
     ],
 )
 def test_the_papers_recipe_is_table_7(size, changes, width, mlp, depth, heads, steps, rate):
     recipe = CompareSettings.load(apply_overrides(read_recipe("transponder-paper"), {"train.model": size} | changes))
     run = recipe.settings_of("transponder")
     assert (run.batch_size * run.accumulation, run.data.sequence_length) == (512, 256)
-    assert (run.steps, run.warmup_steps, run.learning_rate, run.schedule) == (steps, steps // 10, rate, "noam")
+    assert (run.steps, run.warmup, run.learning_rate, run.schedule) == (steps, steps // 10, rate, "noam")
     assert (run.optimizer, run.weight_decay, run.dtype) == ("adam", 0, "pure_bfloat16")
     config = relinear.models.preset_config(size)
     # the one difference from Table 7: a width of 768 at 250M, of which docs/presets.md says why

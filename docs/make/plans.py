@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import yaml
-
 import curves
 from evidence import Row, kept, rows
 from measured import RESULTS, mean, read, signed, table
+from relinear.compare.recipe import read_yaml
 
 __all__ = ["plans_table"]
 
@@ -122,7 +121,7 @@ def plans_table() -> str:
     """A row for each plan: effect looked for and gap found, half-widths, and the verdict on both sides."""
     lines = []
     for plan, words, row, before, after, unit in _planned():
-        asked = yaml.safe_load((RESULTS / "plans" / f"{plan}.yaml").read_text(encoding="utf-8"))
+        asked = read_yaml(RESULTS / "plans" / f"{plan}.yaml")
         assert row.bounds is not None, plan
         gap = f"{signed(mean(row.gaps), 3)} [{signed(row.bounds[0], 3)}, {signed(row.bounds[1], 3)}]"
         widths = f"{asked['effect'] / 2:.3f}; {row.half:.3f}"

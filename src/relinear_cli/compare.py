@@ -1,31 +1,40 @@
 """``relinear compare``: operators side by side on one budget."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from relinear_cli.fields import from_settings
-from relinear_cli.options import ShareWork, named_entries, prepare_process
+from relinear_cli import options
 
 
-@from_settings(
-    "compare",
-    *("train.model", "train.data.data", "train.data.text_column", "train.steps", "train.compile"),
-    *("tokens", "seeds", "train.threads"),
-    match="match.by",
-)
 def command(
-    given: dict[str, Any],
     recipe: Annotated[str | None, typer.Option(help="A YAML file, or a name such as `quick`.")] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan; it takes no other settings.")] = None,
     operators: Annotated[
         list[str] | None,
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
+    match: Annotated[
+        Literal["width", "parameters", "flops"] | None,
+        typer.Option(help="`width` keeps every entry as written, the others resize them.", show_default="width"),
+    ] = None,
+    model: options.TrainingModel = None,
+    data: options.TrainingData = None,
+    text_column: options.TextColumn = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Training tokens, such as 20.5M, in place of steps and of the recipe's budgets.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimiser steps, in place of the recipe's budget.", show_default="1000")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="A run of every entry for each.", show_default="0")] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
-    share: ShareWork = False,
+    out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
+    compile: options.Compile = None,
+    threads: options.Threads = None,
+    overrides: options.Overrides = None,
+    share: options.ShareWork = False,
     parallel: Annotated[
         Literal["never", "auto"],
         typer.Option(help="`auto` trains runs of one architecture at once where it is faster."),
@@ -39,30 +48,40 @@ def command(
 
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
-    from relinear.compare.recipe import apply_overrides, read_recipe
+    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
+    from relinear.compare.report import write_report
+    from relinear.compare.run import compare
+    from relinear.compare.settings import CompareSettings, planned
     from relinear_cli.progress import watch_comparison
     from relinear_cli.terminal import print_results
 
-    if plan is not None and (recipe is not None or operators or tune or given):
+    written = {
+        "match.by": match,
+        "train.model": model,
+        "train.data.data": data,
+        "train.data.text_column": text_column,
+        "tokens": tokens,
+        "train.steps": steps,
+        "seeds": options.parse_numbers("--seeds", seeds),
+        "train.compile": compile,
+        "train.threads": threads,
+    }
+    changes = options.given_settings(written, overrides)
+    if plan is not None and (recipe is not None or operators or tune or changes):
         raise ValueError("--plan goes with --out, --share and --parallel alone: what it says was fixed beforehand")
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
-    written: dict[str, Any] = {"entries": named_entries(operators)} if operators else {}
     if operators:  # the recipe's entries go, and with them what is to be like one of them
+        changes = {"entries": (entries := options.named_entries(operators))} | changes
         for place, key in ((values, "reference"), (values.get("match"), "to")):
-            if isinstance(place, dict) and isinstance(named := place.get(key), str) and named not in written["entries"]:
+            if isinstance(place, dict) and isinstance(named := place.get(key), str) and named not in entries:
                 del place[key]
     if tune and not values.get("tune"):  # else as the recipe tunes
-        written["tune"] = True
-    values = apply_overrides(values, written | given)
-
-    from relinear.compare.report import write_report
-    from relinear.compare.run import compare
-    from relinear.compare.settings import CompareSettings, planned
-
+        changes = {"tune": True} | changes
+    values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
-    prepare_process()
+    options.prepare_process()
     with watch_comparison() as on_event:
         results = compare(settings, out, shared=share, parallel=parallel, on_event=on_event)
     report = write_report(out)

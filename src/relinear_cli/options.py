@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,6 +34,19 @@ Tokenizer = Annotated[
 _SPLITS = "<train | validation | test | all>"  # blanks: it is folded at them
 Split = Annotated[Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Of the corpus.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="as torch has it")]
+TrainingModel = Annotated[
+    str | None, typer.Option(help="A preset, the directory of a saved model, or a Hub name.", show_default="tiny")
+]
+TrainingData = Annotated[
+    str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.", show_default="stdlib")
+]
+Compile = Annotated[
+    bool | None, typer.Option("--compile", help="Use `torch.compile`: a minute at the start, then faster steps.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, by its name in a recipe; may be repeated."),
+]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
@@ -41,6 +54,18 @@ PresetFields = Annotated[
 ShareWork = Annotated[
     bool, typer.Option("--share", help="Work on it together with other processes that are given the same arguments.")
 ]
+
+
+def given_settings(options: Mapping[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+    """Return the settings that the user gave, by name: options that are not None, and those of ``--set``.
+
+    Raises:
+        ValueError: if one of ``--set`` is no KEY=VALUE.
+    """
+    from relinear.compare.recipe import parse_overrides
+
+    given = {name: value for name, value in options.items() if value is not None and value != []}
+    return given | parse_overrides(overrides or [])
 
 
 def prepare_process(

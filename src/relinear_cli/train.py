@@ -7,21 +7,32 @@ from typing import Annotated, Any
 import typer
 
 from relinear_cli import options
-from relinear_cli.fields import from_settings
 
 
-@from_settings(
-    "train",
-    *("model", "objective", "data.data", "data.text_column", "data.tokenizer"),
-    *("steps", "batch_size", "learning_rate", "compile", "seed", "threads"),
-)
 def command(
-    given: dict[str, Any],
     recipe: options.TrainingRecipe = None,
+    model: options.TrainingModel = None,
     out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/train"),
     replace: options.Replace = None,
     attach: options.Attach = None,
     layers: options.ReplaceLayers = None,
+    objective: Annotated[
+        str | None, typer.Option(help="Such as `distill:teacher=DIR`; by default the model's own loss.")
+    ] = None,
+    data: options.TrainingData = None,
+    text_column: options.TextColumn = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="`bytes`, `bpe:N`, or an AutoTokenizer name.", show_default="bytes")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps.", show_default="1000")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences in a forward pass (on each rank).", show_default="16")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="The peak of the schedule.", show_default="0.001")] = None,
+    compile: options.Compile = None,
+    seed: Annotated[int | None, typer.Option(help="Of initialisation, data and noise.", show_default="0")] = None,
+    threads: options.Threads = None,
+    overrides: options.Overrides = None,
     start_over: options.StartOver = False,
 ) -> None:
     """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
@@ -31,15 +42,28 @@ def command(
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
     from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
-    from relinear_cli.progress import watch_training
-
-    written: dict[str, Any] = {"operators": replace and options.parse_operators(replace), "attachments": attach}
-    written |= {"layers": options.parse_layers(layers)}
-    values = {} if recipe is None else read_yaml(find_recipe(recipe))
-    values = apply_overrides(values, {key: value for key, value in written.items() if value} | given)
-
     from relinear.system.machine import is_first_rank
     from relinear.train import TrainSettings, train
+    from relinear_cli.progress import watch_training
+
+    written: dict[str, Any] = {
+        "model": model,
+        "operators": replace and options.parse_operators(replace),
+        "attachments": attach,
+        "layers": options.parse_layers(layers),
+        "objective": objective,
+        "data.data": data,
+        "data.text_column": text_column,
+        "data.tokenizer": tokenizer,
+        "steps": steps,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "compile": compile,
+        "seed": seed,
+        "threads": threads,
+    }
+    values = {} if recipe is None else read_yaml(find_recipe(recipe))
+    values = apply_overrides(values, options.given_settings(written, overrides))
 
     settings = TrainSettings.load(values, recipe or "settings")
     options.check_patterns(settings.model, settings.operators)

@@ -47,6 +47,7 @@ def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
         return
     with understood(path, "no record of a comparison", "give another directory"):
         before = CompareSettings.completed(read_json(path)["recipe"])
+        before = {**before, "description": described["description"]}  # words, that no run depends on
     differing = list(_differences(before, json.loads(json.dumps(described))))
     if differing:
         lines = "\n  ".join(differing[:_TOLD] + ([f"and {len(differing) - _TOLD} more"] if differing[_TOLD:] else []))

@@ -1,11 +1,11 @@
 """Recipes: what ``relinear compare`` is asked to do, as YAML that is checked before anything starts."""
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from relinear.core import plugins
 from relinear.core.config import nearest, shown
@@ -22,45 +22,8 @@ _LONGEST = 500
 _LONGEST_FILE = 1_000_000
 #: values in a file of settings, and how deep they are nested
 _MOST, _DEEPEST = 100_000, 64
-
-
-class _Loader(yaml.SafeLoader):
-    """The safe loader that refuses repeated keys and endless texts, and reads 1e-3 as a number, as YAML 1.2 does."""
-
-    depth = nodes = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.depth, self.nodes = self.depth + 1, self.nodes + 1
-        if self.depth > _DEEPEST:
-            raise ValueError(f"it is nested too deeply: at most {_DEEPEST} levels")
-        if self.nodes > _MOST:
-            raise ValueError(f"it has more than {_MOST:,} values")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    pairs: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        try:
-            repeated = key in pairs
-        except TypeError:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"a key must be plain text, got {key!r}", key_node.start_mark
-            ) from None
-        if repeated:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", key_node.start_mark)
-        pairs[key] = loader.construct_object(value_node, deep=True)
-    return pairs
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+#: settings that say how long a run is: one that is given replaces those of a recipe
+_BUDGETS = ("tokens", "budgets", "train.steps", "sizes.tokens_per_parameter")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -80,10 +43,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def _one_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
+def _one_line(error: MarkedYAMLError) -> str:
+    mark = error.problem_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + str(getattr(error, "problem", None) or error).replace("\n", " ")[:_LONGEST]
+    return where + str(error.problem).replace("\n", " ")[:_LONGEST]
 
 
 def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
@@ -103,12 +66,18 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def read_value(text: str, where: str) -> Any:
-    """Return one value in YAML; ``where`` heads the message of the ValueError if it is none."""
+    """Return one value in YAML 1.2, by a safe loader: 010 is ten; 1:30 and yes are texts.
+
+    Raises:
+        ValueError: if it is none; ``where`` heads the message.
+    """
     try:
-        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
+        value = YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
         raise ValueError(f"{where}: the value is no valid YAML: {_one_line(error)}") from None
-    except (ValueError, LookupError, AttributeError) as error:  # an integer of 5,000 digits; a tag on what is none
+    except RecursionError:
+        raise ValueError(f"{where}: it is nested too deeply: at most {_DEEPEST} levels") from None
+    except (ValueError, LookupError, AttributeError, TypeError, YAMLError) as error:  # an integer of 5,000 digits
         raise ValueError(f"{where}: the value cannot be read: {cut(str(error))}") from None
     _check_size(value, where)
     return value
@@ -116,14 +85,16 @@ def read_value(text: str, where: str) -> Any:
 
 def _check_size(value: Any, where: str) -> None:
     """Refuse what a few lines with anchors can stand for: values that hold themselves, or more than any file would."""
-    waiting, seen = [value], 0
+    waiting, seen = [(value, 0)], 0
     while waiting:
-        node = waiting.pop()
+        node, depth = waiting.pop()
         seen += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"{where}: it is nested too deeply: at most {_DEEPEST} levels")
         if seen > _MOST:
             raise ValueError(f"{where} stands for more than {_MOST:,} values; write out what its anchors (&, *) repeat")
         if isinstance(node, dict | list):
-            waiting.extend(node.values() if isinstance(node, dict) else node)
+            waiting.extend((inner, depth + 1) for inner in (node.values() if isinstance(node, dict) else node))
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +122,32 @@ def _set(values: dict[str, Any], key: str, whole: str, value: Any) -> None:
     inner = dict(inner or {})
     _set(inner, rest, whole, value)
     values[head] = inner
+
+
+def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe with dotted keys set on the command line, and a description that says which.
+
+    A budget among the changes, in tokens or in steps, replaces whatever the recipe says of it.
+
+    Raises:
+        ValueError: as ``apply_overrides``.
+    """
+    if not changes.keys().isdisjoint(_BUDGETS):
+        for key in _BUDGETS:
+            values = _without(values, key)
+    changed = apply_overrides(values, changes)
+    if changes and "description" not in changes:
+        listed = ", ".join(f"{k}={cut(v) if isinstance(v, str) else shown(v)}" for k, v in changes.items())
+        changed["description"] = f"Changed on the command line: {listed}. The recipe: {values.get('description', '')}"
+    return changed
+
+
+def _without(values: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    head, dot, rest = dotted.partition(".")
+    inner = values.get(head)
+    if dot and isinstance(inner, Mapping):
+        return {**values, head: _without(inner, rest)}
+    return {key: value for key, value in values.items() if key != dotted}
 
 
 def find_recipe(name: str | Path) -> Path:

@@ -134,8 +134,8 @@ def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
     from transformers import optimization
 
     if settings.schedule == "onecycle":
-        # torch divides by the length of each part: a rise of one step, or a run of one, is the peak at once
-        rise = 1 - 1e-6 if settings.warmup == 1 or settings.steps == 1 else settings.warmup
+        # torch divides by the length of each part, and without a rise begins below the peak: both are the peak at once
+        rise = 1 - 1e-6 if settings.warmup <= 1 or settings.steps == 1 else settings.warmup
         steps = max(settings.steps, 2)
         return OneCycleLR(
             optimizer,
@@ -145,8 +145,7 @@ def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
             cycle_momentum=False,
         )
     if settings.schedule == "noam":
-        warmup = max(settings.warmup, 1)
-        return optimization.get_inverse_sqrt_schedule(optimizer, warmup, timescale=warmup)
+        return optimization.get_inverse_sqrt_schedule(optimizer, settings.warmup, timescale=max(settings.warmup, 1))
     if settings.schedule == "constant":
         return optimization.get_constant_schedule_with_warmup(optimizer, settings.warmup)
     return optimization.get_cosine_with_min_lr_schedule_with_warmup(

@@ -113,8 +113,11 @@ class FitSettings(Settings):
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> FitSettings:
-        if self.warmup_steps is not None and self.warmup_steps >= self.steps and self.schedule != "noam":
-            raise ValueError(f"warmup_steps={self.warmup_steps} must be below steps={self.steps}")
+        if self.warmup_steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} must be below steps={self.steps}, or the learning rate never "
+                "reaches its peak; warmup_ratio gives the warm-up as a share of the steps"
+            )
         return self
 
     @model_validator(mode="after")
