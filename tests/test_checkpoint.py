@@ -1,7 +1,7 @@
 """Checkpoints: the same logits bit for bit, and no directory that is half understood."""
 
+import contextlib
 import copy
-import functools
 import inspect
 import json
 import os
@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig
 from peft.tuners.lora.model import LoraModel
 from safetensors.torch import load_file, save_file
@@ -275,42 +274,6 @@ def test_a_second_quantization_says_what_to_do(saved, settings):
             load(saved[1], quantization_config=settings)
 
 
-def test_a_card_says_what_is_in_it_and_no_other_card_is_overwritten(saved, tmp_path):
-    model, directory = saved
-    card = (directory / "README.md").read_text()
-    assert "| `LowRank(rank=4)` | 16 -> 16 | 2 |" in card
-    assert f"{model.num_parameters():,} parameters" in card
-    assert "trust_remote_code=True" in card
-    assert "base_model" not in card
-    relinear.residual_(model, "rezero")
-    model.config._name_or_path = "org/name"
-    model.save_pretrained(directory)
-    assert "ReZero" in (directory / "README.md").read_text()
-    assert "base_model: org/name" in (directory / "README.md").read_text()
-    (directory / "README.md").write_text("mine")
-    model.save_pretrained(directory)
-    relinear.save_pretrained(model, directory)
-    assert (directory / "README.md").read_text() == "mine"
-    stock = tmp_path / "stock"
-    llama().save_pretrained(stock)
-    assert sorted(p.name for p in stock.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
-
-
-def test_a_folded_model_saved_over_itself_leaves_nothing_that_tells_of_operators(saved):
-    model, directory = saved
-    relinear.fold_(model, verbose=False)
-    model.save_pretrained(directory)
-    assert sorted(p.name for p in directory.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(directory)(IDS).logits, model(IDS).logits)
-
-
-def test_a_stock_model_leaves_the_card_and_the_loader_of_others_alone(tmp_path):
-    for name in ("README.md", "configuration_relinear.py"):
-        (tmp_path / name).write_text("mine")
-    llama().save_pretrained(tmp_path)
-    assert {(tmp_path / name).read_text() for name in ("README.md", "configuration_relinear.py")} == {"mine"}
-
-
 class Hub:
     """In place of the Hub: keeps what is committed."""
 
@@ -327,50 +290,148 @@ class Hub:
         self.files |= {step.path_in_repo: Path(step.path_or_fileobj).read_text("latin-1") for step in operations}
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """A Hub that has no card of the model yet: transformers then sends its template."""
-    found = Hub()
+def test_a_push_uploads_the_loader_and_the_record(saved, monkeypatch):
+    hub = Hub()
     for module in ("transformers.utils.hub", "transformers.modeling_utils"):
-        monkeypatch.setattr(f"{module}.hf_api", found)
-
-    monkeypatch.setattr(ModelCard, "load", functools.partial(load_card, ModelCard.load))
-    return found
-
-
-def load_card(original, place, **kwargs):
-    """``ModelCard.load``, of a file alone."""
-    if Path(place).is_file():
-        return original(place, **kwargs)
-    raise EntryNotFoundError("the Hub has no card")
-
-
-def pushes(model, folder):
-    return (model.push_to_hub, lambda name: model.save_pretrained(folder / "pushed", push_to_hub=True))
-
-
-def test_a_push_uploads_the_card_the_loader_and_the_record(saved, hub, tmp_path):
-    model, directory = saved
-    for push in pushes(model, tmp_path):
-        hub.files.clear()
-        push("org/name")
-        assert hub.files.keys() == {p.name for p in directory.iterdir()}
-        assert json.loads(hub.files["config.json"])["model_type"] == "relinear"
-        assert "## Loading" in hub.files["README.md"]
-        assert "| `LowRank(rank=4)` |" in hub.files["README.md"]
-
-
-def test_a_push_leaves_the_card_that_somebody_wrote(saved, hub, tmp_path, monkeypatch):
-    model, _ = saved
-    (tmp_path / "pushed").mkdir()
-    (tmp_path / "pushed" / "README.md").write_text("mine")
-    model.save_pretrained(tmp_path / "pushed", push_to_hub=True)
-    assert hub.files["README.md"] == (tmp_path / "pushed" / "README.md").read_text() == "mine"
-    for module in ("transformers.utils.hub", "transformers.modeling_utils"):
+        monkeypatch.setattr(f"{module}.hf_api", hub)
         monkeypatch.setattr(f"{module}.create_and_tag_model_card", lambda *a, **k: ModelCard("---\n---\non the Hub"))
-    for push in pushes(model, tmp_path / "elsewhere"):
-        push("org/name")
-        assert hub.files["README.md"].endswith("on the Hub")
+    saved[0].push_to_hub("org/name")
+    assert hub.files.keys() == {p.name for p in saved[1].iterdir()} | {"README.md"}
+    assert json.loads(hub.files["config.json"])["model_type"] == "relinear"
+
+
+# Saving over what is there
+
+
+def test_a_card_says_what_is_in_it_until_somebody_takes_it_over(tmp_path):
+    model, card = replaced_llama(), tmp_path / "README.md"
+    relinear.save_pretrained(model, tmp_path)
+    assert "| `LowRank(rank=4)` | 16 -> 16 | " in card.read_text()
+    assert f"{model.num_parameters():,} parameters" in card.read_text()
+    assert "trust_remote_code=True" in card.read_text()
+    assert "base_model" not in card.read_text()
+    relinear.residual_(model, "rezero")
+    model.config._name_or_path = "org/name"
+    relinear.save_pretrained(model, tmp_path)
+    assert "ReZero" in card.read_text()
+    assert "base_model: org/name" in card.read_text()
+    mine = "\n".join(line for line in card.read_text().splitlines() if "Written by relinear" not in line) + " by me"
+    card.write_text(mine)
+    for saved in (model, llama()):
+        relinear.save_pretrained(saved, tmp_path)
+        assert card.read_text() == mine
+    card.unlink()
+    card.mkdir()
+    relinear.save_pretrained(model, tmp_path)
+    assert card.is_dir()
+
+
+@pytest.mark.parametrize("before", ["5KB", "5GB"])
+@pytest.mark.parametrize("after", ["6KB", "5GB"])
+def test_a_stock_model_saved_over_another_leaves_nothing_of_it(before, after, tmp_path):
+    relinear.save_pretrained(replaced_llama(), tmp_path, max_shard_size=before)
+    others = ("model-00001-of-00099.safetensors", "log.txt")
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    model = llama()
+    relinear.save_pretrained(model, tmp_path, max_shard_size=after)
+    relinear.save_pretrained(model, tmp_path / "fresh", max_shard_size=after)
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (tmp_path / "fresh").iterdir()} | {*others, "fresh"}
+    assert {(tmp_path / name).read_text() for name in others} == {"mine"}
+    assert torch.equal(relinear.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("by", [relinear.save_pretrained, PreTrainedModel.save_pretrained])
+def test_files_that_links_lead_to_are_left_alone(by, tmp_path):
+    """As in the Hub's cache, where a snapshot is a folder of links."""
+    relinear.save_pretrained(replaced_llama(), tmp_path / "store")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+    (tmp_path / "snapshot").mkdir()
+    for name in before:
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / "store" / name)
+    (tmp_path / "link").symlink_to(tmp_path / "snapshot")
+    model = replaced_llama()
+    relinear.residual_(model, "rezero")
+    by(model, tmp_path / "link")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
+    assert torch.equal(relinear.from_pretrained(tmp_path / "snapshot")(IDS).logits, model(IDS).logits)
+    assert (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_a_save_that_is_killed_leaves_a_whole_model_or_none(size, tmp_path, monkeypatch):
+    """Files are put in place one by one; every one of them may be the last."""
+    steps = {"unlink": Path.unlink, "replace": Path.replace}
+    old, new = replaced_llama(), llama()
+    wanted = {"old": old(IDS).logits, "new": new(IDS).logits}
+    for count in range(100):
+        folder, left = tmp_path / f"{count}", [count]
+        relinear.save_pretrained(old, folder)
+
+        def kill(name, path, *args, folder=folder, left=left, **kwargs):
+            if folder in (path.parent, Path(args[0]).parent if args else None):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+            return steps[name](path, *args, **kwargs)
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for name in steps:
+                patch.setattr(Path, name, lambda *args, name=name, **kwargs: kill(name, *args, **kwargs))
+            relinear.save_pretrained(new, folder, max_shard_size=size)
+        is_old = left[0] < 0 and count == 0
+        if (folder / "config.json").exists():
+            logits = relinear.from_pretrained(folder)(IDS).logits
+            assert torch.equal(logits, wanted["old" if is_old else "new"])
+        if left[0] >= 0:
+            break
+        relinear.save_pretrained(new, folder)
+        assert torch.equal(relinear.from_pretrained(folder)(IDS).logits, wanted["new"])
+    assert count > 3
+
+
+# Loading what others left in the folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("consolidated.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        ("model.fp16.safetensors", b"\x10\0\0\0\0\0\0\0{"),
+        ("model-00001-of-00009.safetensors", b""),
+        ("adapter_model.safetensors", b"{"),
+        ("trainer_state.json", None),
+    ],
+)
+def test_files_that_loading_does_not_read_are_no_obstacle(name, content, saved):
+    model, directory = saved
+    (directory / name).mkdir() if content is None else (directory / name).write_bytes(content)
+    assert torch.equal(relinear.from_pretrained(directory)(IDS).logits, model(IDS).logits)
+
+
+def test_a_shard_that_is_cut_off_is_refused(tmp_path):
+    relinear.save_pretrained(llama(), tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("model-*"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"{shard.name} is damaged or cut off"):
+        relinear.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("setting", [{"num_experts": 16384}, {"moe_ff": 10**9}, {"num_mtp_layers": 5000}])
+def test_settings_that_a_model_does_not_use_are_no_obstacle(setting, saved):
+    model, directory = saved
+    edit(directory, lambda config: config.update(setting))
+    assert torch.equal(relinear.from_pretrained(directory)(IDS).logits, model(IDS).logits)
+
+
+def test_a_published_generation_config_that_transformers_warns_of_is_saved(tmp_path):
+    llama(vocab_size=300).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    tokenizer = load_tokenizer("bytes")
+    model = relinear.from_pretrained(tmp_path)
+    relinear.save_pretrained(model, tmp_path / "again", tokenizer=tokenizer)
+    written = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert (written["temperature"], written["eos_token_id"]) == (0.6, tokenizer.eos_token_id)
 
 
 def test_what_ends_and_pads_a_text_comes_from_the_tokenizer(tmp_path):
@@ -482,14 +543,6 @@ def test_a_record_that_was_lost_is_noticed(saved):
         relinear.from_pretrained(directory)
 
 
-def test_what_is_no_file_is_not_read_as_a_card(saved):
-    model, directory = saved
-    (directory / "README.md").unlink()
-    (directory / "README.md").mkdir()  # a pipe would be read for ever
-    model.save_pretrained(directory)
-    assert (directory / "README.md").is_dir()
-
-
 def test_a_directory_without_a_model(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         relinear.from_pretrained(tmp_path)
@@ -574,12 +627,10 @@ def calls_by_name(model, directory, folder):
     target = {"adapter_name": "other", "target": torch.nn.Linear(4, 4), "r": 2, "lora_alpha": 2}
     sizes = {"new_num_tokens": 60, "pad_to_multiple_of": None, "mean_resizing": False}
     both = {"quantization_config": record, "quantization_config_from_args": None}
-    pushed = {"working_dir": folder, "repo_id": "org/name", "files_timestamps": {}}
     return {
         (PreTrainedConfig, "to_json_file"): (model.config, {"json_file_path": folder / "a.json", "use_diff": True}),
         (AutoHfQuantizer, "merge_quantization_configs"): (AutoHfQuantizer, both),
         (PreTrainedModel, "save_pretrained"): (model, {"save_directory": folder, "is_main_process": True}),
-        (PreTrainedModel, "_upload_modified_files"): (model, pushed),
         (PreTrainedModel, "_from_config"): (type(model), {"config": model.config}),
         (PreTrainedModel, "from_pretrained"): (type(model), {"pretrained_model_name_or_path": directory}),
         (PreTrainedModel, "_resize_token_embeddings"): (model, sizes),
@@ -588,7 +639,7 @@ def calls_by_name(model, directory, folder):
     }
 
 
-def test_what_is_wrapped_is_called_by_the_names_of_the_original(saved, hub, tmp_path):
+def test_what_is_wrapped_is_called_by_the_names_of_the_original(saved, tmp_path):
     calls = calls_by_name(*saved, tmp_path)
     owners = {owner for owner, _ in calls}
     assert calls.keys() == {(o, n) for o in owners for n in vars(o) if hasattr(getattr(o, n), "_relinear_original")}
@@ -597,4 +648,3 @@ def test_what_is_wrapped_is_called_by_the_names_of_the_original(saved, hub, tmp_
         wrapped = inspect.getattr_static(owner, name)
         assert inspect.signature(getattr(wrapped, "__func__", wrapped)) == inspect.signature(original)
         getattr(called, name)(**arguments)
-    assert {"config.json", "README.md"} <= hub.files.keys()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import relinear
 from cases import Case, case_of_every_kind, every_case, model_with
-from conftest import make_tiny_llama
+from conftest import make_tiny_gpt2, make_tiny_llama
 from dist_ranks import without_noise
 from relinear.core.aux import named_operators
 
@@ -175,6 +175,25 @@ def test_adapters_beside_operators(case: Case, lora, tmp_path) -> None:
     assert relative(logits(again), trained) < 1e-6
     with pytest.raises(ValueError, match="leave it beside the operator"):
         model.merge_adapter()
+
+
+@pytest.mark.parametrize("make", [make_tiny_llama, make_tiny_gpt2])
+@pytest.mark.parametrize("way", ["merge_and_unload", "merge_adapter", "unmerge_adapter"])
+def test_adapters_on_folded_operators_merge(make, way: str, lora) -> None:
+    peft = pytest.importorskip("peft")
+    model = make()
+    relinear.replace_(model, {"all-linear": relinear.LowRank(rank=4)})
+    targets = ("q_proj", "down_proj") if make is make_tiny_llama else ("c_attn", "mlp.c_proj")
+    tuned = peft.get_peft_model(model, lora(*targets, init_lora_weights=False)).eval()
+    expected = logits(tuned)
+    relinear.fold_(tuned, verbose=False)
+    if way == "merge_and_unload":
+        tuned = tuned.merge_and_unload()
+    else:
+        tuned.merge_adapter()
+    if way == "unmerge_adapter":
+        tuned.unmerge_adapter()
+    assert relative(logits(tuned), expected) < 1e-5
 
 
 def test_adapters_keep_the_operators_dtype_losses_and_roles(lora) -> None:

@@ -22,9 +22,8 @@ from relinear.data.tokenizers import load_tokenizer
 from relinear.system import files
 from relinear.system.files import atomic_path, list_written, write_json, write_text
 from relinear.system.lock import only_process_in
-from relinear.system.written import _MARK_SAYS, check_ours, digest_of, record_of, remove_written
+from relinear.system.written import _MARK_SAYS, check_ours, digest_of, record_of
 from relinear.train import fit, train
-from relinear.train.run import clear_run
 from relinear.train.settings import TrainSettings
 from relinear_cli.main import main
 from test_train_resume import DATA, FIT, dropout_model
@@ -158,22 +157,6 @@ def test_a_model_is_saved_beside_files_of_others(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
 
 
-def test_files_of_others_in_a_folder_of_ours_stay(tmp_path):
-    model, tokenizer = make_tiny_llama(vocab_size=260), load_tokenizer("bytes")
-    relinear.save_pretrained(model, tmp_path / "own", tokenizer=tokenizer)
-    relinear.save_pretrained(model, tmp_path / "own", tokenizer=tokenizer)
-    relinear.save_pretrained(model, tmp_path / "mixed")
-    for name in ("model-00001-of-00002.safetensors", "modeling_factorized.py"):  # as relinear might call its own
-        (tmp_path / "mixed" / name).write_text("mine")
-        relinear.save_pretrained(model, tmp_path / "mixed")
-        assert (tmp_path / "mixed" / name).read_text() == "mine"
-    (tmp_path / "mixed" / "tokenizer.json").write_text('{"mine": 1}')
-    before = snapshot(tmp_path / "mixed")
-    with pytest.raises(ValueError, match=r"tokenizer\.json would be replaced, and belongs to something else"):
-        relinear.save_pretrained(model, tmp_path / "mixed", tokenizer=tokenizer)
-    assert snapshot(tmp_path / "mixed") == before
-
-
 def test_a_model_is_saved_where_the_process_stands(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -193,28 +176,6 @@ def test_a_run_does_not_discard_the_model_that_it_starts_from(saved, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_a_model_of_others_is_not_replaced(tmp_path):
-    model = make_tiny_llama()
-    model.save_pretrained(tmp_path)
-    before = snapshot(tmp_path)
-    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
-    with pytest.raises(ValueError, match=r"config\.json would be replaced, and belongs to something else"):
-        relinear.save_pretrained(model, tmp_path)
-    assert snapshot(tmp_path) == before
-
-
-def test_tokenizers_that_differ_are_not_replaced(tmp_path):
-    tokenizer = load_tokenizer("bytes")
-    tokenizer.save_pretrained(tmp_path)
-    relinear.save_pretrained(make_tiny_llama(), tmp_path, tokenizer=tokenizer)  # the same: nothing is lost
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json would be replaced"):
-        relinear.save_pretrained(make_tiny_llama(vocab_size=260), other, tokenizer=tokenizer)
-    assert [path.name for path in other.iterdir()] == ["tokenizer_config.json"]
-
-
 def test_saving_over_checkpoints_of_the_first_version(tmp_path):
     folder = tmp_path / "checkpoint"
     shutil.copytree(FIXTURES / "checkpoints" / "rotor", folder)
@@ -225,45 +186,6 @@ def test_saving_over_checkpoints_of_the_first_version(tmp_path):
     shutil.copytree(FIXTURES / "run", run)
     make_tiny_llama().save_pretrained(run / "model")
     relinear.save_pretrained(make_tiny_llama(), run / "model")
-
-
-def test_links_stay_links(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    (tmp_path / "model").symlink_to(disk)
-    model = make_tiny_llama()
-    for _ in range(2):
-        relinear.save_pretrained(model, tmp_path / "model")
-    assert (tmp_path / "model").is_symlink()
-    weights = disk / "model.safetensors"
-    weights.rename(tmp_path / "elsewhere")
-    weights.symlink_to(tmp_path / "elsewhere")
-    model.lm_head.weight.data += 1
-    relinear.save_pretrained(model, tmp_path / "model")
-    assert weights.is_symlink()
-    assert torch.equal(relinear.from_pretrained(disk).lm_head.weight, model.lm_head.weight)
-    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
-    write_text(tmp_path / "link.json", "{}")
-    assert (tmp_path / "link.json").is_symlink()
-    assert (tmp_path / "real.json").read_text() == "{}"
-
-
-def test_what_lies_in_directories_of_ours_stays(tmp_path):
-    names = ("model/notes.txt", "model/model_best.safetensors", "model/model-a-of-b.safetensors", "checkpoints/mine.pt")
-    names += ("notes.txt", "checkpoints/checkpoint-notes.txt", "checkpoints/checkpoint-best/mine.pt")
-    (tmp_path / "run.json").write_text('{"settings": {}}')
-    relinear.save_pretrained(make_tiny_llama(), tmp_path / "model")
-    (tmp_path / "checkpoints" / "checkpoint-3").mkdir(parents=True)
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    relinear.save_pretrained(make_tiny_llama(vocab_size=260), tmp_path / "model", tokenizer=load_tokenizer("bytes"))
-    relinear.save_pretrained(make_tiny_llama(vocab_size=260), tmp_path / "model")
-    assert (tmp_path / "model" / "tokenizer.json").exists()
-    clear_run(tmp_path)
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {*names, "run.json"}
-    assert not (tmp_path / "checkpoints" / "checkpoint-3").exists()
 
 
 def test_a_run_at_a_rate_that_was_given_up_leaves_what_others_put_there(tmp_path):
@@ -278,35 +200,26 @@ def test_a_run_at_a_rate_that_was_given_up_leaves_what_others_put_there(tmp_path
     assert [path.name for path in folder.iterdir()] == ["mine.json"]
 
 
-def test_states_between_layers_go_and_what_others_put_there_stays(tmp_path):
+def test_a_file_that_is_a_link_stays_one(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    write_text(tmp_path / "link.json", "{}")
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "real.json").read_text() == "{}"
+
+
+def test_states_between_layers_are_whole_or_not_there(tmp_path):
     streams = Streams(tmp_path, 2)
-    streams.write("hidden", 0, [torch.ones(2), torch.zeros(2)])
-    streams.write("hidden", 3, [torch.ones(2), torch.zeros(2)])
+    for index in (0, 3):
+        streams.write("hidden", index, [torch.ones(2), torch.zeros(2)])
     (tmp_path / "hidden-mine").mkdir()
-    (tmp_path / "hidden-0003" / "mine.txt").touch()
+    assert streams.indices("hidden") == [0, 3]
+    (tmp_path / "hidden-0003" / "0.safetensors").unlink()
+    assert streams.indices("hidden") == [0]
+    streams.write("hidden", 3, [torch.ones(2), torch.zeros(2)])
     assert streams.indices("hidden") == [0, 3]
     for index in (0, 3):
         streams.remove("hidden", index)
-    assert streams.indices("hidden") == []
-    assert {path.name for path in tmp_path.rglob("*")} == {"hidden-mine", "hidden-0003", "mine.txt"}
-
-
-def test_a_mark_names_nothing_outside_of_its_folder(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "mine.txt").touch()
-    (tmp_path / "a" / ".relinear").write_text(f"{_MARK_SAYS}\n../mine.txt\n{tmp_path}/mine.txt\n..\n\n.\nconfig.json\n")
-    remove_written(tmp_path / "a")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize("content", [b"my notes", b"", b"\xff\x00"])
-def test_another_file_of_the_marks_name_is_not_ours(content, tmp_path):
-    (tmp_path / ".relinear").write_bytes(content)
-    (tmp_path / "config.json").write_text("{}")
-    before = snapshot(tmp_path)
-    with pytest.raises(ValueError, match=r"\.relinear would be replaced"):
-        relinear.save_pretrained(make_tiny_llama(), tmp_path)
-    assert snapshot(tmp_path) == before
+    assert {path.name for path in tmp_path.rglob("*")} == {"hidden-mine"}
 
 
 def test_a_link_to_what_is_not_there_yet_becomes_a_folder_there(tmp_path):

@@ -26,15 +26,13 @@ def command(
     from relinear.core.vocabulary import check_tokenizer_fits
     from relinear.models.cgt.config import CGTConfig
     from relinear.models.cgt.specialize import specialize
-    from relinear.surgery.checkpoint import check_place, from_pretrained, reading_config, save_pretrained
+    from relinear.surgery.checkpoint import from_pretrained, reading_config, save_pretrained
     from relinear.system.files import read_text
-    from relinear.system.written import check_ours
 
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is no directory of a saved model: it has no config.json")
     if out.resolve() == model.resolve():
         raise ValueError(f"{out} is the model that is read, and would be replaced; give another --out")
-    check_ours(out, "saved")
     prefix = read_text(prefix_file)
     import torch
     from transformers import AutoConfig
@@ -44,7 +42,6 @@ def command(
     if not isinstance(config, CGTConfig):
         raise ValueError(f"{model} holds no CGT; only a relinear.CGTForCausalLM can be specialised")
     encoder = load_model_tokenizer(str(model), tokenizer)
-    check_place(out, encoder)
     loaded = from_pretrained(model).eval()
     ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)
     if not len(ids):

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
 from relinear.system.text import cut
-from relinear.system.written import MARK, remove_written
 
 _CHECKSUM = "checksum"
 
@@ -90,7 +90,7 @@ class Streams:
     def write(self, kind: str, index: int, batches: Iterable[Tensor]) -> None:
         """Write the batches as they come, one in memory at a time."""
         self.remove(kind, index)
-        with atomic_directory(self._place(kind, index), "streams") as temporary:
+        with atomic_directory(self._place(kind, index)) as temporary:
             for batch, states in enumerate(batches):
                 save_tensors(temporary / f"{batch}.safetensors", {"states": states})
 
@@ -101,11 +101,12 @@ class Streams:
 
     def remove(self, kind: str, index: int) -> None:
         """Remove the batches, if they are there."""
-        remove_written(self._place(kind, index))
+        shutil.rmtree(self._place(kind, index), ignore_errors=True)
 
     def indices(self, kind: str) -> list[int]:
         """Return before which layers there are batches of a kind."""
-        return sorted(int(path.parent.name[-4:]) for path in self.folder.glob(f"{kind}-{'[0-9]' * 4}/{MARK}"))
+        folders = self.folder.glob(f"{kind}-{'[0-9]' * 4}")
+        return sorted(int(path.name[-4:]) for path in folders if len([*path.glob("*.safetensors")]) == self.count)
 
 
 def write_record(path: str | Path, values: Mapping[str, Any]) -> None:

@@ -15,8 +15,9 @@ from relinear.compress.budget import at_half_precision, stored_bytes
 from relinear.core.attachment import attachments
 from relinear.core.aux import named_operators
 from relinear.core.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features, linear_of
+from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_
-from relinear.system.files import atomic_directory, read_json, write_json, write_text
+from relinear.system.files import read_json, write_json, write_text
 
 MODELLING_FILE = "modeling_factorized"
 
@@ -46,7 +47,7 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
 
     Args:
         model: a Hugging Face decoder with operators; stays as it is.
-        directory: where to write; what relinear wrote there before is replaced, files of others stay.
+        directory: where to write; files of the same names are replaced, others stay.
         tokenizer: saved along if given.
 
     Raises:
@@ -63,7 +64,7 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
     if list(named_operators(plain)):
         fold_(plain, verbose=False)
     plain.config.__dict__.pop("quantization_config", None)
-    with atomic_directory(directory) as folder:
+    with model_directory(directory) as folder:
         # older names of weights are read by model type, and with factors that is one that transformers does not know
         plain.save_pretrained(folder, save_original_format=not factors)
         if factors:
@@ -159,7 +160,7 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
 
     Args:
         model: a Hugging Face decoder with ``Quantized`` layers; stays as it is.
-        directory: where to write; what relinear wrote there before is replaced, files of others stay.
+        directory: where to write; files of the same names are replaced, others stay.
         tokenizer: saved along if given.
 
     Raises:
@@ -186,7 +187,7 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
             "config_groups": {f"group_{n}": group for n, group in enumerate(groups.values())},
             "ignore": [n for n, m in stock.named_modules() if isinstance(m, nn.Linear) and n not in packed],
         }
-        with atomic_directory(directory) as folder:
+        with model_directory(directory) as folder:
             stock.save_pretrained(folder, state_dict=state)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)

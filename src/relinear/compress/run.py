@@ -30,14 +30,13 @@ from relinear.core.anatomy import model_name
 from relinear.core.config import check_choice, check_type
 from relinear.core.modes import evaluating
 from relinear.core.operator import OperatorConfig, linear_features
-from relinear.surgery.checkpoint import check_place, save_pretrained
+from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.tied import tied_head
 from relinear.system.files import write_json, writing
 from relinear.system.lock import only_process_in
 from relinear.system.machine import PeakMemory, command_line
-from relinear.system.written import remove_written
 
 #: the model, and the one export that is a file, as they are called in the directory; others are called as asked for
 MODEL, GGUF = "model", "model.gguf"
@@ -125,10 +124,6 @@ def compress(
     check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
         check_directory(Path(out_dir), plan_file, plan_only or frontier)
-        written = () if plan_only or frontier else (MODEL, export)
-        for name in written:
-            if name not in (None, "gguf"):
-                check_place(Path(out_dir, name), tokenizer)
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
     modules = linear_layers(model, targets, exclude)
@@ -165,10 +160,6 @@ def proposal(folder: Path, name: str) -> Path:
 
 
 def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
-    # first what an earlier call exported: none is ever beside a model that it does not hold
-    (folder / GGUF).unlink(missing_ok=True)
-    for name in EXPORTS:
-        remove_written(folder / name)
     save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
     if export is not None:
         EXPORTS[export](model, folder / (GGUF if export == "gguf" else export), tokenizer=tokenizer)

@@ -26,7 +26,7 @@ from relinear.distill.fit import Course, Pairs, Within, improve, measure, start_
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
-from relinear.surgery.checkpoint import check_place, save_pretrained
+from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
@@ -93,7 +93,6 @@ def distill_(
     whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     if out_dir is not None:
         check_ours(out_dir, "distill")
-        check_place(Path(out_dir) / "model", tokenizer)
     if not whole.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
     if settings.bias:

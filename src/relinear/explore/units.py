@@ -128,7 +128,7 @@ class Index:
             ValueError: if the directory holds files of these names that are no index.
             OSError: if it cannot be written.
         """
-        with atomic_directory(directory, "index") as folder:
+        with atomic_directory(directory, "index.json") as folder:
             save_file({"ids": self.ids.to(torch.int32), **self.tensors}, folder / "units.safetensors")
             values = [dataclasses.asdict(facts) for facts in self.sites.values()]
             write_json(folder / "index.json", {"format": FORMAT, "made_from": dict(self.made_from), "sites": values})

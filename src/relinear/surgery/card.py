@@ -4,55 +4,24 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 
 from relinear.core.attachment import attachments
 from relinear.core.operator import named_operators
 from relinear.system.files import write_text
-from relinear.system.written import CARD, CARD_LINE, is_own_card, signed_card
+
+CARD = "README.md"
+_LINE = "<!-- Written by relinear, and again whenever this model is saved. Remove this line to keep your changes. -->"
 
 
 def write_card(model: Any, directory: Path) -> None:
-    """Write ``README.md`` into ``directory``, unless there is one that somebody else wrote, or changed."""
-    path = directory / CARD
-    if not path.exists() or is_own_card(path):
-        write_text(path, _card(model))
+    """Write ``README.md`` into ``directory``."""
+    write_text(directory / CARD, _card(model))
 
 
-def foreign_card(directory: Path) -> str | None:
-    """Return the text of ``README.md`` in ``directory`` if somebody else wrote it, or changed it."""
-    path = directory / CARD
-    return None if is_own_card(path) or not path.is_file() else path.read_text(encoding="utf-8", errors="replace")
-
-
-def settle_card(model: Any, directory: Path, kept: str | None) -> None:
-    """Put ``kept`` into ``README.md``, or without it relinear's card, unless what is there comes from a person.
-
-    That is what transformers does before it uploads ``directory``: it puts the Hub's own card there, or its template.
-    """
-    path = directory / CARD
-    card = ModelCard.load(path)
-    card.data.tags = [tag for tag in card.data.tags or [] if tag not in (model.model_tags or [])]  # added to the Hub's
-    if kept is not None:
-        write_text(path, kept)
-    elif is_own_card(str(card)) or card.text == _template().text:
-        write_text(path, _card(model))
-
-
-def _template() -> ModelCard:
-    """What transformers sends for a model without a card (``create_and_tag_model_card``)."""
-    description = (
-        "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been "
-        "automatically generated."
-    )
-    return ModelCard.from_template(ModelCardData(library_name="transformers"), model_description=description)
-
-
-def remove_card(directory: Path) -> None:
-    """Remove ``README.md`` from ``directory`` if it is relinear's: it tells of a model that is no longer there."""
-    if is_own_card(directory / CARD):
-        (directory / CARD).unlink()
+def is_own_card(path: Path) -> bool:
+    """Return whether ``path`` is a model card that still has the line that lets relinear replace it."""
+    return path.is_file() and _LINE in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _card(model: Any) -> str:
@@ -62,9 +31,9 @@ def _card(model: Any) -> str:
     front += [f"base_model: {name}"] if name else []
     front += ["pipeline_tag: text-generation"] if causal else []
     origin = f"[{name}](https://huggingface.co/{name})" if name else f"a `{type(model).__name__}`"
-    lines = ["---", *front, "---", CARD_LINE, "", f"# {origin} with layers of relinear", ""]
+    lines = ["---", *front, "---", _LINE, "", f"# {origin} with layers of relinear", ""]
     lines += [*_table(model), "", *_how_to_load(causal), ""]
-    return signed_card("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _base_model(model: Any) -> str | None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,16 +27,17 @@ from relinear.core.attachment import AttachmentConfig, attachments
 from relinear.core.config import UnknownKindError, nearest, shown
 from relinear.core.operator import OperatorConfig, check_model, is_embedding, is_linear, named_operators
 from relinear.core.places import saved_place
-from relinear.core.record import FORMAT_VERSION, METHOD, config_record, own_record, sync_record
+from relinear.core.record import FORMAT_VERSION, LOADER, METHOD, config_record, own_record, record, sync_record
 from relinear.core.vocabulary import token_tables
+from relinear.surgery.card import CARD, is_own_card, write_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
-from relinear.system.files import atomic_directory, read_json, understood, writing
+from relinear.system.files import atomic_directory, read_json, understood, write_json, writing
 from relinear.system.text import cut
-from relinear.system.written import CARD, check_ours, digest_of, is_own_card, not_ours
 
 _T = TypeVar("_T")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 
 
@@ -361,12 +359,14 @@ def check_files(directory: Path) -> None:
     """Raise ValueError or FileNotFoundError if ``directory`` holds no saved model, or one that is seen to be damaged
     without being built.
     """
-    for path in sorted(directory.iterdir()):
-        if path.suffix in (".json", ".safetensors") and path.exists() and not path.is_file():
+    weights = [WEIGHTS] if (directory / WEIGHTS).exists() else _shards(directory)
+    files = [directory / name for name in ("config.json", "generation_config.json", *weights)]
+    for path in files:
+        if path.exists() and not path.is_file():
             raise ValueError(
                 f"{path} is a directory, a pipe, a socket or a device where a file is expected; replace it"
             )
-    path = directory / "config.json"
+    path = files[0]
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
     config = read_json(path)
@@ -374,40 +374,17 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
     if (stored := own_record(config.get("quantization_config"))) is not None:
         check_record(stored)
-    forms = _stored_forms(sorted(directory.glob("*.safetensors")))
-    if forms:
-        _check_sizes(path, config, sum(math.prod(form.shape) for form in forms.values()), len(forms))
+    _stored_forms(files[2:])
 
 
-def _check_sizes(path: Path, config: Mapping[str, Any], numbers: int, tensors: int) -> None:
-    """Refuse sizes that the weights cannot have, before a layer is built or a byte taken for them.
-
-    No width of a model exceeds the ``numbers`` that are stored, no count of its layers the ``tensors``.
-    """
-    waiting: list[tuple[str, Any]] = [("", config)]
-    while waiting:
-        where, node = waiting.pop()
-        for key, value in node.items() if isinstance(node, dict) else ():
-            waiting.append((f"{where}{key}.", value))
-            if not isinstance(value, int | float) or not key.endswith(_WIDTHS + _COUNTS):
-                continue
-            if not abs(value) <= (max(numbers, 1 << 16) if key.endswith(_WIDTHS) else max(tensors, 1_000)):
-                raise ValueError(
-                    f"{path}: {cut(where + key)}={shown(value)}, but the files of weights hold {tensors:,} tensors of "
-                    f"{numbers:,} numbers; restore it from a copy"
-                )
-
-
-#: how the keys of a config end that say how wide a tensor is, and how many layers there are, and the like
-_WIDTHS = ("_size", "_dim", "_embd", "_inner", "d_model", "_ff", "_rank")
-_COUNTS = ("_layers", "_layer", "_heads", "_head", "_experts")
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None, **kwargs: Any) -> Path:
-    """Save a model and its tokenizer, written beside ``directory`` and renamed: all of it or nothing.
+    """Save a model, its tokenizer and a model card: all of it or nothing.
 
-    What relinear wrote there before is replaced once the new is complete; files of others stay.
+    As in transformers, files of the same names are replaced, and so are the weights of the model that was there. All
+    other files stay, among them a ``README.md`` that relinear did not write.
 
     Args:
         model: a Hugging Face model, with or without operators.
@@ -420,8 +397,7 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         ``directory`` as a ``Path``.
 
     Raises:
-        ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none, or holds files of others
-            that would be replaced. Nothing is written then.
+        ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none. Nothing is written then.
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -430,35 +406,41 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         True
     """
     _check_saving(model, directory)
-    with atomic_directory(directory) as temporary:
+    with model_directory(directory) as temporary:
         sync_record(model)
         if tokenizer is not None:
-            _take_special_tokens_(model, tokenizer)
-        card = Path(directory) / CARD
-        if card.is_file() and not is_own_card(card):
-            shutil.copyfile(card, temporary / card.name)
+            for name, token in _special_tokens(model.config, model, tokenizer).items():
+                setattr(model.config, name, token)
         model.save_pretrained(temporary, **kwargs)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+            generation = temporary / "generation_config.json"
+            if generation.exists():  # in the file: transformers is strict with one in memory that has changed
+                tokens = _special_tokens(model.generation_config, model, tokenizer)
+                write_json(generation, read_json(generation) | tokens)
+        card = Path(directory) / CARD
+        if record(model) is not None and (is_own_card(card) or not card.exists()):
+            write_card(model, temporary)
     return Path(directory)
 
 
-def check_place(directory: str | Path, tokenizer: Any = None) -> None:
-    """Raise ValueError where ``save_pretrained`` would replace in ``directory`` what relinear did not write.
+def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[Path]:
+    """Return a temporary directory that takes the place of the model in ``directory``, as ``atomic_directory`` does.
 
-    Args:
-        directory: need not be there. tokenizer: saved along; written to a temporary place, if others have files there.
+    Of the files there, the weights, relinear's loader and relinear's model card are removed unless written anew.
     """
     directory = Path(directory)
-    ours = check_ours(directory, "saved")
-    others = {part.name for part in directory.glob("*")} - ours
-    if tokenizer is None or not others:
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for part in Path(folder).iterdir():
-            if part.name in others and digest_of(part) != digest_of(directory / part.name):
-                raise not_ours(directory / part.name)
+    names = [WEIGHTS, INDEX, *_shards(directory), f"{LOADER}.py"]
+    return atomic_directory(directory, superseded=names + [CARD] * is_own_card(directory / CARD))
+
+
+def _shards(directory: Path) -> list[str]:
+    """Names of the files that the index of a saved model lists; none where there is no index that can be read."""
+    try:
+        names = set(read_json(directory / INDEX)["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return sorted(name for name in names if isinstance(name, str) and name == Path(name).name)
 
 
 def _check_saving(model: Any, directory: Any) -> None:
@@ -474,11 +456,9 @@ def _check_saving(model: Any, directory: Any) -> None:
         raise ValueError(f"save_pretrained takes the directory to write, got {shown(directory)}")
 
 
-def _take_special_tokens_(model: Any, tokenizer: Any) -> None:
-    """Without them ``generate`` neither stops nor pads where this tokenizer does."""
+def _special_tokens(holder: Any, model: Any, tokenizer: Any) -> dict[str, int]:
+    """What of a tokenizer's special tokens ``holder``, a config of ``model``, is to take over."""
     built = not getattr(model.config, "_name_or_path", "")  # its ids are the defaults of the config's class
-    for holder in (model.config, getattr(model, "generation_config", None)):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            token = getattr(tokenizer, name, None)
-            if holder is not None and token is not None and (built or getattr(holder, name, None) is None):
-                setattr(holder, name, token)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    tokens = {name: getattr(tokenizer, name, None) for name in names if built or getattr(holder, name, None) is None}
+    return {name: token for name, token in tokens.items() if token is not None}

@@ -14,7 +14,7 @@ def lora_on_operators_(config: Any) -> Any:
     A plain ``LoraConfig`` does the same since relinear tells PEFT's LoRA what an operator is; this tells one
     configuration, and is kept for programs that call it.
 
-    An operator has no weight that an adapter could be added to: merging is refused, the adapter stays beside it.
+    An operator has no weight that an adapter could be added to: merging is refused until ``fold_`` has made it a layer.
     ``"all-linear"`` means plain layers (a Transponder's ``base`` among them), no operators and nothing inside them.
 
     Args:

@@ -7,6 +7,8 @@ from peft import LoraConfig
 from peft.tuners import lora
 from torch import nn
 
+from relinear.core.operator import Operator, is_conv1d
+
 #: settings of ``init_lora_weights`` that need no weight of the layer
 _INITS = (True, False, "gaussian")
 
@@ -44,8 +46,16 @@ class OperatorLora(lora.Linear):
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuse: there is no weight to add the adapter to."""
-        raise ValueError(
-            f"an adapter cannot be merged into {type(self.get_base_layer()).__name__}, which has no weight to add it "
-            "to; leave it beside the operator, or relinear.fold_ a linear operator before LoRA is put on it"
-        )
+        """Add the adapter to the weight of a layer that was an operator until ``relinear.fold_``.
+
+        Raises:
+            ValueError: if it still is one, which has no weight.
+        """
+        base = self.get_base_layer()
+        if isinstance(base, Operator):
+            raise ValueError(
+                f"an adapter cannot be merged into {type(base).__name__}, which has no weight to add it to; leave it "
+                "beside the operator, or fold a linear operator first: relinear.fold_(model)"
+            )
+        self.fan_in_fan_out = is_conv1d(base)
+        super().merge(safe_merge, adapter_names)

@@ -86,15 +86,6 @@ def needs_loader(config: PreTrainedConfig) -> bool:
     return config_record(config) is not None or type(config).__module__.startswith("relinear.")
 
 
-def remove_loader(directory: Path) -> None:
-    """Remove the loader beside a checkpoint that is now one which any program loads; a file of another stays."""
-    path = directory / f"{LOADER}.py"
-    if path.is_file() and f"from relinear import {SavedConfig.__name__}" in path.read_text(
-        encoding="utf-8", errors="replace"
-    ):
-        path.unlink()
-
-
 def as_in_memory_(config: PreTrainedConfig) -> None:
     """Take out of a config that a stock class read itself what only belongs into the file."""
     for key in ("model_type", "transformers_weights", _BASE_TYPE):  # the class knows its model_type
@@ -117,4 +108,6 @@ def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
         values["transformers_weights"] = _HOW_TO_LOAD
         if known:
             values |= {"model_type": METHOD, _BASE_TYPE: base}
+    if path.is_symlink():  # into the Hub's cache, say, which is not written through
+        path.unlink()
     write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

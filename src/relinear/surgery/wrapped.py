@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,11 @@ from relinear.core.drawn import draw_
 from relinear.core.operator import Operator, embeds
 from relinear.core.record import config_record, own_record, record
 from relinear.core.vocabulary import token_tables
-from relinear.surgery.card import foreign_card, remove_card, settle_card, write_card
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
-from relinear.surgery.saved_config import as_in_memory_, needs_loader, remove_loader, write_config
+from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
 from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import settle_head_
-from relinear.system.files import kept_up
 
 _MARK = "_relinear_original"
 
@@ -40,7 +38,6 @@ def install() -> None:
     _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
     _wrap(AutoHfQuantizer, "merge_quantization_configs", _merge_quantization_configs)
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
-    _wrap(PreTrainedModel, "_upload_modified_files", _upload_modified_files)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
@@ -95,35 +92,8 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
 
 def _save_pretrained(original: Any, model: Any, save_directory: Any, /, *args: Any, **kwargs: Any) -> None:
     settle_head_(model)
-    directory, is_main = Path(save_directory), args[0] if args else kwargs.get("is_main_process", True)
-    ours = kept_up(directory) if is_main and record(model) is not None else nullcontext()
-    with _record_of_this_model(model), _card_noted(directory), ours:
+    with _record_of_this_model(model):
         original(model, save_directory, *args, **kwargs)
-        if is_main and (directory / "config.json").is_file():
-            _write_beside(model, directory)
-
-
-#: the card that somebody wrote in the directory which is being saved to
-_card: ContextVar[str | None] = ContextVar("_card", default=None)
-
-
-@contextmanager
-def _card_noted(directory: Path) -> Iterator[None]:
-    """Note the card that is in ``directory``, if somebody else wrote it: a push puts a template in its place."""
-    token = _card.set(foreign_card(directory))
-    try:
-        yield
-    finally:
-        _card.reset(token)
-
-
-def _upload_modified_files(original: Any, model: Any, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    """The card that goes to the Hub with a model with operators: the user's own in the directory, else the one that
-    the Hub has, else relinear's; transformers would send its empty template, and write it over the first.
-    """
-    if config_record(model.config) is not None:
-        settle_card(model, Path(working_dir), _card.get())
-    return original(model, working_dir, *args, **kwargs)
 
 
 def _resize_token_embeddings(
@@ -149,16 +119,6 @@ def _resize_token_embeddings(
         head.weight, head.bias, head.out_features = other.weight, other.bias, other.out_features
         model.set_output_embeddings(head)
     return resized
-
-
-def _write_beside(model: Any, directory: Path) -> None:
-    """The card of a model with operators; where a model without them was saved over one, nothing tells of that one."""
-    if config_record(model.config) is not None:
-        write_card(model, directory)
-    else:
-        remove_card(directory)
-    if not needs_loader(model.config):
-        remove_loader(directory)
 
 
 @contextmanager

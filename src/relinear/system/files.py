@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,81 +57,51 @@ def _open_to(mode: int) -> int:
 
 
 @contextlib.contextmanager
-def atomic_directory(path: str | Path, work: str = "saved") -> Iterator[Path]:
-    """A temporary directory whose content takes its place in ``path`` when the block ends without an error.
+def atomic_directory(path: str | Path, last: str = "config.json", superseded: Iterable[str] = ()) -> Iterator[Path]:
+    """A temporary directory whose files take their places in ``path`` when the block ends without an error.
 
-    What relinear wrote there before goes; what others wrote, or changed, stays, and is refused where it would be
-    replaced: before the block what is known to be, after it what it turns out to write. A
-    directory of relinear's alone is exchanged in one step. Beside files of others, at a mount point and through links
-    the files are put in place one by one, ``config.json`` last, without which no model is there.
+    A directory that is not there yet appears in one step, whole. In one that is there, files of the same names are
+    replaced (a link itself, never what it leads to) and all others stay.
 
     Args:
-        path: the directory, made if need be. work: as in ``check_ours``.
+        path: the directory, made if need be.
+        last: the file without which the others mean nothing. It goes first and comes last, so that a process that is
+            killed in between leaves no model, rather than half of one.
+        superseded: names of files that are removed if the block does not write them anew.
 
     Raises:
-        NotADirectoryError: if it is a file. ValueError: if a file in it would be replaced that relinear did not write,
-            or that was changed since.
+        NotADirectoryError: if ``path`` is a file.
     """
     given, path = path, Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{given} is a file; choose a directory")
-    ours = written.check_ours(path, work)
-    inside = os.path.ismount(path) or (path.exists() and not os.access(path.parent, os.W_OK))
-    home = path if inside else path.parent
+    home = path if path.exists() else path.parent
     home.mkdir(parents=True, exist_ok=True)
     with writing(path):
         temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}.", suffix=MARK))
         try:
             yield temporary
-            meanwhile = written.sign(temporary, path, work, ours)
             sync_files(temporary)
-            _settle(temporary, path, work, ours, meanwhile)
+            if home == path.parent:
+                temporary.chmod(_open_to(0o777))
+                temporary.replace(path)
+            else:
+                _move_files(temporary, path, last, superseded)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _settle(new: Path, path: Path, work: str, ours: set[str], meanwhile: str) -> None:
-    """Put what is in ``new`` in place."""
-    if not path.exists():
-        new.chmod(_open_to(0o777))
-        new.replace(path)
-        return
-    fresh = {part.name for part in new.iterdir()}
-    there = {part.name: part for part in path.iterdir() if part != new}
-    stale = {part.name for part in written.parts_of(path, work)} & ours - fresh
-    same = (fresh & there.keys()) - ours
-    for name in same:
-        if written.digest_of(there[name]) != written.digest_of(new / name):
-            raise written.not_ours(there[name])
-    plain = new.parent != path and not any(part.is_symlink() or part.is_dir() for part in there.values())
-    plain = plain and not os.path.samefile(path, os.curdir)  # who stands in it would stand in what is removed
-    new.chmod(stat.S_IMODE(path.stat().st_mode))
-    if plain and there.keys() <= fresh | stale and _exchange(new, path):
-        return
-    write_text(path / MARK, meanwhile)
-    for name in sorted(stale | {"config.json"} & fresh & ours, key=lambda name: name != "config.json"):
-        if name in stale or not there[name].is_symlink():
-            written.remove(there[name])
-    for name in sorted(fresh - same, key=lambda name: (name == MARK, name == "config.json")):
-        if (path / name).is_symlink():  # to a larger disk, say
-            with atomic_path(path / name) as temporary:
-                shutil.copyfile(new / name, temporary)
-        else:
-            if (path / name).is_dir():  # which can only take the place of an empty one
-                written.remove(path / name)
-            (new / name).replace(path / name)
-
-
-@contextlib.contextmanager
-def kept_up(folder: Path) -> Iterator[None]:
-    """Have the mark in ``folder``, if there is one that knows contents, know what the block writes there, too."""
-    noted = written.noted_in(folder)
-    before = {part: written.digest_of(part) for part in written.parts_of(folder, "saved")} if noted else {}
-    yield
-    if noted:
-        after = {part: written.digest_of(part) for part in written.parts_of(folder, "saved")}
-        noted |= {part.name: {digest} for part, digest in after.items() if digest != before.get(part)}
-        write_text(folder / MARK, written.as_mark(noted))
+def _move_files(source: Path, target: Path, last: str, superseded: Iterable[str]) -> None:
+    if (source / last).exists():
+        (target / last).unlink(missing_ok=True)
+    for name in superseded:
+        if not (source / name).exists():
+            (target / name).unlink(missing_ok=True)
+    files = [file for file in source.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: (file == source / last, file)):
+        place = target / file.relative_to(source)
+        place.parent.mkdir(exist_ok=True, parents=True)
+        file.replace(place)
 
 
 def list_written(folder: str | Path, work: str) -> None:

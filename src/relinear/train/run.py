@@ -22,7 +22,7 @@ from relinear.surgery.summary import summary
 from relinear.system.files import read_json, understood, write_json
 from relinear.system.lock import only_process_in
 from relinear.system.machine import circumstances, is_first_rank
-from relinear.system.written import check_loose, check_ours, remove_written
+from relinear.system.written import check_loose, check_ours
 from relinear.train.callbacks import Progress, read_metrics
 from relinear.train.fit import TrainResult, fit, remove_checkpoints
 from relinear.train.optim import check_readout, scale_added_, scale_stock_, width_ratio
@@ -217,15 +217,11 @@ def train(
     if resume and (ended := read_ended(settings, out_dir)) is not None:
         return ended
     first = is_first_rank()
-    if first:
-        checkpoint_room.check_place(out_dir / "model")
     open_corpus(settings.data)
     if settings.minimised is not None:
         settings.minimised.check()
     _check_model(settings)
     data = prepare_data(settings.data)
-    if first and settings.save_model:
-        checkpoint_room.check_place(out_dir / "model", data.tokenizer)
     model = build_model(settings, data.vocab_size)
     with only_process_in(out_dir) if first else contextlib.nullcontext():
         if resume and (ended := read_ended(settings, out_dir)) is not None:  # by another process since
@@ -280,8 +276,7 @@ def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
 
 
 def clear_run(out_dir: Path) -> None:
-    """Remove what an earlier run wrote, and nothing else. The record stays, by which files in ``model`` are known."""
+    """Remove what an earlier run wrote, but its record and its model, which the new ones replace."""
     remove_checkpoints(out_dir / "checkpoints")
-    remove_written(out_dir / "model")
     for name in ("metrics.jsonl", "block_losses.npy", "latent_moments.json"):
         (out_dir / name).unlink(missing_ok=True)
