@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import relinear
-from conftest import make_tiny_gpt2, make_tiny_llama
+from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from outside.families import FAMILIES
+from relinear.core.operator import Operator
+from relinear.core.wrapper import Wrapper
+from relinear.models.cgt import CGTForRegression
 
 MAKERS = {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}
 # DeepNorm rescales the values that are there when it is attached: on meta there are none
@@ -23,22 +28,115 @@ def _no_chance(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *size, **options: torch.ones(*size, **{**options, "generator": None}))
 
 
-@pytest.mark.usefixtures("_no_chance")
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_made_on_meta_are_initialised_with_the_model(name: str) -> None:
-    make = MAKERS[FAMILIES[name].model]
-    expected = make()
-    FAMILIES[name].put_in(expected)
+def initialised_on_meta(make):
+    """What ``make`` makes on the meta device, its values from ``init_weights`` alone."""
     with torch.device("meta"):
         model = make()
-        FAMILIES[name].put_in(model)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.fill_(-1000)
     model.init_weights()
+    return model
+
+
+def with_parts(name, **sizes):
+    model = MAKERS[FAMILIES[name].model](**sizes)
+    FAMILIES[name].put_in(model)
+    return model
+
+
+@pytest.mark.usefixtures("_no_chance")
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_made_on_meta_are_initialised_with_the_model(name: str) -> None:
+    expected, model = with_parts(name), initialised_on_meta(lambda: with_parts(name))
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def loaded_in_part(model):
+    """``model`` from a state that lacks all but its embeddings."""
+    state = {key: value for key, value in model.state_dict().items() if "embed_tokens" in key or "wte" in key}
+    return type(model).from_pretrained(None, config=model.config, state_dict=state)
+
+
+ROUTES = {
+    "built": lambda make: make(),
+    "from its config": lambda make: type(make())._from_config(make().config),
+    "on meta": initialised_on_meta,
+    "loaded in part": lambda make: loaded_in_part(make()),
+}
+
+
+@pytest.mark.usefixtures("_no_chance")
+@pytest.mark.parametrize("route", mostly_slow(ROUTES, "on meta"))
+@pytest.mark.parametrize("kind", mostly_slow(MAKERS, "gpt2"))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "transponder", "mixed_gpt2"))
+def test_what_a_part_leaves_in_place_is_initialised_as_in_the_stock_model(name, kind, route, monkeypatch) -> None:
+    """Every value is its own standard deviation here: 12 layers of GPT-2 show whether c_proj is scaled."""
+    family, sizes = FAMILIES[name], {"n_layer": 12} if kind == "gpt2" else {}
+    if kind != family.model:
+        if family.layers and "all-linear" not in family.layers:
+            pytest.skip("it names the layers of another model")
+        monkeypatch.setitem(FAMILIES, name, dataclasses.replace(family, model=kind))
+    stock = dict(MAKERS[kind](**sizes).named_parameters())
+    model = ROUTES[route](lambda: with_parts(name, **sizes))
+    left = {key.replace(".base.", "."): value for key, value in model.named_parameters()}
+    for key in left.keys() & stock.keys():
+        if left[key].shape == stock[key].shape and not isinstance(owner(model, key), Operator):
+            assert torch.equal(left[key], stock[key]), key
+
+
+def owner(model, key):
+    """The module that a parameter of the stock model was put into, a wrapper's own layer among them."""
+    module = model.get_submodule(key.rpartition(".")[0])
+    while isinstance(module, Wrapper):
+        module = module.base
+    return module
+
+
+def make_cgt(kind=relinear.CGTForCausalLM, **settings):
+    settings = {"n_embd": 32, "n_head": 4, "context_size": 16, "context_heads": 2, "variational": True} | settings
+    return kind(relinear.CGTConfig(vocab_size=96, n_positions=128, **settings)).eval()
+
+
+@pytest.mark.usefixtures("_no_chance")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("layers", mostly_slow([2, 12], 12))
+@pytest.mark.parametrize("kind", [relinear.CGTForCausalLM, CGTForRegression])
+def test_both_streams_of_a_cgt_are_initialised_as_gpt2(kind, layers, route) -> None:
+    vectors = {} if kind is relinear.CGTForCausalLM else {"input_features": 3, "output_features": 2}
+    sizes = {"n_layer": layers, "initializer_range": 0.03}
+    model = ROUTES[route](lambda: make_cgt(kind, context_layer=layers // 2, **sizes, **vectors))
+    stock = make_tiny_gpt2(tied=True, **sizes).state_dict()
+    compared = 0
+    for key, value in model.state_dict().items():
+        y = key.replace(".context.", ".").replace("context_ln", "ln_f").replace("context_w", "w")
+        if key in stock:
+            assert torch.equal(value, stock[key]), key
+            compared += 1
+        elif y in stock:
+            assert torch.equal(value.unique(), stock[y].unique()), key
+    assert compared == len(stock) - (2 if vectors else 0)  # a regression model has no table of tokens and no head
+    assert not model.transformer.context_log_variance.weight.any()
+
+
+@pytest.mark.parametrize("mixing", ["tanh", "softmax"])
+def test_generated_operators_change_x_as_much_for_few_templates_as_for_many(mixing) -> None:
+    def change(templates: int) -> float:
+        torch.manual_seed(0)
+        sizes = {"n_layer": 2, "context_layer": 1, "context_size": 128}
+        model = make_cgt(templates=templates, mixing=mixing, **sizes)
+        x, y = torch.randn(1, 500, 32), torch.randn(1, 500, 128)
+        with torch.no_grad():
+            return float((model.modulators()[0](x, y) - x).norm() / x.norm())
+
+    few, many = change(4), change(64)
+    if mixing == "tanh":
+        assert 0.9 < many / few < 1.1
+        assert 0.01 < few < 0.02
+    else:  # the squares of M shares sum up to between 1 / M and e / M
+        assert 1 < many / few < 1.8
 
 
 def test_initialising_again_leaves_what_has_its_values() -> None:

@@ -84,14 +84,35 @@ with torch.no_grad():
     assert (load_file(tmp_path / "logits")["logits"] - wanted).abs().max() < 1e-5
 
 
+def test_a_list_of_ids_will_do():
+    model = make_cgt()
+    stock, other = relinear.specialize(model, [3, 4, 5]), relinear.specialize(model, torch.tensor([[3, 4, 5]]))
+    for name, value in stock.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("prefix", ["a text", [[3, 4], [5, 6]], 7, [], [50], [-1], [1.5], [True], {"input_ids": [3]}])
+def test_what_is_no_prefix_is_refused_by_its_name(prefix):
+    with pytest.raises(ValueError, match="prefix_ids must be"):
+        relinear.specialize(make_cgt(), prefix)
+
+
+def test_an_input_beyond_the_positions_is_refused():
+    model, ids = make_cgt(), torch.zeros(1, 65, dtype=torch.long)
+    for call in (model, model.context):
+        with pytest.raises(ValueError, match="65 tokens and the cache 0; the model has n_positions=64"):
+            call(ids)
+    cache = model(ids[:, :60], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="5 tokens and the cache 60"):
+        model(ids[:, :5], past_key_values=cache)
+
+
 def test_refusals(tiny_gpt2):
     model = make_cgt()
     with pytest.raises(ValueError, match="CGTForCausalLM"):
         relinear.specialize(tiny_gpt2, torch.tensor([1]))
     with pytest.raises(ValueError, match="either"):
         relinear.specialize(model)
-    with pytest.raises(ValueError, match="prefix_ids"):
-        relinear.specialize(model, torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="n_positions"):
         relinear.specialize(model, torch.zeros(65, dtype=torch.long))
     with pytest.raises(ValueError, match="first_position"):

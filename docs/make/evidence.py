@@ -28,6 +28,7 @@ __all__ = [
     "ONE_SEED",
     "OPEN",
     "PARTS",
+    "UNSCALED",
     "UNSEEN",
     "Row",
     "in_results",
@@ -39,6 +40,8 @@ __all__ = [
 AHEAD, BEHIND, UNSEEN, NO_POWER, ONE_SEED, OPEN = "ahead", "behind", "not seen", "no power", "one seed", "open"
 #: of English text, to a token of Llama's vocabulary: the papers' nats a token are so many times ours a byte
 BYTES = 4.25
+#: what CGT differed in from GPT-2 in every record so far
+UNSCALED = "CGT was initialised without GPT-2's scaling of residual projections"
 #: folders whose models read bytes, of which a token of the papers has several
 _OF_BYTES = ("transponder", "cgt", "fair")
 #: tokens that the papers train on
@@ -411,6 +414,7 @@ def rows() -> tuple[Row, ...]:
                 folder="cgt",
                 ends="rate 0.008 of GPT-2",
                 fixed="warm-up",
+                unlike=UNSCALED,
                 cost=cost("cgt", arm, "gpt2-equal"),
             )
             for arm, control in (("no-aux", "GPT-2, 8 % larger"), ("aux", "GPT-2; CGT with auxiliary loss"))

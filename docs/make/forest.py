@@ -27,7 +27,7 @@ IN_SHORT = {
     "Transponder": "behind at 0.3 M, no power at 1 M",
     "Rotor from scratch": "ahead of low rank; dense not told",
     "Rotor fitted to SmolLM2": "not ahead of any",
-    "CGT": "behind GPT-2",
+    "CGT": "open, initialised unlike GPT-2",
 }
 #: so that zero leaves room to its right for what a row says there, and the last tick for its number
 LOW, HIGH, TICKS = -0.46, 0.25, (-0.4, -0.2, 0.0, 0.2)

@@ -24,6 +24,7 @@ from relinear.core.drawn import draw_
 from relinear.core.operator import Operator, embeds
 from relinear.core.record import config_record, own_record, record
 from relinear.core.vocabulary import token_tables
+from relinear.core.wrapper import Wrapper
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
@@ -184,14 +185,14 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
 def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """Operators and attached parts draw their own values; transformers knows neither them nor what they hold.
 
-    Some models initialise children by name (GPT-2: ``self.c_proj.weight``). What they find in an operator without a
-    weight is marked as loaded, so that they leave it alone.
+    Some models initialise children by name (GPT-2: ``self.c_proj.weight``). In a wrapper they find the weight of the
+    layer that it keeps; in another operator without a weight they find one that is marked as loaded, and leave it.
     """
     if getattr(module, "_is_hf_initialized", False):
         return
     nameless = [part for part in module.modules() if isinstance(part, Operator) and not hasattr(part, "weight")]
     for part in nameless:
-        part.__dict__["weight"] = _loaded_placeholder()
+        part.__dict__["weight"] = _weight_within(part)
     try:
         original(model, module, *args, **kwargs)
     finally:
@@ -200,7 +201,11 @@ def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kw
     draw_(module)
 
 
-def _loaded_placeholder() -> torch.Tensor:
+def _weight_within(part: Any) -> torch.Tensor:
+    while isinstance(part, Wrapper):
+        part = part.base
+    if hasattr(part, "weight"):
+        return part.weight
     placeholder = torch.empty(0)
     placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
     return placeholder

@@ -82,16 +82,23 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
             )
         return super()._get_resized_embeddings(old_embeddings, *args, **kwargs)
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # For custom code transformers skips modules without parameters of their own, and with them GPT-2's scaling of
+        # c_proj; ours draws through ``transformers.initialization``, which leaves alone whatever was loaded.
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        # Shares of order one, an inner product of order one, and a small change of x: every factor of the product gets
-        # a gradient from the first step on, which GPT-2's 0.02 on all three would deny it.
         super()._init_weights(module)
         if isinstance(module, Modulator):
+            # L(y), the inner product with R(y) and so the change of x are as large for one template as for many: shares
+            # are of order one for tanh and of order 1 / M for softmax. Every factor gets a gradient at the first step.
+            templates, _, width = module.left.shape
+            each = templates ** (-0.5 if module.mixing == "tanh" else 0.5)
             initialization.normal_(module.mix.weight, std=module.mix.weight.shape[-1] ** -0.5)
             initialization.zeros_(module.mix.bias)  # type: ignore[arg-type]
-            initialization.normal_(module.left, std=self.config.initializer_range)
-            initialization.normal_(module.right, std=module.right.shape[-1] ** -0.5)
+            initialization.normal_(module.left, std=each * self.config.initializer_range)
+            initialization.normal_(module.right, std=each * width**-0.5)
             initialization.zeros_(module.right_bias)
         if isinstance(module, CGTModel) and module.context_log_variance is not None:
             initialization.zeros_(module.context_log_variance.weight)
@@ -185,6 +192,12 @@ class CGTModel(Gated, CGTPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if position_ids is None:
+            longest = self.config.n_positions - (seen if isinstance(seen, int) else 0)
+            if shape[1] > longest:
+                raise ValueError(
+                    f"the input has {shape[1]} tokens and the cache {seen}; the model has n_positions="
+                    f"{self.config.n_positions}: cut the text into windows"
+                )
             position_ids = (torch.arange(shape[1], device=source.device) + seen).unsqueeze(0)
         computes = frozen_context is None or context_rate > 0
         if past_key_values is not None:

@@ -4,6 +4,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from relinear.core.attachment import attachments
+from relinear.core.config import shown
 from relinear.core.operator import NotLinearError, named_operators, plain_linear
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM
@@ -19,7 +21,11 @@ from relinear.models.heads import ReadoutScale
 
 @torch.no_grad()
 def specialize(
-    model: CGTForCausalLM, prefix_ids: Tensor | None = None, *, context: Tensor | None = None, first_position: int = 0
+    model: CGTForCausalLM,
+    prefix_ids: Tensor | Sequence[int] | None = None,
+    *,
+    context: Tensor | Sequence[float] | None = None,
+    first_position: int = 0,
 ) -> GPT2LMHeadModel:
     """Read ``prefix_ids`` once, freeze y at its end and fold every T(.; y): a plain GPT-2 is left.
 
@@ -29,7 +35,7 @@ def specialize(
 
     Args:
         model: a ``CGTForCausalLM``.
-        prefix_ids: (T,) or (1, T), the tokens to read. Give these or ``context``.
+        prefix_ids: (T,) or (1, T), the tokens to read, as a tensor or a list. Give these or ``context``.
         context: (E,) or (1, E), a y to use as it is.
         first_position: the position that the first token after the prefix takes. 0 (the auxiliary loss's default)
             starts again; the length of the prefix goes on counting, which leaves that many positions fewer.
@@ -38,9 +44,10 @@ def specialize(
         A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear.
 
     Raises:
-        ValueError: if the model is no CGT language model, the prefix is empty or a batch, both or neither of the two
-            sources are given, no position is left, an operator in the x stream is no plain matrix, or something is
-            attached that a stock GPT-2 does not have. (A ``ReadoutScale`` goes into a head that is not tied.)
+        ValueError: if the model is no CGT language model, the prefix is empty, a batch, too long, or no ids of the
+            model's vocabulary, both or neither of the two sources are given, no position is left, an operator in the x
+            stream is no plain matrix, or something is attached that a stock GPT-2 does not have. (A ``ReadoutScale``
+            goes into a head that is not tied.)
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
@@ -83,22 +90,27 @@ def _readout_factor(model: CGTForCausalLM) -> float:
     return math.prod(attached.factor for attached in attachments(model) if isinstance(attached, ReadoutScale))
 
 
-def _context(model: CGTForCausalLM, prefix_ids: Tensor | None, context: Tensor | None) -> Tensor:
+def _context(model: CGTForCausalLM, prefix_ids: Any, context: Any) -> Tensor:
     if (prefix_ids is None) == (context is None):
         raise ValueError("give either prefix_ids or context, not both and not neither")
+    name, given = ("prefix_ids", prefix_ids) if context is None else ("context", context)
+    try:
+        values = torch.as_tensor(given, device=model.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be numbers, got {shown(given)}; encode a text with the tokenizer") from error
+    shape, size, config = tuple(values.shape), values.numel(), model.config
+    if not size or shape not in ((size,), (1, size)):
+        raise ValueError(f"{name} must be one row of numbers, (N,) or (1, N), got shape {shape}")
     if context is not None:
-        y = context.reshape(-1).to(model.device)
-        if y.shape != (model.config.context_size,):
-            raise ValueError(f"context must have {model.config.context_size} values, got {tuple(context.shape)}")
-        return y
-    ids = prefix_ids.reshape(1, -1) if prefix_ids.ndim == 1 else prefix_ids
-    if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
-        raise ValueError(f"prefix_ids must be (T,) or (1, T) with at least one token, got {tuple(prefix_ids.shape)}")
-    if ids.shape[1] > model.config.n_positions:
-        raise ValueError(
-            f"the prefix has {ids.shape[1]} tokens, the model reads at most n_positions={model.config.n_positions}"
-        )
-    return model.context(ids.to(model.device))[0, -1]
+        if size != config.context_size:
+            raise ValueError(f"context must have {config.context_size} values, got {size}")
+        return values.reshape(-1)
+    whole = not values.is_floating_point() and values.dtype != torch.bool
+    if not whole or not 0 <= values.min() <= values.max() < config.vocab_size:
+        raise ValueError(f"prefix_ids must be whole numbers below vocab_size={config.vocab_size}, got {shown(given)}")
+    if size > config.n_positions:
+        raise ValueError(f"the prefix has {size} tokens, the model reads at most n_positions={config.n_positions}")
+    return model.context(values.reshape(1, -1).long())[0, -1]
 
 
 def _stock_state(model: CGTForCausalLM) -> dict[str, Tensor]:
