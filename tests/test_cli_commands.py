@@ -166,7 +166,7 @@ def test_inspect_counts_what_replace_counts(capfd):
     assert table["flops_per_token"] == expected.flops_per_token
 
 
-def test_train_eval_and_sweep(capfd, tmp_path):
+def test_train_and_eval(capfd, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(400)))
     small = ["--set", "data.sequence_length=32", "--set", "data.max_validation_tokens=320", "--set", "threads=1"]
@@ -180,15 +180,6 @@ def test_train_eval_and_sweep(capfd, tmp_path):
     assert main(["eval", str(out), "--json"]) == 0
     measured = json.loads(capfd.readouterr().out)["perplexity"]
     assert measured["perplexity"] == pytest.approx(record["result"]["perplexity"], rel=0.02)  # bf16 against fp32
-    search = ["sweep", "-p", "operators.q_proj.rank=1,2", "-p", "learning_rate=1e-4..1e-2:log", "--steps", "2"]
-    search += ["--set", "batch_size=2", "--out", str(tmp_path / "sweep"), *small]
-    assert main([*search, "--trials", "2"]) == 0
-    first = capfd.readouterr().out.splitlines()
-    assert main([*search, "--trials", "2"]) == 0
-    assert capfd.readouterr().out.splitlines() == first  # nothing left to do
-    rows = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["trials"]
-    assert [row["validation_loss"] for row in rows] == sorted(row["validation_loss"] for row in rows)
-    assert main([*search, "--trials", "2", "--seed", "7"]) == 2  # another search in the same folder
 
 
 def test_the_size_of_an_operator_is_always_shown(capfd):
@@ -317,12 +308,12 @@ def test_bench_of_whole_models_refuses(arguments, said, capfd, tmp_path):
 def test_progress_on_a_plain_terminal_says_how_far_and_how_long(monkeypatch, capsys):
     clock = iter([0.0, *(30.0 * number for number in range(20))])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with progress.watch_trials(4) as on_progress:
+    with watch_comparison() as on_event:
         for step in (0, 100, 200):
-            on_progress(1, {"learning_rate": 0.001}, {"step": step, "steps": 200})
+            on_event(SimpleNamespace(what="dense", done=step, total=200, run=1, runs=4, detail={}))
     first, middle, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("trial 2 of 4, learning_rate=0.001 0/200")
-    assert middle.endswith("about 2 min left")  # one of four took 30 s
+    assert first == "dense 0/200  run 2 of 4"
+    assert middle.endswith("about 2 min left")  # half a run took 30 s
     assert "200/200" in last
     with progress.watch_reports("timing layers") as report:
         report("1/3  256x256")

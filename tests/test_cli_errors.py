@@ -101,8 +101,6 @@ CASES = {
     "absent recipe": (["compare", "--recipe", "qiuck", "--out", "{out}"], ["qiuck", "quick"]),
     "unknown match": (["compare", "-o", "dense", "--match", "size", "--out", "{out}"], ["size", "parameters"]),
     "seeds that are no numbers": (["compare", "-o", "dense", "--seeds", "one", "--out", "{out}"], ["--seeds 'one'"]),
-    "sizes that are no numbers": (["scale", "scale", "--sizes", "16,big", "--out", "{out}"], ["--sizes '16,big'"]),
-    "widths that are no numbers": (["check-coordinates", "tiny", "--widths", "64;128"], ["--widths '64;128'"]),
     "an entry twice": (["compare", "-o", "low_rank", "-o", "low_rank", "--out", "{out}"], ["low_rank", "twice"]),
     "a match that cannot be": (
         [
@@ -180,7 +178,6 @@ CASES = {
         ["compare", "-o", "low_rank:rank=4", "--model", "tinyy", "--data", "{text}", "--out", "{out}"],
         ["did you mean 'tiny'"],
     ),
-    "unknown model to search": (["sweep", "-p", "model=tiny,tinyy", "--out", "{out}"], ["did you mean 'tiny'"]),
     "unknown model to distil": (
         ["distill", "tinyy", "-r", "q_proj=rotor", "--data", "{text}", "--out", "{out}"],
         ["did you mean 'tiny'"],
@@ -215,8 +212,6 @@ CASES = {
     ),
     "lambada without a file": (["eval", "{saved}", "--tasks", "lambada"], ["--lambada"]),
     "report of nothing": (["report", "{tmp}"], ["results.json"]),
-    "empty range": (["sweep", "-p", "learning_rate=1..0.1", "--out", "{out}"], ["lower to a higher"]),
-    "search of an unknown setting": (["sweep", "-p", "learnin_rate=0.1,0.2", "--out", "{out}"], ["learning_rate"]),
 }
 
 
@@ -436,8 +431,6 @@ WRONG = {
     "inspect gpt2-ccl-64 -r attn.c_atn=low_rank": "pattern 'attn.c_atn' matches no module; nearest: c_attn",
     "compare -o hdpl:rank=0": "rank must be at least 1, got 0",
     "compare --recipe {recipe}": "no valid YAML",
-    "scale scale --sizes 3": "sizes.widths must be a list of at least 4",
-    "sweep -p learning_rate=1..2 --trials 0": "trials must be at least 1, got 0",
     "distill {model} --data {text} -r q_proj=nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --plan {plan}": "no compression plan",
     "compare --plan {latin}": "latin.txt is not UTF-8 text",
@@ -451,7 +444,6 @@ WRONG = {
     "bench --shapes x": "write it as IN->OUT",
     "bench --dtypes fp32,fp23": "dtypes.1 must be one of 'fp32' or 'bf16', got 'fp23'; did you mean 'fp32'",
     "distill {model} --data {text} -r q_proj=low_rank --layers first": "'first' is neither a number nor a range",
-    "check-coordinates tiny --seeds x": "write them as 0,1,2",
     "specialize {model} --prefix-file nosuch --out {others}": "nosuch",
     "report nosuch": "holds nothing to report",
     "inspect ./no/such": "no such directory",
@@ -474,9 +466,6 @@ MORE = {
     "train --out {others}": "would be replaced",
     "compare -o low_rank --data ./no/such": "no data at './no/such'",
     "compare -o low_rank -o nosuch": "unknown operator kind 'nosuch'",
-    "scale scale --data ./no/such": "no data at './no/such'",
-    "sweep -p nosuch=1..2": "unknown setting 'nosuch'",
-    "sweep -p learning_rate=1..2 --data ./no/such": "no data at './no/such'",
     "distill {model} -r q_proj=low_rank --data ./no/such": "no data at './no/such'",
     "compress nosuch --data {text}": "unknown model 'nosuch'",
     "compress {model} --data {text} --keep 80": "for 80 % write 0.8",

@@ -15,9 +15,10 @@ import pytest
 import relinear
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size, plan_comparison
+from relinear.compare.report import write_report
 from relinear.compare.results import at_budget, gap_notes
 from relinear.compare.run import compare
-from relinear.compare.scaling import at_size, crossing, fit_power_law, scale
+from relinear.compare.scaling import at_size, crossing, fit_power_law
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.sharing import carry_out
 from relinear.compare.tune import Trials, beside, grid_search
@@ -766,7 +767,7 @@ def scaled(text, tmp_path_factory):
     recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
     recipe |= {"sizes": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.1, "rounds": 3}}
     recipe["train"] |= {"save_model": False, "learning_rate": 0.01}
-    return out, recipe, scale(recipe, out, isolate=False)
+    return out, recipe, compare(recipe, out, isolate=False)
 
 
 def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch):
@@ -797,12 +798,11 @@ def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch
     assert sum("one seed, no intervals" in line for line in verdicts) >= 3
     assert all(entry["flops"]["fit"]["b_interval"] is None for entry in results["entries"])
     assert json.loads((out / "scale.json").read_text()) == json.loads(json.dumps(results))
-    assert scale(recipe, out, isolate=False) == json.loads(json.dumps(results))
+    assert compare(recipe, out, isolate=False) == json.loads(json.dumps(results))
     assert main(["report", str(out)]) == 0
     assert "loss at width" in capsys.readouterr().out
     assert (out / "plots" / "scale.svg").is_file()
-    with pytest.raises(ValueError, match="relinear scale"):
-        compare(recipe, out / "other", isolate=False)
+    assert "loss = a x^-b" in write_report(out).read_text()
 
 
 def test_a_power_law_is_found_again_and_crossings_are_where_they_are():

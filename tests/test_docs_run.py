@@ -50,11 +50,8 @@ NOT_RUN: dict[str, Counter] = {
 DEFAULTS = {
     "compare": "--data books --model tiny",
     "train": "--data books --model tiny",
-    "sweep": "--data books --set model=tiny",
-    "scale": "--data books",
     "analyze": "--data books",
     "explore": "--data books",
-    "check-coordinates": "--data books",
 }
 CUTS = {
     "compare": [
@@ -62,14 +59,8 @@ CUTS = {
         *("--set", "train.warmup_steps=0", "--set", "train.batch_size=2"),
     ],
     "train": ["--steps", "1"],
-    "sweep": ["--steps", "1", "--trials", "1"],
-    "scale": [
-        *("--sizes", "16,24,32,40", "--set", "train.steps=1", "--set", "seeds=[0]", "--set", "speed.seconds=0.01"),
-        *("--set", "tune=null"),
-    ],
     "analyze": ["--sequences", "8", "--length", "64"],
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
-    "check-coordinates": ["--widths", "64,128", "--steps", "1", "--seeds", "0"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
     "compress": ["--tokens", "512", "--allow-slower"],
     "atlas": ["--tokens", "512"],
@@ -224,6 +215,7 @@ def test_recipes_that_are_shown_are_recipes(page: str) -> None:
 EXAMPLES = {
     "ccl_from_pretrained": "models/smollm2 books --rank 4 --steps 1 --validation-tokens 512",
     "fit_pretrained": "models/smollm2 notes.md --ranks 8 --max-tokens 256 --out folded",
+    "search_settings": "notes.md --trials 2 --steps 1",
     "specialize_cgt": "books --steps 1 --width 16",
     "train_modulators": "models/smollm2 books --steps 1",
 }

@@ -122,7 +122,7 @@ def test_a_plan_is_carried_out_as_it_is_written(more):
 
     found = CliRunner().invoke(app, ["compare", "--plan", "plan.yaml", *more])
     assert found.exit_code != 0
-    assert "--plan goes with --out, --share and --parallel alone" in str(found.exception)
+    assert "--plan goes with --out and --share alone" in str(found.exception)
 
 
 def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):

@@ -14,13 +14,10 @@ import pytest
 
 from relinear.compare.folder import read_losses
 from relinear.compare.recipe import read_yaml
-from relinear.compare.sharing import alone_at
-from relinear.compare.sweep import parse_parameter, sweep
 from relinear.data.packing import PackedDataset
 from relinear.system.files import atomic_path, read_json, writing
 from relinear.system.lock import only_process_in
 from relinear.train.fit import remove_checkpoints
-from relinear_cli.main import main
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, preloads and locks")
 
@@ -38,7 +35,7 @@ def faults(tmp_path, *arguments, timeout):
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_few_faults(tmp_path):
-    found = faults(tmp_path, "--sample", "2", "--command", "sweep --share", timeout=850)
+    found = faults(tmp_path, "--sample", "2", "--command", "tune", timeout=850)
     assert found["faults"] == 4
 
 
@@ -47,7 +44,7 @@ def test_a_few_faults(tmp_path):
 @pytest.mark.timeout(7_200)
 def test_faults_in_every_command(tmp_path):
     found = faults(tmp_path, "--sample", "10", timeout=7_000)
-    assert len(found["by_command"]) == 18
+    assert len(found["by_command"]) == 14
 
 
 def test_errors_without_a_name_get_it(tmp_path, monkeypatch):
@@ -102,44 +99,6 @@ def test_what_a_failing_disk_leaves_of_a_checkpoint_is_none(tmp_path, monkeypatc
     assert not list(tmp_path.rglob("checkpoint-*"))
     remove_checkpoints(tmp_path / "checkpoints")
     assert not list(tmp_path.iterdir())
-
-
-# A table that several processes write
-
-
-def share(folder, trials):
-    base = {"steps": 1, "batch_size": 1, "data": {"data": str(folder / "text.txt"), "sequence_length": 16}}
-    base |= {"model_overrides": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}}
-    (folder / "text.txt").write_text("some text " * 100)
-    searched = [parse_parameter("learning_rate=1e-4..1e-2:log")]
-    return sweep(base, searched, folder / "out", trials=trials, isolate=False, shared=True)
-
-
-@linux
-@pytest.mark.timeout(60)
-def test_a_process_that_dies_while_it_writes_the_table_stops_no_other(tmp_path):
-    share(tmp_path, 1)
-    child = os.fork()
-    if not child:
-        with alone_at(tmp_path / "out", "table", True):
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert len(share(tmp_path, 2)) == 2
-
-
-def test_a_table_on_a_full_disk_is_an_error_in_words(tmp_path, monkeypatch, capfd):
-    whole = Path.write_text
-
-    def fails(self, text, *arguments, **kwargs):
-        if ".sweep.json." in self.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return whole(self, text, *arguments, **kwargs)
-
-    (tmp_path / "text.txt").write_text("some text " * 100)
-    monkeypatch.setattr("pathlib.Path.write_text", fails)
-    arguments = ["sweep", "-p", "learning_rate=0.1,0.2", "--data", str(tmp_path / "text.txt"), "--share"]
-    assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
-    assert f"error: {tmp_path / 'out' / 'sweep.json'}: No space left" in capfd.readouterr().err
 
 
 def test_a_lock_whose_file_cannot_be_removed_is_free(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,6 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.compare.recipe import parse_overrides, read_yaml
 from relinear.compare.run import compare
-from relinear.compare.sweep import parse_parameter, sweep
 from relinear.compare.worker import Worker
 from relinear.data.sources import local_sources
 from relinear.distill.run import distill_
@@ -69,7 +67,6 @@ def test_the_second_of_two_processes_is_refused(held, corpus):  # noqa: F811
     works = {
         "train": lambda: train(settings, out),
         "compare": lambda: compare(recipe, out, isolate=False),
-        "sweep": lambda: sweep(settings, [parse_parameter("learning_rate=0.1,0.2")], out, trials=1, isolate=False),
         "distill": lambda: distill_(
             make_tiny_llama(),
             {"q_proj": relinear.LowRank(rank=2)},
@@ -139,34 +136,6 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(tmp_path):
     assert result.validation_loss == expected.validation_loss
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), name
-
-
-SWEEP = """
-import json, sys
-from relinear_cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@linux
-@pytest.mark.slow
-def test_sigterm_to_a_sweep_saves_the_run_in_its_worker(tmp_path, corpus):  # noqa: F811
-    sizes = json.dumps(RUN["model_overrides"])
-    settings = [f"model_overrides={sizes}", "batch_size=2", "save_every=100000", "threads=1", "data.sequence_length=32"]
-    arguments = ["sweep", "-p", "learning_rate=0.1,0.2", "--data", str(corpus), "--steps", "100000", "--trials", "1"]
-    arguments += ["--out", str(tmp_path / "out")] + [word for setting in settings for word in ("--set", setting)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", SWEEP, *arguments]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 200
-    while not list(tmp_path.rglob("metrics.jsonl")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(2)
-    process.terminate()
-    _, told = process.communicate(timeout=100)
-    assert process.returncode == 143, told
-    assert "ended by SIGTERM; to go on: start the same command again" in told
-    assert len(list(tmp_path.rglob("checkpoint-*/manifest.json"))) == 1
 
 
 # A full disk

@@ -52,8 +52,6 @@ COMMANDS = {
     "train": (["train", "--out", "."], ["model", "checkpoints", "metrics.jsonl", "run.json", "block_losses.npy"]),
     "train anew": (["train", "--out", ".", "--start-over"], ["model", "checkpoints", "run.json"]),
     "compare": (["compare", "--recipe", "quick", "--out", "."], ["run.json", "runs", "report.html"]),
-    "scale": (["scale", "scale", "--out", "."], ["sizes", "scale.json"]),
-    "sweep": (["sweep", "-p", "learning_rate=0.1,0.2", "--out", "."], ["trials", "optuna.db", "sweep.json"]),
     "distill": (
         ["distill", "{model}", "-r", "k_proj=low_rank:rank=2", "--data", "{data}", "--out", "."],
         ["model", "report.json", "layers"],
@@ -65,7 +63,6 @@ COMMANDS = {
     "atlas": (["atlas", "{model}", "--data", "{data}", "--out", "."], ["atlas.json", "calibration", "report.html"]),
     "analyze": (["analyze", "{model}", "--out", "."], ["gates.json", "report.html"]),
     "bench": (["bench", "--out", "."], ["bench.json", "bench.png"]),
-    "check-coordinates": (["check-coordinates", "tiny", "--out", "."], ["coordinates.json", "report.html"]),
     "report": (["report", str(FIXTURES / "run"), "--out", "page.html"], ["page.html"]),
     "explore": (["explore", "{model}", "--static", "page.html"], ["page.html"]),
 }

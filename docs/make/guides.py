@@ -208,7 +208,7 @@ PICTURES: dict[str, tuple[str, Sequence[tuple[str, Sequence[str]]]]] = {
         "What the commands read and what they leave: a checkpoint, runs with a report, or figures of a model",
         [
             ("compress, distill", ["a model|and text", "*new layers|chosen, fitted", "a checkpoint|and report.html"]),
-            ("train, compare, sweep, scale", ["a recipe|and text", "*runs|resume after a kill", "models|and a table"]),
+            ("train, compare", ["a recipe|and text", "*runs|resume after a kill", "models|and a table"]),
             ("report", ["directories|one or several", "*report.html|--analyze looks inside"]),
             ("a model is read by:", ["inspect, bench|size, time", "eval, analyze|loss, figures", "explore|its units"]),
         ],

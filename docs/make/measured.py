@@ -23,9 +23,15 @@ RESULTS = ROOT / "results"
 
 @functools.cache
 def read(name: str) -> Any:
-    """results/NAME: JSON, or a list for JSON lines."""
+    """results/NAME: JSON, or a list for JSON lines. A command is the one that does the same today."""
     text = (RESULTS / name).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
+    if name.endswith(".jsonl"):
+        return [json.loads(line) for line in text.splitlines()]
+    found = json.loads(text)
+    if isinstance(found, dict) and isinstance(found.get("command"), str):
+        command = found["command"].replace(" --share", "")
+        found["command"] = command.replace("relinear scale ", "relinear compare --recipe ")
+    return found
 
 
 # Statistics

@@ -1,4 +1,4 @@
-"""The coordinate check of every operator at its defaults: what `relinear check-coordinates` does, entry by entry.
+"""The coordinate check of every operator at its defaults: `relinear.testing.check_coordinates`, entry by entry.
 
     python results/parametrization/coordinates.py results/parametrization [NAME ...]
 
@@ -6,19 +6,32 @@ Leaves NAME/coordinates.json and NAME/coordinates.png, and overview.png of all t
 """
 
 import argparse
+import dataclasses
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
+from widths import at_heads
 
-from relinear.compare.coordinates import FILE, KINDS, check_coordinates, coordinates_text, write_plot
+from relinear.data import prepare_data
 from relinear.pages.drawn import save_panels
-from relinear.pages.figures import Axis, Guide, Panel, Series
+from relinear.pages.figures import Axis, Guide, Panel, Series, blend
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
+from relinear.testing.coordinates import KINDS, check_coordinates
+from relinear.train.optim import build_optimizer
+from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 from relinear_cli.options import parse_operators
 
+FILE = "coordinates.json"
+PARAMETRIZATIONS = ("standard", "mup")
+#: the largest over the smallest activation of all widths, up to which it counts as flat
+FLAT = 2.0
+#: colours of the first and the last step
+EARLY, LATE = (0xC9, 0xD9, 0x4B), (0x44, 0x0A, 0x54)
 WIDTHS = (64, 128, 256, 512)
 #: operators, attachments, and what is different in the model
 ENTRIES = {
@@ -60,6 +73,59 @@ def settings_of(operator: str, attachment: str, changes: dict) -> TrainSettings:
     )
 
 
+def checked(
+    settings: TrainSettings, widths: tuple[int, ...], steps: int = 6, seeds: tuple[int, ...] = (0, 1, 2)
+) -> dict:
+    """The record of one entry: activations at all widths, in both parametrisations."""
+    settings = settings.updated(dtype="float32", device="cpu")
+    data = prepare_data(settings.data)
+    ids = torch.stack([data.train[index]["input_ids"] for index in range(settings.batch_size)])
+    found: dict[str, Any] = {}
+    for name in PARAMETRIZATIONS:
+
+        def make_model(width: int, seed: int, name: str = name) -> tuple[Any, torch.optim.Optimizer]:
+            sized = at_heads(settings, width).updated(parametrization=name, seed=seed)
+            model = build_model(sized, data.vocab_size)
+            return model, build_optimizer(model, sized)
+
+        kinds = check_coordinates(make_model, widths, ids, steps=steps, seeds=seeds)
+        found[name] = {kind: dataclasses.asdict(value) | {"spread": value.spread} for kind, value in kinds.items()}
+    flat = {
+        name: all(kind["spread"] is not None and kind["spread"] <= FLAT for kind in kinds.values())
+        for name, kinds in found.items()
+    }
+    return {
+        "model": settings.model,
+        "operators": settings.operators,
+        "attachments": list(settings.attachments),
+        "widths": list(widths),
+        "base_width": settings.parametrization_base_width,
+        "learning_rate": settings.learning_rate,
+        "batch": list(ids.shape),
+        "steps": steps,
+        "seeds": list(seeds),
+        "parametrizations": found,
+        "flat": flat,
+    }
+
+
+def write_plot(found: dict, out: Path) -> None:
+    """coordinates.png and .svg in ``out``: a row a parametrisation, a panel a kind, a line a step."""
+    ticks = {float(width): f"{width}" for width in found["widths"]}
+    panels = []
+    for name in PARAMETRIZATIONS:
+        for kind in KINDS:
+            values, shown = found["parametrizations"][name][kind], []
+            for step in range(found["steps"] + 1):
+                shade = blend(EARLY, LATE, step / found["steps"])
+                heights = [math.nan if scale[step] is None else scale[step] for scale in values["scale"]]
+                shown.append(Series(name=f"step {step}", colour=shade, x=found["widths"], y=heights, size=5))
+            factor = "beyond numbers" if values["spread"] is None else f"{values['spread']:.2f}"
+            axes = Axis(title="width", log=True, ticks=ticks), Axis(title="root mean square", log=True)
+            panels.append(Panel(shown, *axes, title=f"{name}: {kind} (factor {factor})"))
+    save_panels(panels, out / "coordinates")
+
+
 def overview(folder: Path) -> None:
     """The table of all entries that are there, and a figure: the stream after the last step against the width."""
     found = {name: read_json(folder / name / FILE) for name in ENTRIES if (folder / name / FILE).is_file()}
@@ -96,11 +162,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.names or [name for name in ENTRIES if not (options.folder / name / FILE).is_file()]:
-        found = check_coordinates(settings_of(*ENTRIES[name]), WIDTHS, steps=6, seeds=(0, 1, 2))
+        found = checked(settings_of(*ENTRIES[name]), WIDTHS)
         found |= {"command": command_line(), "machine": describe_machine()}
         (options.folder / name).mkdir(parents=True, exist_ok=True)
         write_json(options.folder / name / FILE, found)
-        print(f"== {name}\n{coordinates_text(found)}", flush=True)
+        print(f"{name}: flat {found['flat']}", flush=True)
     for name in ENTRIES:
         if (options.folder / name / FILE).is_file():
             write_plot(read_json(options.folder / name / FILE), options.folder / name)

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import torch
+from widths import at_heads
 
-from relinear.compare.coordinates import at_heads
 from relinear.data import prepare_data
 from relinear.system.machine import describe_machine
 from relinear.train import NonFiniteLossError, TrainSettings, build_model, fit

@@ -35,12 +35,10 @@ def command(
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     share: options.ShareWork = False,
-    parallel: Annotated[
-        Literal["never", "auto"],
-        typer.Option(help="`auto` trains runs of one architecture at once where it is faster."),
-    ] = "never",
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.
+
+    A recipe with `sizes` compares at several widths and fits loss against compute.
 
     Killed and started again with the same arguments, it goes on where it was.
 
@@ -53,7 +51,7 @@ def command(
     from relinear.compare.run import compare
     from relinear.compare.settings import CompareSettings, planned
     from relinear_cli.progress import watch_comparison
-    from relinear_cli.terminal import print_results
+    from relinear_cli.terminal import print_results, print_scale
 
     written = {
         "match.by": match,
@@ -68,7 +66,7 @@ def command(
     }
     changes = options.given_settings(written, overrides)
     if plan is not None and (recipe is not None or operators or tune or changes):
-        raise ValueError("--plan goes with --out, --share and --parallel alone: what it says was fixed beforehand")
+        raise ValueError("--plan goes with --out and --share alone: what it says was fixed beforehand")
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
@@ -83,7 +81,7 @@ def command(
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     options.prepare_process()
     with watch_comparison() as on_event:
-        results = compare(settings, out, shared=share, parallel=parallel, on_event=on_event)
+        results = compare(settings, out, shared=share, on_event=on_event)
     report = write_report(out)
-    print_results(results)
+    (print_results if settings.sizes is None else print_scale)(results)
     print(f"\nreport: {report.resolve()}")

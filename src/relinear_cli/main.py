@@ -24,7 +24,7 @@ from relinear_cli.rehearsal import refusal
 #: underscore where the command has a hyphen
 _COMMANDS = {
     "A smaller model": "compress distill atlas",
-    "Training and comparing": "compare train sweep scale check-coordinates",
+    "Training and comparing": "compare train",
     "Looking inside and measuring": "inspect explore analyze eval bench report specialize",
     "Around": "list new doctor",
 }

@@ -27,7 +27,7 @@ class _Lines:
             return
         self._told, self._shown = (title, now), (title, done)
         counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
-        of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 and not title.startswith("trial ") else ""
+        of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 else ""
         at = run + done / max(total, 1)
         first = self._first = at if self._first is None else self._first
         left = _left(now - self._began[""], at - first, runs - first) if runs > 1 else _left(now - began, done, total)
@@ -159,18 +159,6 @@ def watch_compression(view: Any) -> Callable[..., None]:
         "atlas": "fitting operators to layers",
     }
     return lambda phase, done, total: view.show(titles.get(phase, "fitting layers"), done, total, "")
-
-
-@_watch
-def watch_trials(view: Any, trials: int) -> Callable[..., None]:
-    """A callback for ``sweep(on_progress=...)``, likewise."""
-
-    def on_progress(number: int, values: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
-        stated = ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
-        title = f"trial {number + 1} of {trials}, {stated}"
-        view.show(title, progress["step"], progress["steps"], _detail(progress), number, trials)
-
-    return on_progress
 
 
 @functools.partial(_watch, resumable=False)

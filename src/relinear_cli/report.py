@@ -17,7 +17,7 @@ def command(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Directories of compare, scale, train, compress, atlas, distill, bench, analyze or check-coordinates.",
+            help="Directories of compare, train, compress, atlas, distill, bench or analyze.",
         ),
     ],
     out: Annotated[
@@ -149,8 +149,6 @@ def section_of(run: Path) -> Section:
 def _section(run: Path) -> Section:
     from relinear.analysis.report import analyses_blocks, analyses_section
     from relinear.bench.report import layers_section, models_section
-    from relinear.compare.coordinates import FILE as COORDINATES
-    from relinear.compare.coordinates import coordinates_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
     from relinear.compress.atlas import RECORD as ATLAS
@@ -160,7 +158,7 @@ def _section(run: Path) -> Section:
     from relinear.pages.records import picture_of, read_values
     from relinear.train.report import run_section
 
-    for name, of_directory in ((SCALE, scale_section), (RESULTS, results_section), (COORDINATES, coordinates_section)):
+    for name, of_directory in ((SCALE, scale_section), (RESULTS, results_section)):
         if (run / name).is_file():
             return of_directory(run)
     for name, of_values in ((ATLAS, atlas_section), ("models.json", models_section)):
@@ -176,6 +174,6 @@ def _section(run: Path) -> Section:
     if analyses_blocks(run):
         return analyses_section(run)
     raise FileNotFoundError(
-        f"{run} holds nothing to report: no {RESULTS} (no comparison has finished there), nor what train, scale, "
-        "compress, atlas, distill, bench, analyze or check-coordinates leave; give the directory that was their --out"
+        f"{run} holds nothing to report: no {RESULTS} (no comparison has finished there), nor what train, "
+        "compress, atlas, distill, bench or analyze leave; give the directory that was their --out"
     )

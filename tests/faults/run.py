@@ -56,7 +56,6 @@ def _arguments() -> dict[str, list[str]]:
     tune = {"tune": {"learning_rates": [1e-3, 4e-3], "extensions": 0}}
     recipes = {
         "train": TRAIN | {"data": TRAIN["data"] | {"data": "text.txt", "cache_dir": "cache"}},
-        "sweep": train | {"save_model": False},
         "compare": {"entries": entries, "train": train, **SPEED},
         "tune": {"entries": {"a": "dense"}, "train": train, **SPEED, **tune},
         "scale": {
@@ -70,18 +69,14 @@ def _arguments() -> dict[str, list[str]]:
     for name, values in recipes.items():
         Path(f"{name}.yaml").write_text(yaml.safe_dump(values))
     out = ["--out", "out"]
-    sweep = ["sweep", "--recipe", "sweep.yaml", "-p", "learning_rate=1e-4..1e-2:log", "--trials", "2", *out]
     text = ["--data", "text.txt"]
     sizes = ["--set", "tokens=256", "--set", "sequence_length=32", "--set", "anchor_tokens=64"]
     healed = ["--set", "heal_tokens=128", "--set", "heal_batch=2", "--set", "heal_held_out_tokens=64"]
     return {
         "train": ["train", "--recipe", "train.yaml", "-r", "up_proj=low_rank:rank=4", *out],
         "compare": ["compare", "--recipe", "compare.yaml", *out],
-        "compare --share": ["compare", "--recipe", "tune.yaml", "--share", *out],
         "tune": ["compare", "--recipe", "tune.yaml", *out],
-        "sweep": sweep,
-        "sweep --share": [*sweep, "--share"],
-        "scale": ["scale", "scale.yaml", *out],
+        "compare, sizes": ["compare", "--recipe", "scale.yaml", *out],
         "distill": [
             *("distill", "model", "-r", "v_proj=low_rank:rank=2", *text, *out, "--tokens", "128", "--epochs", "1"),
             *("--set", "validation_tokens=64", "--set", "sequence_length=32", "--threads", "1"),
@@ -93,10 +88,6 @@ def _arguments() -> dict[str, list[str]]:
         "bench": ["bench", "--model", "tiny", "--operator", "q_proj=low_rank:rank=2", "--rounds", "1", *out],
         "report": ["report", "run"],
         "specialize": ["specialize", "cgt", "--prefix-file", "prefix.txt", "--tokenizer", "bytes", *out],
-        "check-coordinates": [
-            *("check-coordinates", "tiny", "--widths", "32,64", "--steps", "1", "--seeds", "0", *text, *out),
-            *("--set", "num_hidden_layers=1", "--sequences", "2", "--length", "8"),
-        ],
         "inspect": ["inspect", "model"],
         "new": ["new", "operator", "my_circulant", *out],
     }

@@ -25,8 +25,6 @@ from fuzz import mutate
 from relinear.compare import recipe, report
 from relinear.compare.folder import check_same as check_same_comparison
 from relinear.compare.settings import CompareSettings
-from relinear.compare.sweep import _check_same as check_same_sweep
-from relinear.compare.sweep import parse_parameter
 from relinear.compress import CompressSettings
 from relinear.compress.plan import CompressPlan
 from relinear.core.operator import OperatorConfig
@@ -153,8 +151,6 @@ def arguments(rng: random.Random, folder: Path) -> None:
         [
             (options.parse_layers, "0,4-11"),
             (lambda text: options.parse_numbers("--seeds", text), "0,1,2"),
-            (parse_parameter, "learning_rate=1e-4..1e-2:log"),
-            (parse_parameter, "operators.q_proj.rank=8,16,32"),
             (lambda text: options.named_entries([text, "dense"]), "low_rank:rank=4"),
             (lambda text: DistillSettings.load(recipe.parse_overrides([text])), "learning_rate=1e-3"),
             (lambda text: CompressSettings.load(recipe.parse_overrides([text])), "keep=0.5"),
@@ -250,11 +246,9 @@ def run_records(rng: random.Random, folder: Path) -> None:
 
 
 @kind(4)
-def search_records(rng: random.Random, folder: Path) -> None:
-    base = {"base": TRAIN, "parameters": [{"name": "learning_rate", "low": 0.1}], "seed": 0}
-    json_file(folder, "sweep.json", base | {"trials": []}, rng)
+def comparison_records(rng: random.Random, folder: Path) -> None:
     json_file(folder, "run.json", {"recipe": RECIPES[0], "entries": {}}, rng)
-    rng.choice([check_same_sweep, check_same_comparison])(folder, base)
+    check_same_comparison(folder, {"base": TRAIN})
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""``python -m kills.shared sweep`` or ``compare``: two workers share it, one is killed midway, a third one joins."""
+"""``python -m kills.shared compare``: two workers share it, one is killed midway, a third one joins."""
 
 from __future__ import annotations
 
@@ -17,21 +17,6 @@ import torch
 
 from kills.works import come_to, settings
 from relinear.compare.run import compare
-from relinear.compare.sweep import parse_parameter, sweep
-
-TRIALS = 6
-
-
-def share_sweep(data: Path, out: Path, shared: bool = True) -> None:
-    base = settings(data, steps=8, save_every=1, save_model=False)
-    sweep(base, [parse_parameter("learning_rate=1e-4..1e-2:log")], out, trials=TRIALS, isolate=False, shared=shared)
-
-
-def told_of_sweep(out: Path, _: dict[str, Any]) -> dict[str, Any]:
-    runs = [json.loads(path.read_text())["status"] for path in sorted(out.glob("trials/*/run.json"))]
-    table = json.loads((out / "sweep.json").read_text())["trials"]
-    ended = [int(row["folder"][len("trials/") :][:3]) for row in table if row["validation_loss"] is not None]
-    return {"ended": sorted(ended), "runs": runs, "table": len(table)}
 
 
 def share_compare(data: Path, out: Path, shared: bool = True) -> None:
@@ -66,7 +51,6 @@ def told_of_compare(out: Path, alone: dict[str, Any]) -> dict[str, Any]:
 
 
 SHARED: dict[str, tuple[Callable[..., None], Callable[[Path, dict[str, Any]], dict[str, Any]], str]] = {
-    "sweep": (share_sweep, told_of_sweep, "trials/*/checkpoints/checkpoint-*"),
     "compare": (share_compare, told_of_compare, "*/*/*/checkpoints/checkpoint-*"),
 }
 
@@ -100,8 +84,7 @@ def main(name: str) -> None:
         third = worker(work, data, out)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (second, third)]
         alone = Path(folder) / "alone"
-        if name == "compare":
-            os.waitpid(worker(work, data, alone, False), 0)
+        os.waitpid(worker(work, data, alone, False), 0)
         print(json.dumps({"codes": codes} | told(out, come_to(alone))))
 
 

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optuna  # noqa: F401  imported once, for every fork
 import torch
 from safetensors.torch import load_file
 
 import relinear
 from conftest import make_tiny_llama
 from relinear.compare.run import compare
-from relinear.compare.sweep import parse_parameter, sweep
 from relinear.compress import beside
 from relinear.core.operator import is_linear
 from relinear.data.tokenizers import train_bpe
@@ -62,11 +60,6 @@ def _compare(data: Path, out: Path) -> None:
     del shared["operators"]
     recipe = {"entries": {"a": "dense", "b": "low_rank:rank=4"}, "train": shared, "speed": {"seconds": 0}}
     compare(recipe | {"tune": {"learning_rates": [1e-3, 4e-3], "extensions": 0}}, out, isolate=False)
-
-
-def _sweep(data: Path, out: Path) -> None:
-    base = settings(data, steps=3, save_model=False)
-    sweep(base, [parse_parameter("learning_rate=1e-4..1e-2:log")], out, trials=3, isolate=False)
 
 
 def _ids(count: int) -> list[torch.Tensor]:
@@ -149,7 +142,6 @@ def _save(data: Path, out: Path) -> None:
 WORKS: dict[str, Callable[[Path, Path], None]] = {
     "train": _train,
     "compare": _compare,
-    "sweep": _sweep,
     "distill": _distill,
     "compress": _compress,
     "save": _save,
@@ -196,7 +188,7 @@ def come_to(out: Path) -> dict[str, Any]:
             found[str(name)] = digest.hexdigest()
         elif path.suffix == ".gguf":
             found[str(name)] = hashlib.sha256(path.read_bytes()).hexdigest()
-        elif path.name in ("run.json", "results.json", "sweep.json", "report.json", "plan.json", "healed.json",
+        elif path.name in ("run.json", "results.json", "report.json", "plan.json", "healed.json",
                            "frontier.json"):  # fmt: skip
             found[str(name)] = _lasting(json.loads(path.read_text()))
         elif path.name == "metrics.jsonl":

@@ -1,4 +1,4 @@
-"""Many runs side by side: recipes, matched sizes, tuning, seeds, budgets, scaling, speeds, sweeps, and the report."""
+"""Many runs side by side: recipes, matched sizes, tuning, seeds, budgets, sizes, speeds, and the report."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from relinear.compare.match import Event, plan_comparison
     from relinear.compare.report import read_results, write_report
     from relinear.compare.run import compare
-    from relinear.compare.scaling import scale
     from relinear.compare.settings import CompareSettings
 
 # Imported on first use: a recipe is read, and its faults are told, before torch and transformers are there.
@@ -16,10 +15,9 @@ _LAZY = {
     "match": ("Event", "plan_comparison"),
     "report": ("read_results", "write_report"),
     "run": ("compare",),
-    "scaling": ("scale",),
     "settings": ("CompareSettings",),
 }
 
-__all__ = ["CompareSettings", "Event", "compare", "plan_comparison", "read_results", "scale", "write_report"]
+__all__ = ["CompareSettings", "Event", "compare", "plan_comparison", "read_results", "write_report"]
 
 __getattr__ = imported_on_first_use(__name__, _LAZY)

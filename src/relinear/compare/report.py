@@ -19,7 +19,7 @@ from relinear.pages.records import about, as_yaml, picture_of, what_ran
 from relinear.system.files import read_json
 from relinear.system.student import half_width
 
-RESULTS = "results.json"
+RESULTS, SCALE = "results.json", "scale.json"
 REPORT = "report.html"
 FORMAT = 1
 
@@ -145,7 +145,8 @@ def write_report(directory: str | Path) -> Path:
 
     The page holds everything inline: it can be mailed. Raises as ``read_results``.
     """
-    return write_page(Path(directory) / REPORT, [results_section(directory)])
+    scaled = (Path(directory) / SCALE).is_file()
+    return write_page(Path(directory) / REPORT, [(scale_section if scaled else results_section)(directory)])
 
 
 def results_section(directory: str | Path) -> Section:

@@ -4,9 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,12 @@ from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
 from relinear.train.run import clear_run, read_ended, read_result
 from relinear.train.settings import TrainSettings
-from relinear.train.stacked import stack_key
 from relinear.train.trainer import NonFiniteLossError
 
 #: folder of the short runs
 TUNING = "tuning"
 #: in an entry's folder there: the rates at which final runs diverged
 DIVERGED = "diverged.json"
-#: runs that are trained at once
-_MOST = 32
 
 
 def compare(
@@ -41,7 +38,6 @@ def compare(
     *,
     isolate: bool = True,
     shared: bool = False,
-    parallel: Literal["never", "auto"] = "never",
     on_event: OnEvent = lambda event: None,
 ) -> dict[str, Any]:
     """Carry out a comparison and leave its results in ``out_dir``.
@@ -58,12 +54,10 @@ def compare(
         shared: work on the same comparison as other calls with the same recipe, on this machine or on others that see
             ``out_dir``. Every run is done by one of them; what a killed call had begun, another goes on with. Every
             call returns the results when all is done.
-        parallel: "auto" trains runs of one architecture (seeds, rates, warm-ups, initialisations) at once, stacked,
-            where that is measured to be faster; losses are the same but for rounding, memory is that of all of them.
         on_event: told what is going on.
 
     Returns:
-        What ``results.json`` holds: see ``docs/compare.md``.
+        What ``results.json`` holds, or ``scale.json`` for a recipe with ``sizes``: see ``docs/compare.md``.
 
     Raises:
         ValueError: for settings that are wrong or cannot be matched, data that cannot be read (nothing is written
@@ -71,12 +65,10 @@ def compare(
         OSError: if ``out_dir`` cannot be written.
     """
     recipe = CompareSettings.load(recipe)
+    work = comparison
     if recipe.sizes is not None:
-        raise ValueError("the recipe has sizes: start it with relinear scale (relinear.compare.scale)")
-    if shared and parallel != "never":
-        raise ValueError(f"shared work is done run by run, not with parallel={parallel!r}; give one of them")
-    how: dict[str, Any] = {"isolate": isolate, "shared": shared, "parallel": parallel, "on_event": on_event}
-    return carried_out(comparison, recipe, Path(out_dir), **how)
+        from relinear.compare.scaling import scaled_up as work
+    return carried_out(work, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,40 +87,12 @@ def carried_out(
     *,
     isolate: bool,
     shared: bool,
-    parallel: str = "never",
     on_event: OnEvent,
 ) -> dict[str, Any]:
     """Carry out the work on ``recipe`` in ``out_dir``, or go on with it; arguments as in ``compare``."""
     with at_work(out_dir, isolate, shared) as worker:
         way = Way(worker, shared, on_event)
-        ahead = {} if parallel == "never" else {"ahead": _Together(way)}
-        return carry_out(out_dir, work(recipe, out_dir, way), shared, **ahead)
-
-
-class _Together:
-    """Trains runs that wait at once, if they are of one architecture and that is faster."""
-
-    def __init__(self, way: Way) -> None:
-        self.way = way
-        #: how many runs were refused at most, by what they had in common
-        self.refused: dict[str, int] = {}
-
-    def __call__(self, waiting: Sequence[Piece]) -> None:
-        if waiting[0].run is None:
-            return
-        key = stack_key(waiting[0].run[0])
-        alike = [piece.run for piece in waiting if piece.run and stack_key(piece.run[0]) == key]
-        runs = [run for run in alike if not (run[1] / RUN).is_file()][:_MOST]  # what has begun alone goes on alone
-        if len(runs) <= max(1, self.refused.get(key, 0)):
-            return
-
-        def tell(progress: Mapping[str, Any]) -> None:
-            self.way.on_event(Event("train", f"{len(runs)} runs at once", progress["step"], progress["steps"]))
-
-        listed = [{"settings": s.model_dump(mode="json"), "out_dir": str(folder)} for s, folder in runs]
-        if why := self.way.worker.run("stack", {"runs": listed}, tell).get("refused"):
-            self.refused[key] = len(runs)
-            self.way.on_event(Event("train", f"one run after the other: {why}"))
+        return carry_out(out_dir, work(recipe, out_dir, way), shared)
 
 
 def comparison(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[str, Any]]:
@@ -242,8 +206,7 @@ class _Comparison:
             for seed in self.recipe.seeds:
                 result = read_result(self._folder(name, seed))
                 blocks = [round(float(loss), 5) for loss in self._losses(name, seed)]
-                run = {"seed": seed, **result.to_dict(), "curve": result.curve, "block_losses": blocks}
-                runs.append(run | {"stacked": read_json(self._folder(name, seed) / RUN).get("stacked")})
+                runs.append({"seed": seed, **result.to_dict(), "curve": result.curve, "block_losses": blocks})
             tuning = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
             entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
             entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
@@ -400,7 +363,7 @@ class _Comparison:
                 given_up = sorted({*self._given_up(name), settings.learning_rate})
                 write_json(self.out_dir / TUNING / name / DIVERGED, given_up)
 
-        return Piece(f"run-{name}-{seed}", is_done, do, later=True, run=(settings, folder))
+        return Piece(f"run-{name}-{seed}", is_done, do, later=True)
 
     def _outdated(self, name: str, folder: Path, settings: TrainSettings) -> bool:
         """Whether a final run was made at a rate that was given up since, because another seed's diverged at it."""

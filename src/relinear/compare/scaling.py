@@ -15,8 +15,8 @@ import numpy as np
 
 from relinear.compare.folder import check_same, read_losses
 from relinear.compare.gaps import interval, replicates
-from relinear.compare.match import Event, OnEvent, at_width, config_of_preset, measure_size, scaled_operators
-from relinear.compare.run import Way, carried_out, circumstances, comparison, held
+from relinear.compare.match import Event, at_width, config_of_preset, measure_size, scaled_operators
+from relinear.compare.run import Way, circumstances, comparison, held
 from relinear.compare.settings import CompareSettings
 from relinear.compare.sharing import Work, kept
 from relinear.data import prepare_data
@@ -31,40 +31,7 @@ _PASSES = 3
 AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
 
 
-def scale(
-    recipe: CompareSettings | Mapping[str, Any],
-    out_dir: str | Path,
-    *,
-    isolate: bool = True,
-    shared: bool = False,
-    on_event: OnEvent = lambda event: None,
-) -> dict[str, Any]:
-    """Compare at every width of ``recipe.sizes``, and fit loss against training FLOPs and against training time.
-
-    ``out_dir`` gets ``sizes/WIDTH/`` (a comparison each) and ``scale.json``. Started again it goes on where it was.
-
-    Args:
-        recipe: ``CompareSettings`` or a mapping of them, with ``sizes`` and ``reference``.
-        out_dir: directory of the whole.
-        isolate: train every run in a process of its own.
-        shared: work on it together with other calls, as in ``compare``.
-        on_event: told what is going on.
-
-    Returns:
-        What ``scale.json`` holds: ``entries`` with their ``points`` (a size each) and, for both axes, ``fits`` and
-        ``crossings``; see ``docs/compare.md``.
-
-    Raises:
-        ValueError: for settings that are wrong or a directory that holds something else, as ``compare``.
-        OSError: if ``out_dir`` cannot be written.
-    """
-    recipe = CompareSettings.load(recipe)
-    if recipe.sizes is None:
-        raise ValueError("a recipe for scaling says at which widths: sizes: [32, 48, 64, 96]")
-    return carried_out(_scaled_up, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
-
-
-def _scaled_up(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[str, Any]]:
+def scaled_up(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[str, Any]]:
     """Hold ``out_dir`` for a comparison at every width, unless all have ended."""
     check_same(out_dir, recipe.model_dump(mode="json"))
     if (out_dir / SCALE).is_file():
@@ -93,7 +60,7 @@ def read_scale(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / SCALE
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: start relinear scale, or start it again to go on")
+        raise FileNotFoundError(f"{path} does not exist: no comparison over sizes has finished there")
     with understood(path, "damaged", "delete it and start again"):
         results = read_json(path)
         version = results["format"]

@@ -165,7 +165,7 @@ class Speed(Settings):
 
 
 class Sizes(Settings):
-    """At which sizes the entries are compared by ``relinear scale``.
+    """At which sizes the entries are compared.
 
     Attributes:
         widths: of the reference's model, at least four; all else of an entry's width grows with it.
@@ -213,7 +213,7 @@ class CompareSettings(Settings):
         tokens: budget in training tokens, in place of ``train.steps``; 20.5M is a number.
         budgets: several such budgets: every entry is trained to each, with a whole schedule. Settings of steps within
             a run (warm-up, evaluations) are those of the largest and shrink with the budget.
-        sizes: widths to compare at; such a recipe is for ``relinear scale``.
+        sizes: widths to compare at; a comparison at each, and power laws over all.
         match: how sizes are made equal.
         seeds: a run of every entry for each.
         tune: None trains all at ``train.learning_rate`` (or the entry's own); ``true`` takes the defaults.

@@ -78,8 +78,7 @@ class Trials:
         def do() -> None:
             self.known[point] = self.run(*point, folder)
 
-        run = None if self.settings is None else (self.settings(*point), folder)
-        return Piece(f"tuning-{self.folder.name}-{folder.name}", is_done, do, run=run)
+        return Piece(f"tuning-{self.folder.name}-{folder.name}", is_done, do)
 
     def rows(self) -> list[dict[str, Any]]:
         """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""

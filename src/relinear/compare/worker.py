@@ -40,14 +40,6 @@ def _train(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any
     return result.to_dict() | {"curve": result.curve}
 
 
-def _stack(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any]:
-    from relinear.train.settings import TrainSettings
-    from relinear.train.stacked import train_stacked
-
-    runs = [(TrainSettings.load(run["settings"]), Path(run["out_dir"])) for run in arguments["runs"]]
-    return train_stacked(runs, lambda progress: on_progress(dataclasses.asdict(progress)))
-
-
 def _speed(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any]:
     from relinear.compare.speed import measure_speed
 
@@ -55,7 +47,7 @@ def _speed(arguments: Mapping[str, Any], on_progress: Progress) -> dict[str, Any
 
 
 #: what a worker can do: name -> function of its arguments and a callback, both JSON
-JOBS = {"train": _train, "stack": _stack, "speed": _speed}
+JOBS = {"train": _train, "speed": _speed}
 
 
 class InProcess:

@@ -30,8 +30,8 @@ OnProgress = Callable[[str, int, int], None]
 
 #: what other work leaves in its directory, in which nothing is put beside it
 OTHERS = (
-    *("config.json", "run.json", "results.json", "scale.json", "distill.json", "sweep.json", "bench.json"),
-    *("models.json", "analyze.json", "atlas.json", "coordinates.json"),
+    *("config.json", "run.json", "results.json", "scale.json", "distill.json", "bench.json"),
+    *("models.json", "analyze.json", "atlas.json"),
 )
 
 
