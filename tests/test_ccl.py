@@ -175,6 +175,32 @@ def test_selection_is_balanced_as_in_the_switch_transformer() -> None:
         assert layer.aux_losses() == {}
 
 
+def test_the_balance_of_templates_hangs_neither_on_padding_nor_on_batches() -> None:
+    """Sequences of several lengths: alone, padded on either side with a mask, and in batches of two."""
+    torch.manual_seed(0)
+    model = relinear.from_preset("tiny", num_hidden_layers=1).train()
+    relinear.attach_(model, relinear.ContextManager(dim=6))
+    gate = relinear.CCL(rank=8, context_dim=6, templates=4, composition="selection", balance=1.0)
+    relinear.replace_(model, {"up_proj": gate})
+    rows, lengths = torch.randint(258, (4, 12)), (12, 5, 9, 2)
+
+    def balance(ids, labels, **inputs) -> torch.Tensor:
+        model(ids, labels=labels, **inputs)
+        (loss,), (busiest,) = relinear.aux_losses(model).values(), relinear.core.aux.operator_metrics(model).values()
+        return torch.stack([loss, busiest])
+
+    alone = [balance(row[None, :n], row[None, :n])[0] for row, n in zip(rows, lengths)]
+    expected = sum(value * (n - 1) for value, n in zip(alone, lengths)) / sum(n - 1 for n in lengths)
+    mask = torch.arange(12) < torch.tensor(lengths)[:, None]
+    labels = rows.masked_fill(~mask, -100)
+    whole = balance(rows, labels, attention_mask=mask)
+    torch.testing.assert_close(whole[0], expected)
+    torch.testing.assert_close(balance(rows.masked_fill(~mask, 7), labels), whole)  # by the labels alone
+    weights = [sum(n - 1 for n in lengths[at : at + 2]) for at in (0, 2)]
+    parts = [balance(rows[at : at + 2], labels[at : at + 2])[0] for at in (0, 2)]
+    torch.testing.assert_close(sum(w * part for w, part in zip(weights, parts)) / sum(weights), expected)
+
+
 def test_a_weight_goes_into_templates_that_are_mixed_and_not_into_those_that_are_selected() -> None:
     weight = nn.Linear(8, 8, dtype=torch.float64)
     config = relinear.CCL(rank=8, context_dim=5, templates=4, norm=False, composition="remixing")

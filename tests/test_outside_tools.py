@@ -336,8 +336,6 @@ def test_a_model_is_exported_for_any_number_of_tokens(case: Case) -> None:
 @case_of_every_kind
 def test_the_stock_trainer_takes_auxiliary_losses(case: Case, tmp_path, monkeypatch) -> None:
     """Accumulation included: the same gradients as one batch, so the same weights after a step of plain descent."""
-    if getattr(case.config, "balance", 0):
-        pytest.skip("its loss is a statistic of a batch, not a mean over tokens")
     rows = [{"input_ids": row, "labels": row} for row in torch.cat([IDS, IDS.flip(0) + 1]) % 96]
     weights = []
     for batch, accumulation in ((4, 1), (2, 2)):

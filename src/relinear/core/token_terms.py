@@ -18,7 +18,7 @@ class TokenTerms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        #: by name, for every token that was seen (a tensor of the leading sizes of the input) or as a mean over them
+        #: by name, for every token that was seen (a tensor with the leading sizes of the input) or as a scalar
         self._aux_losses: dict[str, Tensor] = {}
         self._metrics: dict[str, Tensor] = {}
 
@@ -28,15 +28,15 @@ class TokenTerms(nn.Module):
         The means are over the tokens that count: in a model those whose prediction counts in its loss (see
         ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
         """
-        noted = [part._aux_losses for part in self._noting() if part.training]
-        return {name: _token_mean(value, None) for values in noted for name, value in values.items()}
+        noted = [(part, part._aux_losses) for part in self._noting() if part.training]
+        return {name: value for part, values in noted for name, value in part._reduced(values, None).items()}
 
     def metrics(self) -> dict[str, Tensor]:
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
         found: dict[str, Tensor] = {}
         for part in self._noting():
             metrics, counted = part._counted or (None, None)
-            found |= _token_means(part._metrics, counted if metrics is part._metrics else None)
+            found |= part._reduced(part._metrics, counted if metrics is part._metrics else None)
         return found
 
     def _noting(self) -> list[TokenTerms]:
@@ -52,8 +52,29 @@ class TokenTerms(nn.Module):
         for part in self._noting():
             part._aux_losses = {}
 
+    def over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
+        """Return the loss or metric ``name`` as a scalar: here the mean over the tokens that count.
+
+        An operator whose loss is another function of its tokens notes what that needs of each, and overrides this. Of
+        no token that does not count may it depend.
+
+        Args:
+            value: what was noted, (B, T, ...), (B T, ...), or of any shape where the layer runs alone.
+            counted: bool of the leading sizes of ``value``; None if all tokens count.
+        """
+        if counted is None:
+            return value.mean()
+        return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
+
+    def _reduced(self, values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
+        """Scalars as they are, values of every token by ``over_tokens``."""
+        return {
+            name: value if value.ndim == 0 else self.over_tokens(name, value, _of_tokens(counted, value))
+            for name, value in values.items()
+        }
+
     def note(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
-        """Keep what this training forward found, by name: a value for every token, or a mean over them.
+        """Keep what this training forward found, by name: a value for every token (``over_tokens``), or a scalar.
 
         Of several calls in one forward of a model the last one's is kept. A sum would need to know where a forward of
         the model starts and ends, also in one that is compiled or run again, and a layer alone would add up for ever.
@@ -69,16 +90,16 @@ class TokenTerms(nn.Module):
             object.__setattr__(self, "_metrics", metrics)
 
     def count_tokens(self, counted: Tensor | None) -> None:
-        """Make what the last forward noted for every token into means over those that count.
+        """Reduce what the last forward noted for every token to losses and metrics of those that count.
 
         Args:
-            counted: (B, T) bool, or None for all. An operator that saw other tokens than these (those routed to an
-                expert, say) takes the mean over all that it saw.
+            counted: (B, T) bool, or None for all. If an operator saw tokens in another shape (those routed to an
+                expert, say), all that it saw count.
         """
         for part in self._noting():
-            part._aux_losses = _token_means(part._aux_losses, counted)
+            part._aux_losses = part._reduced(part._aux_losses, counted)
             if torch.compiler.is_compiling():
-                part._metrics = _token_means(part._metrics, counted)
+                part._metrics = part._reduced(part._metrics, counted)
             elif part._counted is None or part._counted[0] is not part._metrics:  # else they are of an earlier forward
                 part._counted = part._metrics, counted  # few steps of a training read them: means are taken there
 
@@ -88,15 +109,9 @@ class TokenTerms(nn.Module):
         return state | {n: {} if isinstance(state[n], dict) else None for n in self._transient if n in state}
 
 
-def _token_means(values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
-    return {name: _token_mean(value, counted) for name, value in values.items()}
-
-
-def _token_mean(value: Tensor, counted: Tensor | None) -> Tensor:
-    """The mean over the tokens that count of a value for each, (B, T) or (B T,); a scalar is a mean already."""
-    if value.ndim == 0:
-        return value
-    if counted is None or value.shape not in (counted.shape, (counted.numel(),)):
-        return value.mean()
-    counted = counted.reshape(value.shape).to(value.device)
-    return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
+def _of_tokens(counted: Tensor | None, value: Tensor) -> Tensor | None:
+    """``counted`` (B, T) in the leading sizes of ``value``, (B, T, ...) or (B T, ...); None where it has others."""
+    for shape in [] if counted is None else [counted.shape, (counted.numel(),)]:
+        if value.shape[: len(shape)] == shape:
+            return counted.reshape(shape).to(value.device)
+    return None

@@ -147,11 +147,25 @@ class CCLLinear(Gated, Operator):
         return probabilities
 
     def _balance(self, probabilities: Tensor, shares: Tensor) -> None:
-        """The Switch Transformer's loss against collapse: E sum_e f_e p_e, f_e the share of tokens that choose e."""
-        config = self.config
-        used = (shares.detach() > 0).to(shares.dtype).reshape(-1, config.templates).mean(0) / config.selected
-        loss = config.templates * (probabilities * used).sum(-1)
-        self.note({"balance": config.balance * loss}, {"busiest": used.max()})
+        """Note each token's probabilities, and the templates that it uses, (..., T, 2, E)."""
+        used = (shares.detach() > 0).to(shares.dtype) / self.config.selected
+        both = torch.stack([probabilities, used], -2)
+        self.note({"balance": both}, {"busiest": both.detach()})
+
+    def over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
+        """The Switch Transformer's loss against collapse, E sum_e f_e p_e, in each sequence; or the largest f_e of all.
+
+        f_e is the share of tokens that use e, p_e their mean probability. The mean over sequences is weighted by their
+        tokens, so that neither padding nor the way in which sequences are put into batches changes it.
+        """
+        if counted is None:
+            counted = torch.ones_like(value[..., 0, 0], dtype=torch.bool)
+        probabilities, used = torch.where(counted[..., None, None], value, 0.0).unbind(-2)
+        tokens = counted.sum().clamp(min=1)
+        if name == "busiest":
+            return used.flatten(0, -2).sum(0).max() / tokens
+        together = (probabilities.sum(-2) * used.sum(-2)).sum(-1) / counted.sum(-1).clamp(min=1)
+        return self.config.balance * self.config.templates * together.sum() / tokens
 
     def _features(self, context: Tensor) -> Tensor:
         features = context.to(self.basis.dtype)
@@ -278,7 +292,7 @@ class CCL(OperatorConfig):
         templates: E, for the latter two; must divide rank.
         selected: templates a token uses, with "selection".
         balance: weight of the Switch Transformer's loss that keeps all templates in use, with "selection"; 0 is none.
-            The share of tokens that chose a template is taken over all tokens of one forward pass.
+            It is taken in each sequence, so that it is the same in batches of any size, with and without padding.
 
     Both gates off is the paper's "Static Linear": a low-rank layer that needs no context. With one hidden layer of the
     context's width in every gate network and the manager's default MLP, replacing the MLPs of the paper's Base-64 gives
