@@ -20,6 +20,7 @@ from torch import Tensor
 from relinear.core import plugins
 from relinear.core.config import nearest
 from relinear.data import DataSettings, iter_texts
+from relinear.data.tokenizers import encode, text_start, windows
 from relinear.pages.blocks import Cell, Chart, Row
 from relinear.system.files import write_json
 
@@ -145,16 +146,19 @@ class HeldOutText:
 def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     """(N, T) token ids from the validation text, taken in turn from the middles of its first documents.
 
+    Each sequence begins with what the tokenizer puts before every text.
+
     Raises:
         ValueError: if the text is shorter; with ``fewer``, if it has not a single sequence.
     """
     sequences, length = text.sequences, text.length
     groups: list[list[list[int]]] = []
     rest: list[int] = []
+    before = text_start(tokenizer)
     for document in iter_texts(text.data, "validation"):
         # Only so much of a document as can be needed.
-        rest += tokenizer(document[: 20 * sequences * length], add_special_tokens=False)["input_ids"]
-        rows = [rest[i : i + length] for i in range(0, len(rest) - length + 1, length)]
+        rest += encode(tokenizer, [document[: 20 * sequences * length]])[0]
+        rows = [window for _, _, window in windows(rest, before, length)]
         if rows:
             start = max(0, len(rows) - sequences) // 2  # the middle: books begin with title pages
             groups.append(rows[start : start + sequences])

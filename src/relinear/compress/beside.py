@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from relinear.compress.speed import timed
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import linear_features
 from relinear.core.vocabulary import entries_of, most_positions
+from relinear.data.tokenizers import encode, text_start
+from relinear.evaluate.losses import token_losses
 from relinear.system.student import half_width
 
 #: bytes of random stand-ins: more than processors cache, less than a large model
@@ -130,9 +131,9 @@ def read(model: Any, blocks: Tensor, told: Callable[[], None] = lambda: None) ->
     """Return what ``model`` (in eval mode) does on token ids (N, T)."""
     losses, likeliest = [], []
     for ids in blocks.to(next(model.parameters()).device).split(1):
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        losses.append(float(F.cross_entropy(logits, ids[0, 1:])))
-        likeliest.append(logits.argmax(-1).cpu())
+        logits = model(input_ids=ids, use_cache=False).logits
+        losses.append(float(token_losses(logits, ids).double().mean()))
+        likeliest.append(logits[0, :-1].argmax(-1).cpu())
         told()
     return Reading(torch.tensor(losses, dtype=torch.float64), torch.stack(likeliest))
 
@@ -170,9 +171,9 @@ def _prompts(model: Any, blocks: Tensor, tokenizer: Any, prompts: Sequence[str])
         if getattr(tokenizer, "chat_template", None):
             turn = [{"role": "user", "content": prompt}]
             given = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-            ids = tokenizer(given, add_special_tokens=False)["input_ids"]
+            ids = encode(tokenizer, [given])[0]
         else:
-            ids = tokenizer(prompt)["input_ids"]
+            ids = [*text_start(tokenizer), *encode(tokenizer, [prompt])[0]]
         found.append((prompt, torch.tensor([ids[-most:]])))
     return found
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from relinear.compress.settings import CompressSettings
 from relinear.data.chat import Closed, Conversation
-from relinear.data.tokenizers import encode_documents
+from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents
 
 #: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
@@ -93,6 +93,7 @@ class _Texts:
         self.name, self.tokenizer, self.length, self.seed = name, tokenizer, settings.sequence_length, settings.seed
         self.items = documents([data] if isinstance(data, str) else data, tokenizer)
         self.read: list[Any] = []
+        self.start: list[int] = []
         self.size = self.first = 0
 
     def look(self, blocks: int, count: int) -> None:
@@ -110,6 +111,8 @@ class _Texts:
         while self.size < wanted or (self.size < LOOKED_AT and len(self.read) < documents):
             if (item := next(self.items, None)) is None:
                 return
+            if not self.read and isinstance(item, str):  # token ids are taken as they are
+                self.start = text_start(self.tokenizer)
             self.read.append(item)
             self.size += len(item) * (1 if isinstance(item, str) else SECTION)
 
@@ -157,22 +160,22 @@ class _Texts:
         while sections and len(found) < count:
             section = sections.pop(-1 if last else 0)
             ids = self.encode(section)
-            whole = len(ids) // self.length
-            blocks = [(section, ids[at * self.length : (at + 1) * self.length]) for at in range(whole)]
+            blocks = [(section, window) for _, _, window in windows(ids, self.start, self.length)]
             found, spare = found + blocks[:1], spare + blocks[1:]
-            if not whole:  # short documents make blocks together
+            if not blocks:  # short documents make blocks together
                 rest, begun = rest + ids, [*begun, section]
-            if len(rest) >= self.length:
-                found.append((begun[0], rest[: self.length]))
-                rest, begun = rest[self.length :], [section]
+            for _, end, window in windows(rest, self.start, self.length):
+                found.append((begun[0], window))
+                rest, begun = rest[end:], [section]
+                break
         return (found + spare)[:count]
 
     def end_to_end(self) -> list[tuple[Excerpt, list[int]]]:
         """All blocks in order, documents joined; ``left`` tokens are too few for another."""
         joined = [(e, i) for at in range(len(self.read)) for e in self._sections(at) for i in self.encode(e)]
-        self.left = len(joined) % self.length
-        starts = range(0, len(joined) - self.left, self.length)
-        return [(joined[at][0], [i for _, i in joined[at : at + self.length]]) for at in starts]
+        cut = list(windows([i for _, i in joined], self.start, self.length))
+        self.left = len(joined) - (cut[-1][1] if cut else 0)
+        return [(joined[begin][0], window) for begin, _, window in cut]
 
 
 def _word(text: str, at: int) -> int:

@@ -22,6 +22,15 @@ class Closed(str):
     __slots__ = ()
 
 
+def encodable(text: str) -> str:
+    """Return ``text`` with lone surrogates, which JSON may hold and no UTF-8 text has, as question marks."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
 def is_conversation(value: Any) -> bool:
     """Return whether ``value`` is a list of messages, ``{"role": ..., "content": ...}`` each."""
     return (

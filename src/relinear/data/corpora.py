@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.data.cache import cache_folder
-from relinear.data.chat import Conversation
+from relinear.data.chat import Conversation, encodable
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
 
@@ -120,7 +120,7 @@ class Corpus:
         for text in itertools.islice(self._sources[split].documents(), self.settings.max_documents):
             if text.strip():
                 empty = False
-                yield _encodable(text)
+                yield encodable(text)
         if empty:
             where = "it" if split == "all" else f"its {split!r} split"
             raise ValueError(f"{self.settings.data!r} has no text in {where}")
@@ -180,15 +180,6 @@ class Corpus:
             if taken >= 0.9 * target:
                 break
         return chosen or {min(order, key=self._sizes.__getitem__)}
-
-
-def _encodable(text: str) -> str:
-    # JSON may hold lone surrogates, which no UTF-8 text has and no tokenizer takes.
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text
 
 
 def _digest(text: str) -> bytes:

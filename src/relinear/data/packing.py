@@ -22,6 +22,7 @@ from relinear.data.tokenizers import (
     train_bpe,
     trained_size,
     vocabulary_size,
+    whole_texts,
 )
 from relinear.system.files import writing
 
@@ -181,8 +182,8 @@ def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: Progress) -> 
     size = trained_size(name)
     if size is None:
         tokenizer = load_tokenizer(name)
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        content = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+        with whole_texts(tokenizer) as backend:
+            content = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
         template = getattr(tokenizer, "chat_template", None)
         return tokenizer, [digest(content), separator_id(tokenizer), *([digest(template)] if template else [])]
 

@@ -1,7 +1,8 @@
 """Tokenizers: bytes, byte-pair encoding trained on the corpus, or any of transformers. All are real HF tokenizers."""
 
+import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from relinear.core.config import shown
 from relinear.core.places import exists, is_fetched, is_path
-from relinear.data.chat import Closed, spoken
+from relinear.data.chat import Closed, encodable, spoken
 from relinear.data.sources import hub_in_reach
 from relinear.system.text import cut
 
@@ -186,12 +187,69 @@ def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]
         yield texts, ends
 
 
-def _encode_batch(tokenizer: Any, texts: list[str]) -> list[Any]:
+@contextlib.contextmanager
+def whole_texts(tokenizer: Any) -> Iterator[Any]:
+    """The tokenizer's backend (None for a slow one), without the truncation and padding of its last call or its file."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return list(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    # The backend's own batch is several times faster than the wrapper, which builds masks and offsets too.
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        yield None
+        return
+    truncation, padding = backend.truncation, backend.padding
+    backend.no_truncation()
+    backend.no_padding()
+    try:
+        yield backend
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+        if padding is not None:
+            backend.enable_padding(**padding)
+
+
+def encode(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+    """Return the token ids of whole texts, whatever truncation and padding the tokenizer is set to.
+
+    Lone surrogates, which no tokenizer takes, become question marks. The tokenizer's settings stay as they were.
+    """
+    texts = [encodable(text) for text in texts]
+    with whole_texts(tokenizer) as backend:
+        if backend is None:
+            return list(tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        # The backend's own batch is several times faster than the wrapper, which builds masks and offsets too.
+        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+
+def text_start(tokenizer: Any) -> list[int]:
+    """Return the token ids that the tokenizer puts before every text, such as Llama's and Gemma's ``<bos>``."""
+    (plain,), (complete,) = (encode(tokenizer, ["a"], add_special_tokens=special) for special in (False, True))
+    starts = range(len(complete) - len(plain) + 1)
+    return complete[: next((at for at in starts if complete[at : at + len(plain)] == plain), 0)]
+
+
+def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Cut ids into windows of ``length`` that each begin with ``start``; a rest that fills none is left out.
+
+    Args:
+        ids: of text, without special tokens around it.
+        start: ``text_start`` of the tokenizer. It counts toward ``length``, and is not repeated where it stands already.
+        length: tokens a window.
+
+    Yields:
+        Where the window begins and ends in ``ids``, and the window.
+
+    Raises:
+        ValueError: if ``start`` leaves no room for text.
+    """
+    if length <= len(start):
+        raise ValueError(f"the tokenizer puts {len(start)} tokens before every text; windows of {length} hold no more")
+    begin, given = 0, list(start)
+    while begin < len(ids):
+        lead = [] if list(ids[begin : begin + len(given)]) == given else given
+        end = begin + length - len(lead)
+        if end > len(ids):
+            return
+        yield begin, end, [*lead, *ids[begin:end]]
+        begin = end
 
 
 def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.ndarray]:
@@ -205,9 +263,9 @@ def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.nd
     for texts, ends in _batches(spoken(tokenizer, documents)):
         # Text that spells out a special token goes through the tokenizer, which gives it that token's id.
         if as_bytes and not any(special.search(text) for text in texts):
-            encoded = [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+            encoded = [np.frombuffer(text.encode(), dtype=np.uint8) for text in map(encodable, texts)]
         else:
-            encoded = _encode_batch(tokenizer, texts)
+            encoded = encode(tokenizer, texts)
         for ids, end in zip(encoded, ends, strict=True):
             array = np.empty(len(ids) + end, dtype=np.uint32)
             array[: len(ids)] = ids

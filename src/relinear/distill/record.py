@@ -22,7 +22,7 @@ from relinear.core.config import shown
 from relinear.core.context import current_context
 from relinear.core.modes import watching
 from relinear.data.chat import as_document
-from relinear.data.tokenizers import encode_documents
+from relinear.data.tokenizers import encode_documents, text_start, windows
 
 
 def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
@@ -75,6 +75,8 @@ def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[
 def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, count: int) -> Tensor:
     """Return the first ``count`` blocks (N, T) of a corpus, read no further than needed.
 
+    Blocks of text begin with what the tokenizer puts before every text; token ids are taken as they are.
+
     Args:
         data: texts and conversations (tokenised as one stream), or tensors of token ids, or mappings with
             ``input_ids``, end to end, without what their ``attention_mask`` masks. A conversation is a list of
@@ -91,10 +93,16 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
         data = [data]
     wanted = count * sequence_length
     ids: list[int] = []
-    for document in _encoded(documents(data, tokenizer), tokenizer):
+    items = documents(data, tokenizer)
+    first = next(items, None)
+    start = text_start(tokenizer) if isinstance(first, str) else []  # token ids are taken as they are
+    for document in _encoded(itertools.chain([] if first is None else [first], items), tokenizer):
         ids += document
         if len(ids) >= wanted:
-            return torch.tensor(ids[:wanted]).view(count, sequence_length)
+            break
+    found = [window for _, _, window in windows(ids, start, sequence_length)][:count]
+    if len(found) == count:
+        return torch.tensor(found)
     raise ValueError(
         f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded (tokens plus validation_tokens): give more "
         "text or lower these"

@@ -26,6 +26,7 @@ from relinear.distill.fit import Course, Pairs, Within, improve, measure, start_
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
+from relinear.evaluate.losses import token_losses
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.patterns import matches
@@ -209,8 +210,7 @@ class _Run:
             ids = blocks[start : start + batch].to(device)
             if (logits := getattr(self.model(input_ids=ids), "logits", None)) is None:
                 return None
-            for row, wanted in zip(logits[:, :-1], ids[:, 1:], strict=True):  # in float32 a batch may be gigabytes
-                total += float(torch.nn.functional.cross_entropy(row.float(), wanted, reduction="sum"))
+            total += float(token_losses(logits, ids).double().sum())
             told(min(start + batch, len(blocks)), len(blocks))
         loss = total / blocks[:, 1:].numel()
         return math.exp(loss) if loss < 700 else math.inf

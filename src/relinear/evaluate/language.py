@@ -21,6 +21,8 @@ from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+from relinear.data.tokenizers import encode, text_start
+from relinear.evaluate.losses import token_losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +55,11 @@ def perplexity(
 ) -> Perplexity:
     """Return the perplexity of a causal language model: exp of the mean loss over every predicted token.
 
-    Text is tokenised as one stream (documents joined by the tokenizer's end-of-text token) and read in windows. With
-    the default stride windows do not overlap and the first token of each is not predicted, which is the usual way to
-    state perplexity at a context length; with a smaller stride every token is predicted once, with at least
-    ``sequence_length - stride`` tokens before it. Auxiliary losses are no part of it.
+    Text is tokenised as one stream (documents joined by the tokenizer's end-of-text token) and read in windows. Each
+    window begins with what the tokenizer puts before every text, such as Llama's and Gemma's ``<bos>``, which is not
+    predicted. With the default stride windows do not overlap, which is the usual way to state perplexity at a context
+    length; without such a token the first of each window is not predicted either. With a smaller stride every token is
+    predicted once, with about ``sequence_length - stride`` tokens before it. Auxiliary losses are no part of it.
 
     Args:
         model: takes ``input_ids`` (B, T) and returns an object with ``logits`` (B, T, V). Its training mode is kept.
@@ -95,14 +98,14 @@ def perplexity(
         if not 1 <= step <= length:
             raise ValueError(f"stride must be from 1 to sequence_length={length}, got {step}")
         ids = _token_stream([text] if isinstance(text, str) else text, tokenizer, max_tokens)
-        windows = _text_windows(ids, length, step)
+        windows = _text_windows(ids, text_start(tokenizer), length, step)
     total, count = 0.0, 0
     with _evaluating(model) as device:
         for batch in _by_length(windows, batch_size):
             ids = torch.stack([ids for ids, _ in batch]).to(device)
             labels = torch.stack([labels for _, labels in batch]).to(device)
-            losses = _token_losses(model, ids, labels)
-            total += losses.double().sum().item()
+            logits = model(input_ids=ids, use_cache=False).logits
+            total += token_losses(logits, labels).double().sum().item()
             count += int((labels[:, 1:] != IGNORED_LABEL).sum())
     if not count:
         raise ValueError("there is no token to predict: the text has fewer than two tokens")
@@ -241,22 +244,29 @@ def _token_stream(texts: Iterable[str], tokenizer: Any, max_tokens: int | None) 
     for text in texts:
         if ids and separator is not None:
             ids.append(separator)
-        ids.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ids.extend(encode(tokenizer, [text])[0])
         if max_tokens is not None and len(ids) >= max_tokens:
             break
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
 
-def _text_windows(ids: Tensor, length: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows and their labels, masked where an earlier window has predicted the token."""
-    done = 0  # every token before this one has been in a window
-    for start in range(0, len(ids), stride):
-        window = ids[start : start + length]
+def _text_windows(ids: Tensor, start: list[int], length: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows that begin with ``start``, and their labels, masked there and where an earlier window predicts the token."""
+    if length <= len(start):
+        raise ValueError(
+            f"sequence_length={length} has no room for text: the tokenizer puts {len(start)} tokens before it"
+        )
+    lead, done = torch.tensor(start, dtype=torch.long), 0  # every token before ``done`` has been in a window
+    if ids[: len(lead)].equal(lead):  # the text has it already
+        ids = ids[len(lead) :]
+    room = length - len(lead)
+    for at in range(0, len(ids), min(stride, room)):
+        window = ids[at : at + room]
         labels = window.clone()
-        labels[: done - start] = IGNORED_LABEL
-        if len(window) > 1:
-            yield window, labels
-        done = start + len(window)
+        labels[: done - at] = IGNORED_LABEL
+        if len(lead) + len(window) > 1:
+            yield torch.cat([lead, window]), torch.cat([torch.full_like(lead, IGNORED_LABEL), labels])
+        done = at + len(window)
         if done >= len(ids):
             return
 
@@ -280,14 +290,6 @@ def _by_length(windows: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[
             yield batch
 
 
-def _token_losses(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    """Loss (B, T - 1) of every label but the first, zero where it is masked."""
-    logits = model(input_ids=ids, use_cache=False).logits
-    # Row by row, in float32: at once, a vocabulary of 50,000 would take gigabytes more.
-    rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
-    return torch.stack([F.cross_entropy(row.float(), label, reduction="none") for row, label in rows])
-
-
 def _lambada_rows(texts: str | Path | Iterable[Any]) -> Iterator[str]:
     if isinstance(texts, str | Path):
         path = Path(texts)
@@ -309,9 +311,9 @@ def _split_last_word(tokenizer: Any, text: str, longest: int | None) -> tuple[li
     context, _, word = text.rpartition(" ")
     if not context.strip() or not word:
         raise ValueError(f"a LAMBADA text needs a context and a last word, got {text[:80]!r}")
-    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    given = len(tokenizer(context, add_special_tokens=False, verbose=False)["input_ids"])
-    tokens = len(ids) - given
-    if tokens < 1 or (longest is not None and tokens >= longest):
+    ids, before = encode(tokenizer, [text, context])
+    tokens, start = len(ids) - len(before), text_start(tokenizer)
+    room = None if longest is None else longest - len(start)
+    if tokens < 1 or (room is not None and tokens >= room):
         raise ValueError(f"the last word {word!r} takes {tokens} tokens, which the model cannot predict in one pass")
-    return ids[-longest:] if longest else ids, tokens
+    return [*start, *(ids[-room:] if room else ids)], tokens

@@ -22,6 +22,7 @@ from relinear.core.sites import Site
 from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
 from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
+from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_sites, index_units, read_index, values_of
 from relinear.system.own import check_all_own, check_own
 from relinear.system.written import check_ours
@@ -73,7 +74,9 @@ class Subject:
 
     def encode(self, text: str, new: int = 0) -> Tensor:
         """(T,) token ids of ``text``. Raises ValueError for none, or for more than there is room for with ``new``."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encode(self.tokenizer, [text])[0]
+        if ids:
+            ids = [*text_start(self.tokenizer), *ids]
         room = min(MOST_TOKENS, self.positions() - new)
         if not ids:
             raise ValueError("type some text first")

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -28,6 +27,7 @@ from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
+from relinear.evaluate.losses import token_losses
 from relinear.system.files import atomic_path, check_manifest, sync_files, write_manifest, writing
 from relinear.system.grouped import grouped
 from relinear.train.fit import training_device, training_dtype
@@ -437,10 +437,8 @@ def block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
     logits = output.get("logits") if isinstance(output, dict) else None
     if logits is None or labels is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
         return None
-    # Row by row, in float32: at once, a vocabulary of 50,000 would take gigabytes more.
-    rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
-    losses = [F.cross_entropy(row.float(), label, ignore_index=IGNORED_LABEL) for row, label in rows]
-    return torch.stack(losses).double().cpu()
+    counted = (labels[:, 1:] != IGNORED_LABEL).sum(1)
+    return (token_losses(logits, labels).double().sum(1) / counted).cpu()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,22 @@
+"""The loss of every token: the one loop that perplexity, validation, distillation and compression share."""
+
+# Legend: B batch, T tokens, V vocabulary
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from relinear.core.aux import IGNORED_LABEL
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss in nats (B, T - 1) of every token but the first, in float32; zero where a label is ignored.
+
+    Args:
+        logits: (B, T, V) at every token.
+        labels: (B, T) the tokens themselves, not shifted; ``IGNORED_LABEL`` where none counts.
+    """
+    # Row by row: at once, the float32 logits of a vocabulary of 50,000 would take gigabytes more.
+    rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
+    losses = [F.cross_entropy(row.float(), label, reduction="none", ignore_index=IGNORED_LABEL) for row, label in rows]
+    return torch.stack(losses)
