@@ -189,7 +189,7 @@ def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]
 
 @contextlib.contextmanager
 def whole_texts(tokenizer: Any) -> Iterator[Any]:
-    """The tokenizer's backend (None for a slow one), without the truncation and padding of its last call or its file."""
+    """The tokenizer's backend (None for a slow one), truncating and padding nothing."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         yield None
@@ -231,7 +231,7 @@ def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[t
 
     Args:
         ids: of text, without special tokens around it.
-        start: ``text_start`` of the tokenizer. It counts toward ``length``, and is not repeated where it stands already.
+        start: ``text_start`` of the tokenizer. It counts toward ``length``, and is not repeated where it stands.
         length: tokens a window.
 
     Yields:

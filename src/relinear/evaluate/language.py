@@ -251,7 +251,7 @@ def _token_stream(texts: Iterable[str], tokenizer: Any, max_tokens: int | None) 
 
 
 def _text_windows(ids: Tensor, start: list[int], length: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows that begin with ``start``, and their labels, masked there and where an earlier window predicts the token."""
+    """Windows behind ``start``, and their labels, masked there and where an earlier window predicts the token."""
     if length <= len(start):
         raise ValueError(
             f"sequence_length={length} has no room for text: the tokenizer puts {len(start)} tokens before it"
