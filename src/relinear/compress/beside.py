@@ -277,19 +277,22 @@ def _random(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 @torch.no_grad()
-def measure_speed(original: Any, compressed: Any, batch: int) -> dict[str, Any]:
+def measure_speed(original: Any, compressed: Any, batch: int, text: Tensor | None = None) -> dict[str, Any]:
     """Return tokens a second of prefill and of decoding, in turns.
 
     Args:
         original: a decoder, or ``like_before`` of the compressed one.
         compressed: what became of it.
         batch: sequences at once.
+        text: token ids (N, T) to run on; random ones by default.
     """
     build_for_inference(compressed)
     contenders = {"original": original, "compressed": compressed}
-    device, vocabulary = next(compressed.parameters()).device, entries_of(compressed.get_input_embeddings())
     tokens = min(PREFILL_TOKENS, _longest(compressed))
-    ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    if text is None:
+        vocabulary = entries_of(compressed.get_input_embeddings())
+        text = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    ids = text[:, :tokens].repeat(-(-batch // len(text)), 1)[:batch].to(next(compressed.parameters()).device)
     decoded = max(1, min(DECODED_TOKENS, _longest(compressed) - 8))
 
     def prefill(one: Any) -> Callable[[], object]:
@@ -300,8 +303,8 @@ def measure_speed(original: Any, compressed: Any, batch: int) -> dict[str, Any]:
         prompt = ids[:, :8]
         return lambda: one.generate(prompt, attention_mask=torch.ones_like(prompt), **limits)
 
-    found: dict[str, Any] = {"batch": batch, "prefill_tokens": tokens, "decoded_tokens": decoded}
-    for what, make, count in (("prefill", prefill, tokens), ("decode", decode, decoded)):
+    found: dict[str, Any] = {"batch": batch, "prefill_tokens": ids.shape[1], "decoded_tokens": decoded}
+    for what, make, count in (("prefill", prefill, ids.shape[1]), ("decode", decode, decoded)):
         calls = {name: make(one) for name, one in contenders.items()}
         timings = timed(calls, "compressed", SPEED_SECONDS, ROUNDS)
         before, after = timings["original"], timings["compressed"]

@@ -282,7 +282,7 @@ class _Job:
         compressed = self._observe("evaluation", corpus, tokenizer)
         if original is None or compressed is None:
             return healing, None
-        speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch)
+        speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch, corpus.judging)
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen, speed)
 
