@@ -11,7 +11,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying
+from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying, tokens_of
 from relinear.analysis.effective_rank import effective_rank, effective_ranks, realised_spectra
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
@@ -26,8 +26,16 @@ from relinear.data import DataSettings
 from relinear.data.tokenizers import load_tokenizer
 from relinear_cli.analyze import analyze_saved
 from relinear_cli.main import main
+from tiny_models import starting_tokenizer
 
 IDS = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(1))
+
+
+def test_sequences_begin_as_the_tokenizer_says() -> None:
+    ids = tokens_of(HeldOutText(DataSettings(max_documents=40), 8, 24), starting_tokenizer())
+    assert ids.shape == (8, 24)
+    assert (ids[:, 0] == 257).all()
+    assert (ids[:, 1:] != 257).all()
 
 
 def conditioned(mixer="token", **settings):

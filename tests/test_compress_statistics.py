@@ -14,8 +14,10 @@ from relinear.compress.beside import Reading
 from relinear.compress.calibrate import calibrate
 from relinear.compress.corpus import read_corpus, read_elsewhere
 from relinear.data.tokenizers import byte_tokenizer
+from relinear.distill.record import token_blocks
 from relinear.system.student import student
 from test_compress import SETTINGS, in_layers, tiny, tokens
+from tiny_models import starting_tokenizer
 
 SHORT = CompressSettings(tokens=128, sequence_length=16, evaluation_tokens=96)
 
@@ -37,6 +39,18 @@ def test_excerpts_are_spread_over_documents_and_others_judge() -> None:
     assert any(e.start for e in found.excerpts), "not the beginnings alone"
     words = byte_tokenizer().decode(found.blocks[0].tolist()).split()
     assert all(word[0] == chr(97 + found.excerpts[0].document % 26) for word in words[1:-1])
+
+
+@pytest.mark.parametrize("data", [texts(40), texts(1, 300), texts(200, 3)])
+def test_windows_begin_as_the_tokenizer_says(data) -> None:
+    found = read_corpus(data, {}, starting_tokenizer(), SHORT, False)
+    for blocks in (found.blocks, found.judging, read_elsewhere({"far": data}, starting_tokenizer(), SHORT)["far"]):
+        assert (blocks[:, 0] == 257).all()
+        assert (blocks[:, 1:] != 257).all()
+    assert (token_blocks(data, starting_tokenizer(), 16, 4)[:, 0] == 257).all()
+    ids = [torch.arange(40) for _ in range(20)]  # token ids are their owner's
+    assert 257 not in read_corpus(ids, {}, starting_tokenizer(), SHORT, False).blocks
+    assert 257 not in token_blocks(ids, starting_tokenizer(), 16, 4)
 
 
 def test_excerpts_are_the_same_however_much_else_is_asked_for() -> None:

@@ -10,6 +10,7 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.evaluate.language import lambada, lm_eval, perplexity
+from tiny_models import starting_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
 
@@ -62,6 +63,42 @@ def test_a_stride_predicts_every_token_once_from_the_longest_context(model, toke
     found = perplexity(model, TEXT, tokenizer, sequence_length=50, stride=stride, max_tokens=120)
     assert found.tokens == len(expected) == 119
     assert found.loss == pytest.approx(sum(expected) / 119, rel=1e-6)
+
+
+@pytest.mark.parametrize("stride", [None, 20])
+def test_windows_begin_with_what_the_tokenizer_puts_there(model, stride):
+    ids = [*TEXT[:120].encode()]
+    step = stride or 49
+    starts = [0]
+    while starts[-1] + 49 < len(ids):
+        starts.append(starts[-1] + step)
+    seen, expected = 0, []
+    with torch.no_grad():
+        for start in starts:
+            losses = token_losses(model, torch.tensor([257, *ids[start : start + 49]]))
+            expected += losses[seen - start :].tolist()
+            seen = start + len(losses)
+    found = perplexity(model, TEXT[:120], starting_tokenizer(), sequence_length=50, stride=stride)
+    assert found.tokens == len(expected) == 120
+    assert found.loss == pytest.approx(sum(expected) / 120, rel=1e-6)
+
+
+def test_a_start_that_the_text_has_is_not_put_there_again(model):
+    tokenizer = starting_tokenizer()
+    assert perplexity(model, "<|pad|>" + TEXT, tokenizer) == perplexity(model, TEXT, tokenizer)
+
+
+def test_lambada_begins_as_the_tokenizer_says(model):
+    seen = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    lambada(model, starting_tokenizer(), ["a cat and a dog", "word " * 100 + "end"])
+    assert [ids.shape for ids in seen] == [(2, 128)]
+    assert (seen[0][:, 0] == 257).all()
+
+
+def test_half_an_emoji_is_no_error(model, tokenizer):
+    assert perplexity(model, TEXT + "\ud83d", tokenizer) == perplexity(model, TEXT + "?", tokenizer)
+    assert lambada(model, tokenizer, ["a \ud83d and a dog"]) == lambada(model, tokenizer, ["a ? and a dog"])
 
 
 def test_perplexity_equals_lm_evals_rolling_loglikelihood(model, tokenizer):

@@ -20,6 +20,7 @@ from relinear.explore.subject import prepare_subject
 from relinear.explore.units import BINS, TOP, choose_sites, index_units, read_index, values_of
 from relinear_cli.main import main
 from test_cgt import make_cgt
+from tiny_models import starting_tokenizer
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>{{ 7 * 7 }}"
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -75,6 +76,13 @@ def prepared(folder, texts, **settings):
 def subject(tmp_path_factory, texts):
     torch.manual_seed(0)
     return prepared(saved(with_latents(), tmp_path_factory.mktemp("model") / "a & <b>"), texts)
+
+
+def test_typed_text_begins_as_the_tokenizer_says(subject, monkeypatch) -> None:
+    monkeypatch.setattr(subject, "tokenizer", starting_tokenizer())
+    assert subject.encode("ab").tolist() == [257, 97, 98]
+    with pytest.raises(ValueError, match="type some text first"):
+        subject.encode("")
 
 
 # The index

@@ -8,7 +8,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import relinear.data.tokenizers as tokenizers
 from relinear.data import DataSettings, iter_texts, prepare_data
-from relinear.data.tokenizers import byte_tokenizer, encode_documents, load_tokenizer, separator_id, train_bpe
+from relinear.data.tokenizers import (
+    byte_tokenizer,
+    encode,
+    encode_documents,
+    load_tokenizer,
+    separator_id,
+    text_start,
+    train_bpe,
+    windows,
+)
+from tiny_models import starting_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +97,55 @@ def test_bpe_in_bulk_is_what_the_tokenizer_gives(bpe, documents):
     together = np.concatenate(list(encode_documents(bpe, documents)))
     expected = [i for text in documents for i in [*bpe(text)["input_ids"], bpe.eos_token_id]]
     assert together.tolist() == expected
+
+
+def test_a_tokenizers_truncation_and_padding_are_not_ours(bpe, documents, tmp_path):
+    whole = [ids.tolist() for ids in encode_documents(bpe, documents[:3])]
+    bpe(documents[:3], truncation=True, max_length=8, padding="max_length")
+    set_to = bpe.backend_tokenizer.truncation, bpe.backend_tokenizer.padding
+    assert all(set_to)
+    try:
+        assert [ids.tolist() for ids in encode_documents(bpe, documents[:3])] == whole
+        assert (bpe.backend_tokenizer.truncation, bpe.backend_tokenizer.padding) == set_to
+        bpe.save_pretrained(tmp_path / "saved")
+    finally:
+        bpe.backend_tokenizer.no_truncation()
+        bpe.backend_tokenizer.no_padding()
+    settings = DataSettings(tokenizer=str(tmp_path / "saved"), max_documents=20, cache_dir=tmp_path)
+    assert len(prepare_data(settings).train.tokens) > 1000
+
+
+def test_lone_surrogates_become_question_marks(as_bytes, bpe):
+    for tokenizer in (as_bytes, bpe):
+        broken, mended = (
+            np.concatenate(list(encode_documents(tokenizer, [text]))).tolist() for text in ("a \ud83d", "a ?")
+        )
+        assert broken == mended == [*encode(tokenizer, ["a \ud83d"])[0], tokenizer.eos_token_id]
+
+
+def test_what_a_tokenizer_puts_before_a_text():
+    tokenizer = starting_tokenizer()
+    tokenizer("text", truncation=True, max_length=2)
+    assert text_start(tokenizer) == [257]
+    assert text_start(byte_tokenizer()) == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "start", "cut"),
+    [
+        (range(7), [], [[0, 1, 2], [3, 4, 5]]),
+        (range(7), [9], [[9, 0, 1], [9, 2, 3], [9, 4, 5]]),
+        ([9, 0, 1, 2, 3, 9, 4, 5], [9], [[9, 0, 1], [9, 2, 3], [9, 4, 5]]),
+        ([0], [9], []),
+    ],
+)
+def test_windows_begin_with_the_start(ids, start, cut):
+    assert [window for _, _, window in windows(list(ids), start, 3)] == cut
+
+
+def test_a_start_that_fills_a_window_is_refused():
+    with pytest.raises(ValueError, match="puts 2 tokens before every text"):
+        list(windows([1, 2, 3], [8, 9], 2))
 
 
 def test_long_documents_are_cut_behind_a_line(monkeypatch, as_bytes, bpe):

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-__all__ = ["ENCODER_DECODERS", "FAMILIES", "LAYERS", "MORE_DECODERS", "VOCABULARY", "make_family"]
+__all__ = [
+    "ENCODER_DECODERS",
+    "FAMILIES",
+    "LAYERS",
+    "MORE_DECODERS",
+    "VOCABULARY",
+    "make_family",
+    "starting_tokenizer",
+]
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 96, 32, 2, 4
 
@@ -109,3 +117,16 @@ def make_family(kind: str, **settings: Any) -> Any:
             setattr(config, key, 0.0)
     auto = AutoModelForSeq2SeqLM if kind in ENCODER_DECODERS else AutoModelForCausalLM
     return auto.from_config(config).eval()
+
+
+def starting_tokenizer() -> Any:
+    """Bytes as ids, and the token 257 before every text, as Llama's and Gemma's tokenizers put one."""
+    from tokenizers import processors
+
+    from relinear.data.tokenizers import PAD, byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{PAD} $A", special_tokens=[(PAD, 257)]
+    )
+    return tokenizer
