@@ -1,7 +1,6 @@
 """Clifford algebra Cl(n, 0), n = 1 to 12: products, exponentials and decompositions, batched and differentiable.
 
 Multivectors are (..., 2^n) blade coordinates in the order of the ``clifford`` package, bivectors (..., n(n-1)/2).
-``Algebra`` and ``Multivector`` add operators and named blades to them, and signatures (p, q, r) of up to 6 dimensions.
 
 Examples:
     >>> a, b = torch.randn(2, 8)  # of Cl(3): 1, e1, e2, e12, e3, e13, e23, e123
@@ -15,7 +14,6 @@ from relinear.clifford.decomposition import decompose
 from relinear.clifford.exponential import exp
 from relinear.clifford.logarithm import log
 from relinear.clifford.matrices import from_matrix, to_matrix
-from relinear.clifford.multivector import Algebra, Multivector
 from relinear.clifford.products import geometric_product, reverse, sandwich
 from relinear.clifford.spin import (
     SpinShape,
@@ -31,8 +29,6 @@ from relinear.clifford.spin import (
 )
 
 __all__ = [
-    "Algebra",
-    "Multivector",
     "SpinShape",
     "bivector_dimension",
     "bivector_from_matrix",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relinear.clifford.blades import blade_masks, multivector_dimension, parities
-from relinear.clifford.strings import string_signs, strings_from_matrix, strings_to_matrix
+from relinear.clifford.pauli_strings import string_signs, strings_from_matrix, strings_to_matrix
 from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 

@@ -21,21 +21,14 @@ from relinear.clifford.tables import compute_dtype, device_table
 LARGEST_TABLE = 4
 
 
-def geometric_table(p: int, q: int, r: int) -> np.ndarray:
-    """Products of blades of Cl(p, q, r), (V, V, V): entry [i, k, j] is the coordinate k of blade i times blade j.
-
-    Of the n = p + q + r vectors the first r square to 0, the next p to 1 and the last q to -1.
-    """
-    n = p + q + r
+def _table(n: int) -> np.ndarray:
+    """Products of blades, (V, V, V): entry [i, k, j] is the coordinate k of blade i times blade j."""
     masks = blade_masks(n)
     position = {mask: index for index, mask in enumerate(masks)}
     table = np.zeros((len(masks),) * 3)
     for (i, a), (j, b) in itertools.product(enumerate(masks), repeat=2):
-        if (a & b) & ((1 << r) - 1):
-            continue
         swaps = sum((a >> bit + 1).bit_count() for bit in range(n) if b >> bit & 1)
-        negative = (a & b) >> r + p
-        table[i, position[a ^ b], j] = 1 - 2 * ((swaps + negative.bit_count()) % 2)
+        table[i, position[a ^ b], j] = 1 - 2 * (swaps % 2)
     return table
 
 
@@ -54,7 +47,7 @@ def _common(*inputs: Tensor) -> tuple[list[Tensor], torch.dtype]:
     return [x.to(exact) for x in inputs], dtype if dtype.is_floating_point or dtype.is_complex else exact
 
 
-def table_product(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+def _by_table(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
     """sum_ij a_i table_ikj b_j of a (..., V), b (..., V) and a table (V, V, V): (..., V)."""
     return ((a @ table.flatten(1)).unflatten(-1, table.shape[1:]) @ b.unsqueeze(-1)).squeeze(-1)
 
@@ -62,8 +55,8 @@ def table_product(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
 def _product(first: Tensor, *others: Tensor) -> Tensor:
     n = multivector_dimension(first)
     if n <= LARGEST_TABLE:
-        table = device_table(geometric_table, (n, 0, 0), first, first.dtype)
-        return functools.reduce(lambda a, b: table_product(a, b, table), others, first)
+        table = device_table(_table, n, first, first.dtype)
+        return functools.reduce(lambda a, b: _by_table(a, b, table), others, first)
     x = from_matrix(functools.reduce(torch.matmul, map(to_matrix, (first, *others))))
     return x if first.is_complex() else x.real
 

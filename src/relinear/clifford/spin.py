@@ -26,7 +26,7 @@ from torch import Tensor
 
 from relinear.clifford.blades import bivector_dimension, bivector_slice, blade_masks, multivector_dimension
 from relinear.clifford.exponential import exp, represented_exp
-from relinear.clifford.strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
+from relinear.clifford.pauli_strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
 from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 # From this dimension on factors are sooner there by way of blades, whose exponentials have smaller matrices.

@@ -23,7 +23,7 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.plan import CompressPlan, LayerPlan
 from relinear.compress.work import Work
 from relinear.core.anatomy import attention_of, decoder_layers
-from relinear.core.drawn import swap_module
+from relinear.core.initialization import swap_module
 from relinear.core.modes import evaluating
 from relinear.core.moments import Moments
 from relinear.core.operator import OperatorConfig, dense_bias, dense_weight, is_conv1d, is_linear, linear_features

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.core.anatomy import say_adapters_leave_out, train_new_parameters, unwrapped
 from relinear.core.config import Config
-from relinear.core.drawn import mark_drawn_
+from relinear.core.initialization import mark_initialized_
 
 #: attribute of a model, and of its base model, which may be saved by itself: the list of settings, one for both
 _ATTRIBUTE = "_relinear_attachments"
@@ -64,7 +64,7 @@ class AttachmentConfig(Config):
             part[_ATTRIBUTE] = settings
         added = [n for n, _ in inside.named_modules() if n not in names and n.rpartition(".")[0] in names]
         for name in added:
-            mark_drawn_(inside.get_submodule(name))
+            mark_initialized_(inside.get_submodule(name))
         if inside is not model:
             train_new_parameters(inside, known)
             say_adapters_leave_out(str(self), added)

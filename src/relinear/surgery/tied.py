@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from relinear.core.anatomy import output_head, unwrapped
-from relinear.core.drawn import swap_module
+from relinear.core.initialization import swap_module
 from relinear.core.operator import NotLinearError, Operator, OperatorConfig, embeds, linear_features, linear_of
 from relinear.core.record import sync_record
 from relinear.core.wrapper import WrapperConfig

@@ -20,7 +20,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import is_peft_available
 
 from relinear.core.config import shown
-from relinear.core.drawn import draw_
+from relinear.core.initialization import initialize_
 from relinear.core.operator import Operator, embeds
 from relinear.core.record import config_record, own_record, record
 from relinear.core.vocabulary import token_tables
@@ -198,7 +198,7 @@ def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kw
     finally:
         for part in nameless:
             del part.__dict__["weight"]
-    draw_(module)
+    initialize_(module)
 
 
 def _weight_within(part: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""When operators and attached parts draw their first values in a model of transformers.
+"""Initialise operators and attached parts in a model of transformers.
 
-transformers initialises the modules that it knows, and marks every module that has its values. Parts of ours that are
-made on the meta device have none yet: they get them when the model is initialised (``init_weights`` after ``to_empty``,
-a state that lacks them). Parts that have theirs are marked, so that nothing draws over them.
+transformers initialises the modules that it knows, and marks every module that has its values. Parts of ours on the
+meta device have none yet: they get them when the model is initialised (``init_weights`` after ``to_empty``, a state
+that lacks them). Parts that have theirs are marked, so that nothing overwrites them.
 """
 
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ from relinear.core.wrapper import Wrapper
 _MARK = "_is_hf_initialized"  # transformers' own, of modules and of what was loaded
 
 
-def mark_drawn_(part: nn.Module) -> None:
+def mark_initialized_(part: nn.Module) -> None:
     """Mark ``part`` and all in it as initialised, unless it is on the meta device."""
     if not any(tensor.is_meta for tensor in part.state_dict(keep_vars=True).values()):
         for module in part.modules():
             setattr(module, _MARK, True)
 
 
-def draw_(module: Any) -> None:
+def initialize_(module: Any) -> None:
     """Initialise ``module`` if it is one of ours and was not loaded; what a wrapper holds is initialised for itself."""
     ours = isinstance(module, Operator) or type(module).__module__.partition(".")[0] == "relinear"
     if not ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
@@ -41,6 +41,6 @@ def draw_(module: Any) -> None:
 def swap_module(model: nn.Module, names: Iterable[str], source: nn.Module, target: nn.Module) -> None:
     """Put ``target`` where ``source`` stands at each of ``names``; hooks stay where they were registered."""
     swap_hooks(source, target)
-    mark_drawn_(target)
+    mark_initialized_(target)
     for name in names:
         model.set_submodule(name, target)
