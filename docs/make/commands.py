@@ -170,9 +170,9 @@ def made() -> dict[str, Any]:
 
 def names() -> dict[str, list[str]]:
     """Return what ``relinear list`` knows by name, but for what other packages offer."""
-    from relinear_cli.list import _WHAT, _listed
+    from relinear_cli.list import _WHAT, listed
 
-    found = {what: _listed(what).items() for what in _WHAT}
+    found = {what: listed(what).items() for what in _WHAT}
     return {what: [name for name, thing in things if _is_ours(thing)] for what, things in found.items()}
 
 

@@ -7,21 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relinear_cli.fields import from_settings
+from relinear_cli import options
 
 if TYPE_CHECKING:
     from relinear.bench.run import BenchSettings
 
 
 _PASSES = "<forward | step | prefill | decode>,..."  # blanks: it is folded at them
+_SHAPES = "2048->2048, 512->2048, 512->1376"
 
 
-@from_settings(
-    "bench",
-    *("shapes", "tokens", "dtypes", "modes", "for_inference", "peers", "untuned", "rounds", "repeats", "threads"),
-)
 def command(
-    given: dict[str, Any],
     out: Annotated[Path, typer.Option(help="Directory for bench.json and bench.png.")] = Path("runs/bench"),
     operators: Annotated[
         list[str] | None, typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="By default every kind.")
@@ -35,8 +31,37 @@ def command(
     inference_batches: Annotated[
         str | None, typer.Option(help="Of --model: sequences at once in prefill and decode.", show_default="1,8")
     ] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="Sizes of layers, as IN->OUT or INxOUT.", show_default=_SHAPES)
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Of an input.", show_default="1,64,4096")] = None,
+    dtypes: Annotated[
+        str | None, typer.Option(metavar="<fp32|bf16>,...", help="Of the computation.", show_default="fp32,bf16")
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(metavar="<eager|compiled>,...", help="How layers run.", show_default="eager,compiled"),
+    ] = None,
+    for_inference: Annotated[
+        bool | None, typer.Option(help="Keep what is computed from weights.", show_default="--for-inference")
+    ] = None,
+    peers: Annotated[
+        bool | None, typer.Option(help="Also time peers: PEFT's adapters, published forms.", show_default="--peers")
+    ] = None,
+    untuned: Annotated[
+        bool | None, typer.Option(help="Also time without the allocator's thresholds raised.", show_default="--untuned")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How often each contender takes its turn.", show_default="11")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs of the whole bench, for --check.", show_default="1")
+    ] = None,
+    threads: options.Threads = None,
+    overrides: options.Overrides = None,
     check: Annotated[
-        Path | None, typer.Option(metavar="RECORDED", help="Name what is slower than in this bench.json, if anything.")
+        Path | None,
+        typer.Option(exists=True, metavar="RECORDED", help="Name what is slower than in this bench.json, if anything."),
     ] = None,
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
@@ -59,7 +84,19 @@ def command(
     """
     from relinear.bench.run import BenchSettings, read_record
 
-    texts = {"shapes": ",".join(given.get("shapes", ())), "passes": passes}
+    written = {
+        "tokens": options.parse_numbers("--tokens", tokens),
+        "dtypes": options.parse_numbers("--dtypes", dtypes, str.strip),
+        "modes": options.parse_numbers("--modes", modes, str.strip),
+        "for_inference": for_inference,
+        "peers": peers,
+        "untuned": untuned,
+        "rounds": rounds,
+        "repeats": repeats,
+        "threads": threads,
+    }
+    given = options.given_settings(written, overrides)
+    texts = {"shapes": ",".join(shapes or ()), "passes": passes}
     texts |= {"inference_batches": inference_batches if model else None}
     given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
     if model is not None:
@@ -120,7 +157,6 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> Non
     from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
     from relinear.system.allocator import tune_allocator
-    from relinear_cli.options import operator_mapping
     from relinear_cli.progress import watch_reports
     from relinear_cli.terminal import print_table
 
@@ -130,7 +166,7 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> Non
     settings = ModelBenchSettings.load(known, "bench")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
-    variants = {text: operator_mapping([text]) for text in operators}
+    variants = {text: options.operator_mapping([text]) for text in operators}
     with watch_reports(f"timing {settings.preset}") as report:
         report("building models")
         result = run_model_bench(settings, variants, out, allocator=tune_allocator(), report=report)

@@ -10,7 +10,7 @@ from relinear_cli import options
 
 def command(
     recipe: Annotated[str | None, typer.Option(help="A YAML file, or a name such as `quick`.")] = None,
-    plan: Annotated[Path | None, typer.Option(help="A plan; it takes no other settings.")] = None,
+    plan: Annotated[Path | None, typer.Option(exists=True, help="A plan; it takes no other settings.")] = None,
     operators: Annotated[
         list[str] | None,
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
@@ -26,7 +26,7 @@ def command(
         str | None, typer.Option(help="Training tokens, such as 20.5M, in place of steps and of the recipe's budgets.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Optimiser steps, in place of the recipe's budget.", show_default="1000")
+        int | None, typer.Option(min=1, help="Optimiser steps, in place of the recipe's budget.", show_default="1000")
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="A run of every entry for each.", show_default="0")] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,

@@ -1,19 +1,14 @@
 """``relinear distill``: fit operators to layers of a pretrained model."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from relinear_cli import options
-from relinear_cli.fields import from_settings
 
 
-@from_settings(
-    "distill", *("tokens", "epochs", "learning_rate", "loss", "target", "joint", "bias", "retrain", "on_disk", "seed")
-)
 def command(
-    given: dict[str, Any],
     model: options.PretrainedModel,
     replace: Annotated[
         list[str],
@@ -26,7 +21,30 @@ def command(
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
+    tokens: Annotated[int | None, typer.Option(min=1, help="To fit on.", show_default="65536")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over these tokens.", show_default="1")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Of Adam, at first.", show_default="0.01")] = None,
+    loss: Annotated[
+        Literal["mse", "cosine", "kl"] | None,
+        typer.Option(help="Of a layer's outputs, or `kl` of the final logits.", show_default="mse"),
+    ] = None,
+    target: Annotated[
+        Literal["layer", "original"] | None,
+        typer.Option(help="Give what the layer gives, or what it gave in the original model.", show_default="layer"),
+    ] = None,
+    joint: Annotated[
+        bool | None, typer.Option("--joint", help="Then train the operators of a decoder layer together.")
+    ] = None,
+    bias: Annotated[bool | None, typer.Option("--bias", help="Give layers without a bias one.")] = None,
+    retrain: Annotated[
+        str | None, typer.Option(help="Pattern of layers behind the replaced ones to train again, such as `o_proj`.")
+    ] = None,
+    on_disk: Annotated[
+        bool | None, typer.Option("--on-disk", help="Keep recorded activations in files rather than in memory.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of parameters and order of tokens.", show_default="0")] = None,
     threads: options.Threads = None,
+    overrides: options.Overrides = None,
     start_over: options.StartOver = False,
 ) -> None:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus.
@@ -41,7 +59,19 @@ def command(
     from relinear_cli.progress import watch_distillation
     from relinear_cli.report import write_report_of
 
-    settings = DistillSettings.load(given, "settings")
+    written = {
+        "tokens": tokens,
+        "epochs": epochs,
+        "learning_rate": learning_rate,
+        "loss": loss,
+        "target": target,
+        "joint": joint,
+        "bias": bias,
+        "retrain": retrain,
+        "on_disk": on_disk,
+        "seed": seed,
+    }
+    settings = DistillSettings.load(options.given_settings(written, overrides), "settings")
     mapping = options.operator_mapping(replace)
     how: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
     text = options.corpus_of(data, text_column)

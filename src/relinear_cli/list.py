@@ -1,15 +1,12 @@
 """``relinear list``: what there is of each kind of thing, and the settings of one."""
 
 import inspect
-import os
 import re
 import sys
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 
-from relinear_cli.fields import own_names
 from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
@@ -29,13 +26,13 @@ def command(
     """
     if not what:
         for every in _WHAT:
-            print(fitted(f"{every}: {', '.join(names_of(every))}", sys.stdout, 2))
+            print(fitted(f"{every}: {', '.join(listed(every))}", sys.stdout, 2))
         return
     from relinear.core.config import nearest
 
     if what not in _WHAT:
         raise ValueError(f"there is no list of {what!r}; {nearest(what, _WHAT)}")
-    found = _listed(what)
+    found = listed(what)
     if name is None:
         width = max(map(len, found), default=0)
         for known, thing in found.items():
@@ -61,16 +58,8 @@ def meanings_of(config: type) -> dict[str, str]:
     return found
 
 
-def names_of(what: str) -> list[str]:
-    """The names of one kind; those of relinear itself are read, so that it need not be imported."""
-    if os.environ.get("RELINEAR_IMPORT"):  # modules of the user's, which may hold some
-        return [*_listed(what)]
-    offered = (point.name for point in metadata.entry_points(group=f"relinear.{what}"))
-    return [*dict.fromkeys([*own_names(what), *offered])]
-
-
-def _listed(what: str) -> dict[str, Any]:
-    """Name -> what stands for it: a class of settings, a module, or a text."""
+def listed(what: str) -> dict[str, Any]:
+    """Return name -> what stands for it: a class of settings, a module, or a text."""
     import relinear
     from relinear.analysis.analyses import analysis, known_analyses
     from relinear.compare.recipe import BUNDLED, read_yaml

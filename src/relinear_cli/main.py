@@ -5,7 +5,6 @@ takes torch and transformers with it, as it runs. So ``--help`` and completion a
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -18,7 +17,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from relinear_cli.errors import USER_ERROR, exit_code
-from relinear_cli.rehearsal import refusal
 
 #: group in ``relinear --help`` -> its commands; NAME is the function ``command`` of relinear_cli/NAME.py, which has an
 #: underscore where the command has a hyphen
@@ -147,15 +145,8 @@ for _name in COMMANDS:
 
 
 def _invoke(arguments: Sequence[str]) -> int | None:
-    rest = _without_imports(arguments)
-    if message := refusal(lambda: _carry_out(rest)):
-        raise ValueError(message)
-    return _carry_out(rest)
-
-
-def _carry_out(arguments: Sequence[str]) -> int | None:
     try:
-        result: Any = app(args=[*arguments], prog_name="relinear", standalone_mode=False)
+        result: Any = app(args=_without_imports(arguments), prog_name="relinear", standalone_mode=False)
     except _Ended as ended:
         raise ended.args[0] from None
     except typer.Abort as error:
@@ -175,19 +166,13 @@ def _said(error: Any) -> str:
     """A usage error of typer's in our words."""
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
-        from relinear.core.config import nearest
-        from relinear.system.text import requirement
-
-        given, choices = fault["input"], re.findall(r"'(.+?)'", fault["msg"].partition(" is not one of ")[2])
-        kind = "literal_error" if choices else fault["type"]
-        what = requirement(kind, given, fault.get("ctx", {}) | {"expected": ", ".join(choices)}, repr(given))
-        if what is not None:
-            hint = f"; {nearest(given, choices)}" if choices else ""
-            return f"{(error.param.opts or [error.param.name])[0]} {what}{hint if 'did you mean' in hint else ''}"
+        flag, said = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")
+        wanted = said.removeprefix("Input should be ").partition(", unable to parse")[0]
+        return f"{flag}: {said}" if said.startswith(wanted) else f"{flag} must be {wanted}, got {fault['input']!r}"
     other = _OTHER_NAMES.get(getattr(error, "option_name", ""))
     if other and any(other in option.opts for option in error.ctx.command.params):
         return f"there is no option {error.option_name}; did you mean {other}?"
-    return str(error.format_message()).replace("Value error, ", "")
+    return str(error.format_message())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

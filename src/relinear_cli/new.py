@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from relinear_cli.list import names_of
+from relinear_cli.list import listed
 
 _TEMPLATES = Path(__file__).with_name("template")
 #: file of the package -> the template it is made from
@@ -51,7 +51,7 @@ def command(
         raise ValueError(f"there is no directory {folder.absolute().parent} to put {folder.name} in")
     if find_spec(f"relinear_{name}") is not None:
         raise ValueError(f"the package relinear_{name} is installed already; choose another name")
-    if name in names_of("operators"):
+    if name in listed("operators"):
         raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")
     words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel}
     place: Any = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from relinear_cli.rehearsal import rehearsing
-
 if TYPE_CHECKING:
     from relinear.data import DataSettings
 
@@ -33,7 +31,9 @@ Tokenizer = Annotated[
 ]
 _SPLITS = "<train | validation | test | all>"  # blanks: it is folded at them
 Split = Annotated[Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Of the corpus.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.", show_default="as torch has it")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, metavar="N", help="CPU threads.", show_default="as torch has it")
+]
 TrainingModel = Annotated[
     str | None, typer.Option(help="A preset, the directory of a saved model, or a Hub name.", show_default="tiny")
 ]
@@ -76,20 +76,17 @@ def prepare_process(
     Raises:
         ValueError, OSError: for models (which may be ``presets``) and texts that are not there.
     """
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
     from relinear.data.corpora import open_corpus
     from relinear.models import model_folder
+    from relinear.system.allocator import tune_allocator
 
     for name in models:
         find_model(model_folder(name), presets=presets)
     for text in texts:
         open_corpus(text)
-    if rehearsing():
-        return
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from relinear.system.allocator import tune_allocator
-
     if threads is not None:
         torch.set_num_threads(threads)
     disable_progress_bar()  # of loading and writing weights: a flicker among our own

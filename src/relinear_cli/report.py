@@ -17,6 +17,7 @@ def command(
         list[Path],
         typer.Argument(
             metavar="RUN...",
+            exists=True,
             help="Directories of compare, train, compress, atlas, distill, bench or analyze.",
         ),
     ],

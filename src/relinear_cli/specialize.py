@@ -9,8 +9,10 @@ from relinear_cli.options import Tokenizer, load_model_tokenizer
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Directory of a saved CGTForCausalLM.", metavar="DIR")],
-    prefix_file: Annotated[Path, typer.Option("--prefix-file", help="UTF-8 text to specialise to.", metavar="FILE")],
+    model: Annotated[Path, typer.Argument(exists=True, help="Directory of a saved CGTForCausalLM.", metavar="DIR")],
+    prefix_file: Annotated[
+        Path, typer.Option("--prefix-file", exists=True, help="UTF-8 text to specialise to.", metavar="FILE")
+    ],
     out: Annotated[Path, typer.Option("--out", help="Where the GPT-2 and its tokenizer are written.", metavar="DIR")],
     tokenizer: Tokenizer = None,
     first_position: Annotated[

@@ -24,9 +24,9 @@ def command(
     tokenizer: Annotated[
         str | None, typer.Option(help="`bytes`, `bpe:N`, or an AutoTokenizer name.", show_default="bytes")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.", show_default="1000")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.", show_default="1000")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Sequences in a forward pass (on each rank).", show_default="16")
+        int | None, typer.Option(min=1, help="Sequences in a forward pass (on each rank).", show_default="16")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="The peak of the schedule.", show_default="0.001")] = None,
     compile: options.Compile = None,

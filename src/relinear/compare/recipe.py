@@ -18,8 +18,8 @@ BUNDLED = Path(__file__).parent / "recipes"
 
 #: characters of what the YAML parser says
 _LONGEST = 500
-#: characters of a file of settings; a device never ends
-_LONGEST_FILE = 1_000_000
+#: characters of settings; a device never ends
+_LONGEST_TEXT = 100_000
 #: values in a file of settings, and how deep they are nested
 _MOST, _DEEPEST = 100_000, 64
 #: settings that say how long a run is: one that is given replaces those of a recipe
@@ -34,10 +34,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ValueError: if it is no YAML (with line and column), or no mapping.
     """
     path = Path(path)
-    text = read_text(path, _LONGEST_FILE + 1)
-    if len(text) > _LONGEST_FILE:
-        raise ValueError(f"{path} is longer than {_LONGEST_FILE:,} characters, and so no file of settings")
-    values = read_value(text, str(path))
+    values = read_value(read_text(path, _LONGEST_TEXT + 1), str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {shown(values)}")
     return values
@@ -71,6 +68,8 @@ def read_value(text: str, where: str) -> Any:
     Raises:
         ValueError: if it is none; ``where`` heads the message.
     """
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError(f"{where} is longer than {_LONGEST_TEXT:,} characters, and so no settings")
     try:
         value = YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
