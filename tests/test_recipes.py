@@ -93,7 +93,7 @@ SMALL = [
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("budget", [["--tokens", "20k"], ["--steps", "20"]], ids=" ".join)
-@pytest.mark.parametrize("name", [name for name in NAMES if "sizes" not in read_recipe(name)])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_runs_to_its_report(name, budget, tmp_path, capfd):
     """A batch of two short sequences; where the recipe is about GPT-2's layers, on its own small model."""
     recipe, out = read_recipe(name), tmp_path / "out"
