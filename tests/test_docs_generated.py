@@ -1,6 +1,7 @@
 """The generated parts of the docs are what results/ and the settings' docstrings make of them."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import re
@@ -35,7 +36,8 @@ def test_a_page_has_its_parts(page) -> None:
     assert f"../pictures/measured-{page.stem}-dark.svg" in text
     idea = re.sub(r"\s+", " ", text.split("\n\n")[1])
     assert 4 <= len(re.findall(r"[.?)](?: |$)", idea)) <= 9, "the idea in about five sentences"
-    for part in ("measured", "settings"):
+    parts = ("settings",) if page.stem in ("quantized", "pivoted_low_rank") else ("measured", "settings")
+    for part in parts:
         inside = re.search(rf"<!-- generated: {part} -->(.*)<!-- end of {part} -->", text, flags=re.S)
         assert inside is not None, f"no part {part}"
         assert "| --- |" in inside[1]
@@ -58,9 +60,18 @@ def test_every_claim_has_a_verdict_and_every_verdict_a_meaning() -> None:
     assert max(len(brief.split()) for *_, brief in rows) <= 8
 
 
-def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hollow(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
-    forest = importlib.import_module("forest")
+@pytest.fixture
+def make(monkeypatch):
+    """The modules of docs/make by name, forgotten afterwards."""
+    folder = REPOSITORY / "docs" / "make"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hollow(make) -> None:
+    forest = make("forest")
     rows = forest.rows()
     for row in rows:
         assert (row.bounds is None) == (row.seeds < 3)
@@ -74,55 +85,85 @@ def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hol
         assert drawn.count("<circle") == len(rows) + 3  # in the key: whole, hollow and grey
         grey = drawn.count(f'r="5" fill="{forest.THEMES[theme][1]}"')
         assert grey - 1 == sum(bool(row.unlike) and row.seeds >= 3 for row in rows) >= 1
-    for name in ("forest", "evidence", "measured"):
-        sys.modules.pop(name)
 
 
-def test_a_claim_asks_for_gaps_that_are_there(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
-    claims = importlib.import_module("claims")
-    assert len(claims._rows("Rotor from scratch")) == 12
-    with pytest.raises(ValueError, match="no gap of HDPL"):
-        claims._rows("HDPL", "nothing of this name")
-    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables", "plans"):
-        sys.modules.pop(name)
+def number_lists(found):
+    """Every list of numbers in a record; of runs, in a list or named by their seeds, a list for every field."""
+    if isinstance(found, list):
+        if found and all(isinstance(one, int | float) for one in found):
+            yield found
+        if found and all(isinstance(one, dict) for one in found):
+            for key in found[0]:
+                yield from number_lists([one[key] for one in found if key in one])
+        for one in found:
+            yield from number_lists(one)
+    if isinstance(found, dict):
+        runs: dict[str, list] = {}
+        for name, one in found.items():
+            yield from number_lists(one)
+            runs.setdefault(re.sub("/?seed-[0-9]+$", "", name), []).append(one)
+        for name, entry in runs.items():
+            if name not in found:
+                yield from number_lists(entry)
+        yield from ([one] for one in found.values() if isinstance(one, int | float))
 
 
-def test_not_seen_takes_a_half_width_below_half_of_the_papers_effect(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
-    evidence = importlib.import_module("evidence")
+def test_every_gap_is_in_the_record_that_it_names(make) -> None:
+    """As a list of differences by seed, of either sign, or as the difference of two lists of losses."""
+    missing = []
+    for row in make("evidence").rows(drawn=False):
+        texts = [(REPOSITORY / "results" / name).read_text(encoding="utf-8") for name in row.record.split(" + ")]
+        lists = [one for text in texts for one in number_lists(json.loads(text)) if len(one) == len(row.gaps)]
+        rounded = {tuple(round(value, 6) for value in one) for one in lists}
+        wanted = [tuple(round(sign * gap, 6) for gap in row.gaps) for sign in (1, -1)]
+        differences = (
+            all(abs(a - b - gap) < 2e-6 for a, b, gap in zip(ours, theirs, row.gaps, strict=True))
+            for ours in lists
+            for theirs in lists
+        )
+        if not (rounded & set(wanted) or any(differences)):
+            missing.append(f"{row.name} in {row.record}")
+    assert missing == []
 
-    def verdict(*gaps: float, effect: float | None = -0.1) -> str:
-        return evidence.Row("a", "b", gaps, effect=effect).verdict
 
-    assert verdict(-0.01, 0.01, 0.0) == "not seen"  # a half-width of 0.025
-    assert verdict(-0.03, 0.03, 0.0) == "no power"  # 0.075
-    assert verdict(-0.01, 0.01, 0.0, effect=None) == "no power"
+def test_a_claim_asks_for_gaps_that_are_there(make) -> None:
+    evidence = make("evidence")
+    assert len(evidence.select("Rotor from scratch less dense")) == 2
+    with pytest.raises(ValueError, match="no gap 'HDPL less nothing'"):
+        evidence.select("HDPL less nothing")
+
+
+def test_no_difference_takes_a_half_width_below_half_of_the_papers_effect(make) -> None:
+    row = make("evidence").Row
+
+    def verdict(*gaps: float, effect: float | None = -0.1, **more) -> str:
+        return row("a", "b", gaps, effect=effect, **more).verdict
+
+    assert verdict(-0.01, 0.01, 0.0) == "no difference"  # a half-width of 0.025
+    assert verdict(-0.03, 0.03, 0.0) == "inconclusive"  # 0.075
+    assert verdict(-0.01, 0.01, 0.0, effect=None) == "inconclusive"
     assert verdict(-0.1, -0.11, -0.12) == "ahead"
     assert verdict(0.1, 0.11, 0.12) == "behind"
-    assert verdict(-0.5) == "one seed"
-    claims = importlib.import_module("claims")
-    stated = {"says": "", "brief": "", "where": "", "found": "", "verdict": "not seen"}
-    assert claims.Claim(**stated).verdict == "no power"
-    assert claims.Claim(**stated, gaps=[evidence.Row("a", "b", (-0.01, 0.01, 0.0), effect=0.1)]).verdict == "not seen"
-    row, far = evidence.Row, (-0.1, -0.11, -0.12)
-    for wrong, gaps, match in (
-        ("not seen", [row("a", "b", far, effect=-0.1)], "a gap is ahead"),
-        ("held", [row("a", "b", (-0.5,))], "of one seed"),
-        ("held", [row("a", "b", far, unlike="the rate")], "a gap is open"),
-        ("held", [row("a", "b", (-0.5, 0.5, 0.1))], "no gap excludes zero"),
-        ("did not hold", [row("a", "b", (-0.5, 0.5, 0.1))], "no gap excludes zero"),
-        ("proved", [], "verdicts are held"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            claims.Claim(**stated | {"verdict": wrong}, gaps=gaps)
-    assert claims.Claim(**stated | {"verdict": "held"}, gaps=[row("a", "b", far)]).verdict == "held"
-    with pytest.raises(ValueError, match="computed, not printed"):
-        row("a", "b", far, printed=0.01)
-    every = [claim for make in claims.PAPERS for claim in make().claims]
-    assert all(evidence.powered(claim.gaps) for claim in every if claim.verdict == "not seen")
-    for name in ("forest", "claims", "evidence", "measured", "biased", "curves", "cut", "gpu_tables", "plans"):
-        sys.modules.pop(name)
+    assert verdict(-0.5) == "inconclusive"  # one seed
+    assert verdict(-0.1, -0.11, -0.12, unlike="the rate") == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "gap", "match"),
+    [
+        ("held", "Transponder less DeepNorm", "a gap is inconclusive"),
+        ("did not hold", "Transponder less DeepNorm", "no gap excludes zero"),
+        ("proved", "Transponder less DeepNorm", "verdicts are held"),
+        ("held", "CCL less dense of its width", None),
+    ],
+)
+def test_a_verdict_needs_gaps_that_support_it(make, verdict, gap, match) -> None:
+    claim = functools.partial(make("claims").Claim, says="", brief="", found="", gaps=[gap])
+    if match is None:
+        assert claim(verdict=verdict).verdict == verdict
+        return
+    with pytest.raises(ValueError, match=match):
+        claim(verdict=verdict)
 
 
 def test_runs_of_claims_are_listed() -> None:
@@ -141,57 +182,3 @@ def test_no_cell_of_claims_is_longer_than_sixty_characters() -> None:
         cells = [re.sub(r"\]\(.+?\)|[*\[]", "", cell.strip()) for line in lines for cell in line.split(" | ")]
         assert max(map(len, cells)) <= 60
         assert max(line.count(" | ") for line in lines) < 6
-
-
-@pytest.fixture
-def speed(monkeypatch, tmp_path):
-    """The maker of the tables of speed, which reads its records from an empty directory."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "docs" / "make"))
-    makers = {name: importlib.import_module(name) for name in ("measured", "speed")}
-    monkeypatch.setattr(makers["measured"], "RESULTS", tmp_path)
-    makers["measured"].read.cache_clear()
-    yield makers["speed"]
-    makers["measured"].read.cache_clear()
-    for name in makers:
-        sys.modules.pop(name)
-
-
-def _bench(folder, **changed) -> None:
-    row = {"contender": "rotor", "in_features": 2048, "out_features": 2048, "tokens": 4096, "dtype": "float32"}
-    row |= {"mode": "eager", "phase": "forward", "ratio": 0.5, "ratio_minimum": 0.4, "ratio_maximum": 0.7}
-    row |= {"memory_ratio": 0.91, "error": None} | changed
-    machine = {"processor": "A Processor", "threads": 2, "gpus": [], "torch": "9"}
-    record = {"command": "relinear bench -o rotor", "rows": [row], "machine": machine}
-    record |= {"settings": {"operators": ["rotor"], "rounds": 3, "repeats": 5}}
-    record |= {"roofline": [{"dtype": "float32", "gemm": 2e11}]}
-    (folder / "speed" / "bench").mkdir(parents=True, exist_ok=True)
-    (folder / "speed" / "bench" / "bench.json").write_text(json.dumps(record))
-
-
-def test_tables_of_speed_are_read_from_records(speed, tmp_path) -> None:
-    _bench(tmp_path)
-    aim = next(line for line in speed.wanted().splitlines() if "2048 → 2048, fp32, 4,096 tokens, forward" in line)
-    assert aim.endswith("| 1.92 | at most 0.6 | 0.50 (0.40 to 0.70) | yes |")
-    assert "not recorded" in speed.wanted()
-    assert "5 runs of the whole command, 3 rounds each. Machine: A Processor" in speed.layers()
-    assert "| 2048 → 2048 | fp32 | `rotor` | 0.50 (0.40 to 0.70) |" in speed.layers()
-    assert "| `bench` | 4,096 | 1 | 60 % | 60 % | 60 % |" in speed.noise()
-    assert "0.91" in speed.memory()
-
-
-def test_a_bound_that_is_missed_is_said(speed, tmp_path) -> None:
-    _bench(tmp_path, ratio=0.62)
-    aim = next(line for line in speed.wanted().splitlines() if "2048 → 2048, fp32, 4,096 tokens, forward" in line)
-    assert aim.endswith("| **no** |")
-
-
-def test_models_are_read_from_records(speed, tmp_path) -> None:
-    row = {"variant": "low rank", "preset": "tiny", "dtype": "bfloat16", "phase": "decode", "batch_size": 8}
-    row |= {"tokens_per_second": 1234.5, "speedup": 1.3, "speedup_low": 1.2, "speedup_high": 1.4}
-    machine = {"processor": "A Processor", "threads": 2, "gpus": [], "torch": "9"}
-    (tmp_path / "speed" / "low-rank").mkdir(parents=True)
-    record = {"command": "relinear bench --model tiny", "machine": machine, "rows": [row]}
-    (tmp_path / "speed" / "low-rank" / "models.json").write_text(json.dumps(record))
-    assert "| tiny | `low rank` | bf16 | decode | 8 | 1,234 | 1.30 (1.20 to 1.40) |" in speed.models()
-    aim = next(line for line in speed.wanted().splitlines() if "batch 8, bf16" in line)
-    assert aim.endswith("| at least 1.25 | 1.30 (1.20 to 1.40) | yes |")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import evidence
-import frontier
 import measured
 import svg
 from measured import mean, signed
@@ -109,7 +108,7 @@ def _gaps(told: str, groups: Sequence[tuple[str, Sequence[tuple[str, evidence.Ro
     apart = [f"{verdict}: {_listed(verdicts[verdict], every)}" for verdict in _ORDER if verdict in verdicts]
     reading = whose + "; ".join(apart) if apart else "every interval spans zero"
     key = [(DOT, "mean and 95 % interval over seeds")]
-    key += [(RING, "one seed")] * (evidence.ONE_SEED in verdicts)
+    key += [(RING, "one seed")] * any(row.bounds is None for _, found in groups for _, row in found)
     return Figure(reading[0].upper() + reading[1:], f"gap in validation loss to {told}, nats", key, rows)
 
 
@@ -228,40 +227,6 @@ def _times(kind: str) -> Figure:
 _PHASES = {"forward": DOT, "step": DIAMOND}
 
 
-def _pairs(reading: str, names: Sequence[str], rows: Sequence[Row], text: str) -> Figure:
-    """Nats above the original of ours and of another method; the reading counts sizes whose intervals are apart."""
-    less = sum(ours.high < theirs.low for ours, theirs in (row.marks for row in rows))
-    key = [(DOT, names[0]), (DIAMOND, f"{names[1]}; lines: 95 %")]
-    unit = f"nats a token above the original SmolLM2, {text}"
-    return Figure(reading.format(f"{less} of {len(rows)}"), unit, key, rows, ("", "0 is the original; ← better"))
-
-
-def _kept() -> Figure:
-    """Low-rank layers, pivoted or not, by the share of parameters that is kept."""
-    text, kept, found = "wikitext2", *measured.compressed()
-    rows = []
-    for keep in kept:
-        pair = [found[method, keep][text] for method in ("pivoted", "allocated")]
-        rows.append(_pair(f"{100 * keep:.0f} % of the parameters kept", pair))
-    return _pairs("Pivoted loses less than low rank at {} sizes, intervals apart", ("pivoted", "low rank"), rows, text)
-
-
-def _rounded() -> Figure:
-    """Integers of few bits by `compress` and by GPTQ."""
-    text, rows = "wikitext2", []
-    for ours, theirs in frontier.turned_pairs():
-        bits = " and ".join(dict.fromkeys(f"{row['bits']:.3g}" for row in (ours, theirs)))
-        nats = [(row["against"][text]["nats"], row["against"][text]["interval"]) for row in (ours, theirs)]
-        rows.append(_pair(f"{bits} bits a weight", nats))
-    names = "relinear compress", "GPTQ in order"
-    return _pairs("compress loses less than GPTQ at {} sizes, intervals apart", names, rows, text)
-
-
-def _pair(label: str, pair: Sequence[tuple[float, float]]) -> Row:
-    marks = [Mark(at, at - half, at + half, shape) for (at, half), shape in zip(pair, (DOT, DIAMOND), strict=True)]
-    return Row(label, ", ".join(_minus(at) for at, _ in pair), marks)
-
-
 #: operator -> what makes its figure
 FIGURES: dict[str, Callable[[], Figure]] = {
     "block_hadamard": lambda: _fits("block_hadamard", [(DOT, FITS["block_hadamard"][0])]),
@@ -270,8 +235,6 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "low_rank": lambda: _fits("low_rank", list(zip((DOT, DIAMOND), FITS["low_rank"], strict=True))),
     "monarch": lambda: _times("monarch"),
     "output_gate": _output_gate,
-    "pivoted_low_rank": _kept,
-    "quantized": _rounded,
     "rotor": lambda: _fits("rotor", [(DOT, FITS["rotor"][0]), (DIAMOND, FITS["rotor"][2])]),
     "transponder": _transponder,
 }

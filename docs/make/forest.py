@@ -22,12 +22,12 @@ ALT = (
 )
 #: what became of a paper's method, above its rows
 IN_SHORT = {
-    "HDPL": "ahead at 1 M, mostly by its start; 5 M open",
+    "HDPL": "ahead at 1 M, mostly by its initialisation",
     "CCL": "ahead in its own model at 1 M, behind from 3 M",
-    "Transponder": "behind at 0.3 M, no power at 1 M",
-    "Rotor from scratch": "ahead of low rank; dense not told",
+    "Transponder": "behind at 0.3 M, inconclusive at 1 M",
+    "Rotor from scratch": "ahead of low rank, not of dense",
     "Rotor fitted to SmolLM2": "not ahead of any",
-    "CGT": "open, initialised unlike GPT-2",
+    "CGT": "withdrawn, to be measured again",
 }
 #: so that zero leaves room to its right for what a row says there, and the last tick for its number
 LOW, HIGH, TICKS = -0.46, 0.25, (-0.4, -0.2, 0.0, 0.2)
@@ -78,7 +78,7 @@ def picture(theme: str, paper: str = "") -> str:
     key += [svg.diamond(8, 31, papers), svg.text(20, 35, "the paper's effect, in the same unit", soft, "start")]
     key += [
         svg.circle(8, 52, soft),
-        svg.text(20, 56, "grey: the control differs in more than the claim", soft, "start"),
+        svg.text(20, 56, "grey: the runs differ in other settings, too", soft, "start"),
     ]
     key.append(svg.text(0, 73, "* best setting at an end", soft, "start", size=SMALL))
     key.append(svg.text(WIDTH, 73, "tokens, share of the paper's, seeds", soft, "end", size=SMALL))

@@ -6,15 +6,11 @@ import functools
 import itertools
 import json
 import math
-import runpy
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from relinear.compare.gaps import gap as paired
 from relinear.system.student import half_width
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,15 +19,9 @@ RESULTS = ROOT / "results"
 
 @functools.cache
 def read(name: str) -> Any:
-    """results/NAME: JSON, or a list for JSON lines. A command is the one that does the same today."""
+    """results/NAME: JSON, or a list for JSON lines."""
     text = (RESULTS / name).read_text(encoding="utf-8")
-    if name.endswith(".jsonl"):
-        return [json.loads(line) for line in text.splitlines()]
-    found = json.loads(text)
-    if isinstance(found, dict) and isinstance(found.get("command"), str):
-        command = found["command"].replace(" --share", "")
-        found["command"] = command.replace("relinear scale ", "relinear compare --recipe ")
-    return found
+    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
 
 
 # Statistics
@@ -55,20 +45,6 @@ def gap(ours: Sequence[float], theirs: Sequence[float], digits: int = 3, error: 
     """
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     return with_interval({"mean": mean(differences), "values": differences, "standard_error": error}, digits)
-
-
-def of_text(runs: Mapping[str, Any], ours: str, theirs: str) -> float:
-    """Standard error of the held-out text in the gap of two arms' final runs; 0 where losses by block were not kept."""
-    losses = [[run.get("block_losses") for run in runs.get(name, {}).values()] for name in (ours, theirs)]
-    if not all(losses) or None in losses[0] + losses[1] or len(losses[0]) != len(losses[1]):
-        return 0.0
-    return paired(*(list(map(np.array, one)) for one in losses))["standard_error"]
-
-
-def arms_apart(asked: Sequence[tuple[str, str, str]], apart: Mapping[str, str], unit: str) -> str:
-    """A table of (what, arm, the arm it is less), of those whose gap is there; ``apart``: gaps by what they are of."""
-    lines = [[what, f"`{ours}`", f"`{theirs}`", apart[what]] for what, ours, theirs in asked if what in apart]
-    return table(["what", "arm", "less", f"nats a {unit} [95 %]"], lines)
 
 
 def signed(value: float, digits: int) -> str:
@@ -250,58 +226,3 @@ def fits_table(methods: Sequence[str]) -> str:
             rows.append([f"{projection} of layer {layer}", *cells])
         parts += [f"**{METHODS.get(method, method)}**"] * (len(methods) > 1) + [table(head, rows)]
     return "\n\n".join([*parts, "Records and commands: [rotor](../../results/rotor/README.md)."])
-
-
-# Compression
-
-
-def by_table(name: str) -> Any:
-    """What the script that prints the record of low rank calls NAME."""
-    return runpy.run_path(str(RESULTS / "compress/table.py"))[name]
-
-
-def low_rank_tables() -> str:
-    """Low rank and other methods of the field: a table for each text."""
-    return by_table("tables")(read("compress/methods.jsonl"))
-
-
-#: methods of results/compress that a page shows, and what they are called there
-_COMPRESSED = {"pivoted": "pivoted", "allocated": "low rank"}
-
-
-def compressed() -> tuple[list[float], dict[tuple[str, float], dict[str, Sequence[float]]]]:
-    """Shares of parameters kept, and (method, share) -> text -> nats above the original and half of their interval."""
-    rows, over_dense = dict[tuple[str, float], dict[str, Sequence[float]]](), by_table("over_dense")
-    for row in read("compress/methods.jsonl"):
-        # those calibrated on one text alone are another table's; a text may have been added later
-        if not row.get("skip") and row.get("keep") and len(row.get("calibrated_on", "both")) > 1:
-            rows[row["method"], row["keep"]] = rows.get((row["method"], row["keep"]), {}) | over_dense(row)
-    return sorted({keep for method, keep in rows if method == "pivoted"}, reverse=True), rows
-
-
-def compression_table() -> str:
-    """What low-rank layers cost a pretrained model, pivoted or not, by text and share of parameters kept."""
-    dense = next(row for row in read("compress/methods.jsonl") if row["method"] == "dense")
-    (kept, rows), lines = compressed(), []
-    for text, loss in dense["loss"].items():
-        for method, name in _COMPRESSED.items():
-            found = [rows.get((method, keep), {}).get(text) for keep in kept]
-            if any(found):
-                first = method == next(iter(_COMPRESSED))
-                lines.append([f"{text} (original {loss:.3f})" if first else "", name, *map(_over, found)])
-    return "\n\n".join(
-        [
-            "SmolLM2-135M-Instruct with a share of its linear layers' parameters kept, untrained. Nats a token "
-            "above the original [95 %, 4 to 10 windows].",
-            table(["text", "layers", *(f"{keep:g} kept" for keep in kept)], lines),
-            "Record and command: [compress](../../results/compress/README.md).",
-        ]
-    )
-
-
-def _over(found: Sequence[float] | None) -> str:
-    """Nats above the original with their interval, of both and half its width; nothing for what was not run."""
-    if found is None:
-        return ""
-    over, half = found
-    return f"{over:+.3f} [{over - half:+.3f}, {over + half:+.3f}]"
