@@ -18,9 +18,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE / folder) for folder in ("hdpl", "rotor", "cgt")]
 
-import added  # noqa: E402, F401  operators of the plans
 import dense_start  # noqa: E402, F401
 
+import added  # noqa: E402, F401  operators of the plans
 import relinear  # noqa: E402
 import sources  # noqa: E402
 from biased import FITTED, FRESH  # noqa: E402

@@ -34,10 +34,10 @@ if __name__ == "__main__" and sys.argv[1:2] == ["read"]:
     sys.modules["relinear"] = None  # whoever imports it here fails
     from transformers import AutoModelForCausalLM
 else:
-    from llama_cpp import PROMPTS, asking
     from transformers import AutoModelForCausalLM
 
     import relinear
+    from llama_cpp import PROMPTS, asking
     from relinear.compress import export_compressed_tensors, export_gguf, export_plain
     from relinear.compress.budget import at_half_precision, round_to_half_, stored_bytes
     from relinear.data.tokenizers import load_tokenizer

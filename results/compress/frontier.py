@@ -38,11 +38,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from caldera import FACTOR_BITS, caldera
-from rivals import GRIDS, clipped, scale_inputs_, take_gguf_
 from torch import Tensor, nn
 
 import relinear
+from caldera import FACTOR_BITS, caldera
 from relinear.compress import CompressSettings, compress
 from relinear.compress.beside import Reading, observe
 from relinear.compress.budget import round_to_half_, stored_bytes
@@ -58,6 +57,7 @@ from relinear.evaluate import lambada
 from relinear.functional.rounding import Grid, gptq, nearest
 from relinear.surgery.summary import module_parameters
 from relinear.system.machine import describe_machine
+from rivals import GRIDS, clipped, scale_inputs_, take_gguf_
 
 #: methods that have embedding and head in integers, too
 ENDS = ("embedding", "everything")
