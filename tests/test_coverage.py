@@ -74,6 +74,22 @@ def test_reasons_are_those_of_the_call() -> None:
     assert "lm_head" in str(table)
 
 
+def test_integers_count_as_weights() -> None:
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 64))
+    table = relinear.replace_(model, {"0": relinear.Quantized(bits=4, group=64, symmetric=True)}, init="from_weight")
+    integers, dense = table.rows
+    assert (integers.parameters, integers.parameters_before) == (128 * 128, 128 * 128)
+    assert integers.bytes == 128 * 128 // 2 + 4 * 128 * 2  # half a byte a weight, a float32 scale a group
+    assert (dense.parameters, dense.bytes) == (128 * 64 + 64, 4 * (128 * 64 + 64))
+    assert table.parameters == table.parameters_before == 128 * 128 + 128 * 64 + 64
+    assert table.bytes == integers.bytes + dense.bytes
+    assert [word for word in str(table).splitlines()[2].split() if word[0].isdigit()][-5:-2] == [
+        "16,384",
+        "4.5",
+        "9,216",
+    ]
+
+
 def test_a_tied_head_counts_as_embedding() -> None:
     left = relinear.replace_(make_family("gpt2"), {"all-linear": THIN}).coverage.left
     assert [(entry.reason, entry.parameters) for entry in left] == [("tied to the embedding", 0)]
@@ -99,9 +115,9 @@ def make_tiny_t5() -> T5ForConditionalGeneration:
 
 def test_t5_reads_the_weight_of_wo() -> None:
     model = make_tiny_t5()
-    with pytest.raises(ValueError, match=r"T5DenseActDense\.forward reads its weight"):
+    with pytest.raises(ValueError, match="T5DenseActDense reads its weight"):
         relinear.replace_(model, {"wo": THIN})
-    with pytest.warns(UserWarning, match=r"T5DenseActDense\.forward"):
+    with pytest.warns(UserWarning, match="T5DenseActDense"):
         table = relinear.replace_(model, {"all-linear": THIN})
     assert table.coverage.layers == 14
     model(input_ids=torch.arange(4)[None], decoder_input_ids=torch.arange(3)[None])
@@ -109,7 +125,7 @@ def test_t5_reads_the_weight_of_wo() -> None:
 
 def test_mamba_reads_the_weight_of_dt_proj_when_it_trains() -> None:
     model = make_family("mamba")
-    with pytest.raises(ValueError, match=r"MambaMixer\.forward reads its weight"):
+    with pytest.raises(ValueError, match="MambaMixer reads its weight"):
         relinear.replace_(model, {"dt_proj": THIN})
     relinear.replace_(model, {"in_proj": THIN})
     model.train()
@@ -118,19 +134,16 @@ def test_mamba_reads_the_weight_of_dt_proj_when_it_trains() -> None:
 
 def test_rwkv_divides_the_weights_of_all_its_blocks() -> None:
     for name in ("attention.output", "feed_forward.value"):
-        with pytest.raises(ValueError, match=r"RwkvModel\._rescale_layers reads its weight"):
+        with pytest.raises(ValueError, match=r"Rwkv.* reads its weight"):
             relinear.replace_(make_family("rwkv"), {name: THIN})
-    model = make_family("rwkv", rescale_every=0)
-    relinear.replace_(model, {"attention.output": THIN})
-    assert torch.isfinite(model(IDS).logits).all()
 
 
-def test_a_read_that_the_models_settings_rule_out_is_none() -> None:
+def test_a_read_that_is_not_foreseen_names_the_layer() -> None:
     """BLOOM reads ``dense.weight`` where ``pretraining_tp > 1 and slow_but_exact``."""
     model = make_family("bloom", pretraining_tp=2, slow_but_exact=True)
-    with pytest.raises(ValueError, match=r"BloomAttention\.forward reads its weight"):
-        relinear.replace_(model, {"self_attention.dense": THIN})
-    relinear.replace_(make_family("bloom"), {"self_attention.dense": THIN})
+    relinear.replace_(model, {"self_attention.dense": THIN})
+    with pytest.raises(AttributeError, match=r"transformer\.h\.0\.self_attention\.dense is .* operator .*exclude="):
+        model(IDS)
 
 
 # PEFT

@@ -120,17 +120,6 @@ def test_integers_that_no_block_holds_are_refused_by_name(tmp_path) -> None:
         assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_file_of_another_program_is_not_replaced(tmp_path) -> None:
-    path = tmp_path / "model.gguf"
-    for _ in range(2):  # its own it replaces
-        export_gguf(llama(), path, tokenizer=tokenizer_of())
-    gguf.GGUFWriter(path, "llama").write_header_to_file()
-    theirs = path.read_bytes()
-    with pytest.raises(ValueError, match=r"model\.gguf would be replaced, and belongs to something else"):
-        export_gguf(llama(), path, tokenizer=tokenizer_of())
-    assert path.read_bytes() == theirs
-
-
 @pytest.mark.parametrize("digits", [True, False])
 def test_the_tokenizer_is_in_the_file(digits: bool, tmp_path) -> None:
     tokenizer = tokenizer_of(digits)
@@ -154,6 +143,79 @@ def test_the_tokenizer_is_in_the_file(digits: bool, tmp_path) -> None:
     assert value("chat_template") == "{{ messages }}"
     # every merge makes an entry of the vocabulary
     assert all(merge.replace(" ", "") in tokenizer.get_vocab() for merge in value("ggml.merges"))
+
+
+def with_template(single: str, token: str = "<|endoftext|>"):
+    from tokenizers import processors
+
+    tokenizer = tokenizer_of()
+    pairs = [(token, tokenizer.convert_tokens_to_ids(token))]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=pairs)
+    return tokenizer
+
+
+def with_settings(**settings):
+    tokenizer = tokenizer_of()
+    for name, value in settings.items():
+        setattr(tokenizer.backend_tokenizer.model, name, value)
+    return tokenizer
+
+
+def with_token(**flags):
+    from tokenizers import AddedToken
+
+    tokenizer = tokenizer_of()
+    tokenizer.add_tokens([AddedToken("<mark>", **flags)])
+    return tokenizer
+
+
+def without_bytes():
+    """A vocabulary that lacks most bytes, which all become the unknown token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE({"<unk>": 0, "a": 1, "b": 2, "ab": 3}, [("a", "b")], unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<unk>")
+
+
+@pytest.mark.parametrize("single", ["$A", "<|endoftext|> $A", "$A <|endoftext|>", "<|endoftext|> $A <|endoftext|>"])
+def test_the_file_says_what_stands_around_a_text(single: str, tmp_path) -> None:
+    path = export_gguf(llama(), tmp_path / "model.gguf", tokenizer=with_template(single))
+    fields = gguf.GGUFReader(path).fields
+    said = tuple(fields[f"tokenizer.ggml.add_{end}_token"].contents() for end in ("bos", "eos"))
+    assert said == (single.startswith("<"), single.endswith(">"))
+
+
+def test_templates_of_several_names_are_in_the_file(tmp_path) -> None:
+    tokenizer = tokenizer_of()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    fields = gguf.GGUFReader(export_gguf(llama(), tmp_path / "model.gguf", tokenizer=tokenizer)).fields
+    assert fields["tokenizer.chat_template"].contents() == "{{ messages }}"
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "{{ tools }}"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: with_template("a $A", "a"), "makes .* of a text whose tokens are"),
+        (lambda: with_settings(dropout=0.1), "has dropout=0.1, which a GGUF file cannot express"),
+        (lambda: with_settings(ignore_merges=True), "has ignore_merges=True"),
+        (lambda: with_settings(byte_fallback=True), "has byte_fallback=True"),
+        (lambda: with_token(lstrip=True), "has lstrip of '<mark>'"),
+        (lambda: with_token(single_word=True, rstrip=True), "has rstrip, single_word of '<mark>'"),
+        (without_bytes, "has bytes without a token"),
+    ],
+)
+def test_what_a_file_cannot_say_of_a_tokenizer_is_refused(make, message: str, tmp_path) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_gguf(llama(), tmp_path / "model.gguf", tokenizer=make())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="tokens beyond the 280 of the model"):
+        export_gguf(llama(vocab_size=280), tmp_path / "model.gguf", tokenizer=tokenizer_of())
 
 
 def test_refusals_before_anything_is_computed(tmp_path) -> None:

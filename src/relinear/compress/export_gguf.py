@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from relinear.compress.export import check_stock
@@ -14,11 +15,14 @@ from relinear.core.aux import named_operators
 from relinear.core.operator import OperatorConfig, linear_features, plain_linear
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
-from relinear.system.written import check_signed
 
 #: class and model type of what GGUF's architecture "llama" stands for here
 _CLASS, _ARCHITECTURE = "LlamaForCausalLM", "llama"
 _DIGITS = {"type": "Digits", "individual_digits": True}
+#: settings of a BPE model that change what it does where they are set
+_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+#: bytes that occur in no text, as BPE writes them
+_NO_TEXT = set("ÀÁõö÷øùúûüýþÿ")
 #: pre-tokenizers that are known to llama.cpp: how it calls them, and the steps before bytes
 _PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {"gpt-2": [], "smollm": [_DIGITS]}
 
@@ -43,6 +47,12 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
     if tokenizer is None:
         raise ValueError("a GGUF file holds the tokenizer: give tokenizer=")
     _pre_tokenizer(tokenizer)
+    _added_around(tokenizer)
+    beyond = [token for token, number in tokenizer.get_vocab().items() if number >= config.vocab_size]
+    if beyond:
+        raise ValueError(
+            f"the tokenizer has {len(beyond)} tokens beyond the {config.vocab_size} of the model, such as {beyond[0]!r}"
+        )
 
 
 def check_gguf_operator(name: str, config: OperatorConfig, shape: tuple[int, int]) -> None:
@@ -73,17 +83,46 @@ def _pre_tokenizer(tokenizer: Any) -> str:
     if backend is None:
         raise ValueError("a GGUF file is written of a fast tokenizer alone; load it by AutoTokenizer")
     described = json.loads(backend.to_str())
-    pre = described["pre_tokenizer"] or {}
+    bpe, pre = described["model"], described["pre_tokenizer"] or {}
     steps = list(pre.get("pretokenizers", [pre]))
     last = steps.pop() if steps else {}
     plain = last.get("type") == "ByteLevel" and last.get("use_regex", True) and not last.get("add_prefix_space", True)
     name = next((name for name, wanted in _PRE_TOKENIZERS.items() if steps == wanted), None)
-    if described["model"].get("type") != "BPE" or described["normalizer"] or not plain or name is None:
+    if bpe.get("type") != "BPE" or described["normalizer"] or not plain or name is None:
         raise ValueError(
             "a GGUF file is written with byte-level BPE tokenizers that cut text as GPT-2's or SmolLM's does, and this "
             "one is another; export the model as plain and convert that directory by llama.cpp's own script"
         )
+    decoder, letters = described["decoder"] or {}, set(ByteLevel.alphabet()) - _NO_TEXT
+    unlike = {
+        **{f"{key}={bpe.get(key)!r}": bool(bpe.get(key)) for key in _BPE_SETTINGS},
+        # which it turns into unk_token, and llama.cpp leaves out
+        "bytes without a token": bool(bpe.get("unk_token") and letters - set(bpe["vocab"])),
+        f"the decoder {decoder.get('type')}": decoder.get("type") != "ByteLevel",
+    }
+    for token in described["added_tokens"]:
+        flags = [key for key in ("lstrip", "rstrip", "single_word") if token[key]]
+        unlike[f"{', '.join(flags)} of {token['content']!r}"] = bool(flags)
+    found = [what for what, there in unlike.items() if there]
+    if found:
+        raise ValueError(
+            f"the tokenizer has {'; '.join(found)}, which a GGUF file cannot express; export the model as plain"
+        )
     return name
+
+
+def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+    """Whether the tokenizer puts its BOS before a text, and its EOS behind it: what it does, whatever it says of it."""
+    ids = tokenizer("a", truncation=False)["input_ids"]
+    plain = tokenizer("a", truncation=False, add_special_tokens=False)["input_ids"]
+    bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    for before, behind in ((False, False), (True, False), (False, True), (True, True)):
+        if ids == bos * before + plain + eos * behind:
+            return before, behind
+    raise ValueError(
+        f"the tokenizer makes {ids} of a text whose tokens are {plain}. A GGUF file can only say that the BOS token "
+        f"({bos[0]}) stands before a text and the EOS token ({eos[0]}) behind it; export the model as plain"
+    )
 
 
 @torch.no_grad()
@@ -101,7 +140,6 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
         ImportError: without the package gguf.
     """
     check_gguf(model, tokenizer)
-    check_signed(path)
     operators = dict(named_operators(model))
     for name, operator in operators.items():
         check_gguf_operator(name, operator.config, linear_features(operator))
@@ -124,7 +162,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
 
 
 def _write_config(writer: Any, config: Any) -> None:
-    writer.add_string("relinear.version", __version__)  # whose file it is: nothing else replaces or removes it
+    writer.add_string("relinear.version", __version__)
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_name(Path(getattr(config, "_name_or_path", "") or "model").name)
@@ -164,9 +202,14 @@ def _write_tokenizer(writer: Any, tokenizer: Any, entries: int) -> None:
         number = getattr(tokenizer, f"{name}_token_id")
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
-    writer.add_add_bos_token(False)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    before, behind = _added_around(tokenizer)
+    writer.add_add_bos_token(before)
+    writer.add_add_eos_token(behind)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several, by name; "default" is the one that programs take
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
 
 
 def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operators: dict[str, Any]) -> None:

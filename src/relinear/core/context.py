@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from relinear.core.anatomy import decoder, decoder_layers, takes_keywords, unwrapped
 from relinear.core.handover import check_hands_over, hand_over, strong, weak
 from relinear.core.operator import Operator
-from relinear.core.readers import flattener_of_tokens
 
 #: name of the owner's submodule in the base model
 OWNER_NAME = "relinear_context"
@@ -122,18 +121,10 @@ def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
 
 
 def _check_reached(model: nn.Module, name: str, words: str) -> None:
-    """Raise ValueError if no context reaches the layer ``name``, or none that fits its tokens."""
+    """Raise ValueError if no context reaches the layer ``name``."""
     target = model.get_submodule(name)
-    layers = decoder_layers(model)
-    places = [(layer, key) for layer in layers for key, module in layer.named_modules() if module is target]
-    if not places:
+    if not any(module is target for layer in decoder_layers(model) for module in layer.modules()):
         raise ValueError(f"{words} lies outside the decoder layers, where no context reaches it")
-    flattener = flattener_of_tokens(*places[0])
-    if flattener is not None:
-        raise ValueError(
-            f"{words} is handed the tokens of a whole batch in one row by {flattener}, and no context fits them; leave "
-            "it to an operator that reads none"
-        )
 
 
 def check_context_is_there(model: nn.Module) -> None:

@@ -161,6 +161,8 @@ class Operator(TokenTerms, CachingModule):
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
+    #: weights that are no parameters, as integers are, less parameters that are no weights, as their scales are
+    weights_beyond_parameters: int = 0
     #: entries of the nn.Embedding that it stands for: called with token ids it gives ``rows``; None stands for a layer
     num_embeddings: int | None = None
     #: where the operator is in its model, for messages; empty where it stands alone
@@ -183,6 +185,14 @@ class Operator(TokenTerms, CachingModule):
             self.create(**kw)
             self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **kw)) if bias else None)
             self.reset_parameters()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and name not in self.__dict__.get("_parameters", ()):
+            raise AttributeError(
+                f"{self.name_in_model or 'this layer'} is a relinear operator ({type(self).__name__}) and has no "
+                "weight, which the model reads here; leave the layer out with exclude="
+            )
+        return super().__getattr__(name)
 
     def create(self, **kw: Any) -> None:
         """Register parameters and buffers, without values yet; ``bias`` (out_features,) comes after them.

@@ -43,6 +43,11 @@ class QuantizedLinear(Operator):
         self.register_buffer("zeros", None if self.config.symmetric else torch.empty(outputs, groups, **integers))
         self.scales = nn.Parameter(torch.empty(outputs, groups, **kw))
 
+    @property
+    def weights_beyond_parameters(self) -> int:  # type: ignore[override]
+        """The integers, less their scales."""
+        return self.in_features * self.out_features - self.scales.numel()
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Codes drawn evenly, scales such that weights have variance 1 / I; zero bias."""

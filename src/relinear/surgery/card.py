@@ -8,6 +8,7 @@ from torch import nn
 
 from relinear.core.attachment import attachments
 from relinear.core.operator import named_operators
+from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_text
 
 CARD = "README.md"
@@ -49,8 +50,7 @@ def _table(model: nn.Module) -> list[str]:
         row = (repr(operator.config), operator.in_features, operator.out_features)
         rows[row] += 1
         sizes[row] += sum(value.nbytes for value in operator.state_dict().values())
-    count = getattr(model, "num_parameters", None)
-    lines = [f"{count():,} parameters." if callable(count) else ""]
+    lines = [f"{module_parameters(model):,} parameters."]
     if rows:
         lines += ["", "| operator | in -> out | layers | bytes |", "| --- | --- | ---: | ---: |"]
         lines += [f"| `{r[0]}` | {r[1]} -> {r[2]} | {rows[r]} | {sizes[r]:,} |" for r in rows]

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from relinear.core.operator import Operator, embeds, is_linear, linear_features
-from relinear.core.readers import reader_of_weight
-from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own
+from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own, reader_of_weight
 
 _TIED = "tied to the embedding"
 _SUBCLASS = "a subclass of nn.Linear"

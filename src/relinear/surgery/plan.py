@@ -13,12 +13,11 @@ from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
 from relinear.core.operator import Init, Operator, OperatorConfig, check_model, linear_features
-from relinear.core.readers import reader_of_weight
 from relinear.core.record import refuse_quantized, sync_record
 from relinear.core.wrapper import WrapperConfig
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.select import Target, is_tied, select_targets
+from relinear.surgery.select import Target, is_tied, reader_of_weight, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 from relinear.surgery.tied import check_rows, swap_layer, tied_head
 
@@ -251,8 +250,7 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
             f"{type(config).__name__}(...).convert(linear, init={init!r})"
         )
     head = tied_head(model, target.module)
-    names = [target.name, *(name for name, module in model.named_modules() if module is head)]
-    reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)
+    reader = reader_of_weight(model, target.name)
     if reader is not None:
         raise ValueError(
             f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "

@@ -11,13 +11,17 @@ from torch import nn
 from relinear.core.anatomy import BASE_LAYER, layer_finder, output_head, stock_name, unwrapped
 from relinear.core.config import layer_indices, shown
 from relinear.core.operator import Operator, is_embedding, is_linear
-from relinear.core.readers import reader_of_weight
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches, no_match
 
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
 _LONGEST_NAME = 200  # of a pattern that is compared with names
+#: layers of transformers' whose weight their parent reads, as "class of the parent.layer"
+_READ = re.compile(
+    r".*(ActDense\.(wo|fc2)|(Mixer|MambaLayer)\.(dt|x|out)_proj|Indexer\.weights_proj)"
+    r"|RwkvSelfAttention\.output|RwkvFeedForward\.value"
+)
 _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"})
 
 
@@ -77,6 +81,13 @@ def _embedding(model: Any) -> Any:
     except NotImplementedError:  # a model that does not read tokens
         return None
     return table if is_embedding(table) or isinstance(table, Operator) else None
+
+
+def reader_of_weight(model: nn.Module, name: str) -> str | None:
+    """Return the class that is known to read ``.weight`` of its layer ``name``, which no operator has; else None."""
+    parent, _, child = name.rpartition(".")
+    kind = type(model.get_submodule(parent)).__name__
+    return kind if _READ.fullmatch(f"{kind}.{child}") else None
 
 
 def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:

@@ -17,7 +17,10 @@ from relinear.system.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One linear layer, operator or attached part. ``*_before`` is the dense layer (or what was replaced last)."""
+    """One linear layer, operator or attached part. ``*_before`` is the dense layer (or what was replaced last).
+
+    parameters: weights, integers among them. bytes: what a checkpoint holds of it, scales among it.
+    """
 
     name: str
     operator: str
@@ -27,16 +30,18 @@ class Row:
     flops_per_token: int
     parameters_before: int
     flops_before: int
+    bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """A table of a model's linear layers. ``str`` shows it with layers of one kind in one line.
 
-    parameters: every parameter of the model, tied ones once.
+    parameters: every weight of the model, integers among them, tied ones once.
     flops_per_token: forward FLOPs of the rows; attention scores, norms and activations are left out.
     coverage: what operators took the place of, what was left, and why; printed below the table.
     notes: what ``replace_`` warned of; printed last.
+    bytes: what a checkpoint holds of the model.
     """
 
     rows: tuple[Row, ...]
@@ -46,6 +51,7 @@ class Summary:
     flops_before: int
     coverage: Coverage
     notes: tuple[str, ...] = ()
+    bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON values."""
@@ -56,22 +62,29 @@ class Summary:
 
     def within(self, width: int) -> str:
         """Return the table in lines of at most ``width`` characters: where it is wider, a few lines a layer."""
-        lines: list[tuple[str, ...]] = [("layer", "operator", "in -> out", "parameters", "was", "FLOPs/token", "was")]
+        head = ("layer", "operator", "in -> out", "parameters", "was", "bits", "bytes", "FLOPs/token", "was")
+        lines: list[tuple[str, ...]] = [head]
         for names, row in _grouped(self.rows):
             shape = "" if row.in_features is None else f"{row.in_features} -> {row.out_features}"
             name = names[0] if len(names) == 1 else f"{_common(names)} (x{len(names)})"
-            sizes = (row.parameters, row.parameters_before, row.flops_per_token, row.flops_before)
-            lines.append((name, row.operator, shape, *(f"{size * len(names):,}" for size in sizes)))
-        totals = (self.parameters, self.parameters_before, self.flops_per_token, self.flops_before)
-        lines.append(("whole model", "", "", *(f"{total:,}" for total in totals)))
+            lines.append((name, row.operator, shape, *_sizes(row, len(names))))
+        lines.append(("whole model", "", "", *_sizes(self, 1)))
         table = columns(lines, left=3).splitlines()
         rule = "-" * min(max(map(len, table)), width)
         if max(map(len, table)) > width:
-            form = "{}\n  {}  {}\n  parameters {} (was {}), FLOPs/token {} (was {})"
+            form = "{}\n  {}  {}\n  parameters {} (was {}), {} bits each, {} bytes, FLOPs/token {} (was {})"
             table = ["", *(form.format(*line) for line in lines[1:])]
         notes = map("note: {}".format, self.notes)
         said = "\n".join([table[0], rule, *table[1:-1], rule, table[-1], str(self.coverage), *notes])
         return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in said.splitlines() if line)
+
+
+def _sizes(of: Row | Summary, count: int) -> list[str]:
+    """What the columns of numbers hold for ``count`` alike rows: bits are those a weight takes, scales included."""
+    parameters, before, size = of.parameters * count, of.parameters_before * count, of.bytes * count
+    bits = f"{8 * size / parameters:.4g}" if parameters else ""
+    flops = (f"{number * count:,}" for number in (of.flops_per_token, of.flops_before))
+    return [f"{parameters:,}", f"{before:,}", bits, f"{size:,}", *flops]
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:
@@ -101,8 +114,15 @@ def _common(names: list[str]) -> str:
 
 
 def module_parameters(module: nn.Module) -> int:
-    """Number of parameters, shared ones once."""
-    return sum(p.numel() for p in module.parameters())
+    """Number of weights, shared ones once: parameters, and integers in place of their scales."""
+    integers = (part.weights_beyond_parameters for part in module.modules() if isinstance(part, Operator))
+    return sum(p.numel() for p in module.parameters()) + sum(integers)
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers that a checkpoint holds, shared ones once."""
+    parts = module.state_dict(keep_vars=True).values()
+    return sum(part.nbytes for part in {id(part): part for part in parts}.values())
 
 
 def _states_flops(module: Any) -> bool:
@@ -154,7 +174,7 @@ def summary(
         dense = (dense_size(module) if shape else 0, _dense_flops(module))
         was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
         in_features, out_features = shape or (None, None)
-        rows.append(Row(name, operator, in_features, out_features, *size, *was))
+        rows.append(Row(name, operator, in_features, out_features, *size, *was, module_bytes(module)))
     parameters = module_parameters(model)
     flops = sum(row.flops_per_token for row in rows)
     return Summary(
@@ -164,4 +184,5 @@ def summary(
         parameters + sum(row.parameters_before - row.parameters for row in rows),
         flops + sum(row.flops_before - row.flops_per_token for row in rows),
         coverage(model, {name: size for name, (size, _) in (before or {}).items()}, left or {}),
+        bytes=module_bytes(model),
     )
