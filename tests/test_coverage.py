@@ -83,7 +83,7 @@ def test_integers_count_as_weights() -> None:
     assert (dense.parameters, dense.bytes) == (128 * 64 + 64, 4 * (128 * 64 + 64))
     assert table.parameters == table.parameters_before == 128 * 128 + 128 * 64 + 64
     assert table.bytes == integers.bytes + dense.bytes
-    assert [word for word in str(table).splitlines()[2].split() if word[0].isdigit()][-5:-2] == [
+    assert " 4.5  9,216 " in str(table)
         "16,384",
         "4.5",
         "9,216",
