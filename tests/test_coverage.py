@@ -84,10 +84,6 @@ def test_integers_count_as_weights() -> None:
     assert table.parameters == table.parameters_before == 128 * 128 + 128 * 64 + 64
     assert table.bytes == integers.bytes + dense.bytes
     assert " 4.5  9,216 " in str(table)
-        "16,384",
-        "4.5",
-        "9,216",
-    ]
 
 
 def test_a_tied_head_counts_as_embedding() -> None:
