@@ -31,10 +31,6 @@ def test_specialize_command(tmp_path, capsys, tiny_gpt2):
     assert "is the model that is read" in capsys.readouterr().err
     assert (tmp_path / "cgt" / "model.safetensors").read_bytes() == before
 
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")
-    assert main([*arguments, "--out", str(tmp_path / "mine")]) == 2
-    assert "config.json would be replaced" in capsys.readouterr().err
     assert main([*arguments, "--out", str(tmp_path / "on"), "--first-position", "-1"]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "on").config.n_positions == 64 - 17
     tiny_gpt2.save_pretrained(tmp_path / "gpt2")
