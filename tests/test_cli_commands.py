@@ -194,9 +194,13 @@ def test_train_and_eval(capfd, tmp_path):
     small += ["--data", str(text), "-r", "q_proj=low_rank:rank=2"]
     out = tmp_path / "run"
     assert main(["train", "--steps", "3", "--batch-size", "2", "--out", str(out), *small]) == 0
-    printed = capfd.readouterr().out
+    printed = capfd.readouterr()
     record = json.loads((out / "run.json").read_text())
-    assert f"{record['result']['perplexity']:.3f}" in printed
+    assert f"{record['result']['perplexity']:.3f}" in printed.out
+    assert "1 rank, 2 sequences a step (64 tokens)\n" in printed.err
+    assert main(["report", str(out), "--out", str(tmp_path / "pages")]) == 0
+    assert (tmp_path / "pages" / "report.html").is_file()
+    capfd.readouterr()
     assert main(["eval", str(out), "--json"]) == 0
     measured = json.loads(capfd.readouterr().out)["perplexity"]
     assert measured["perplexity"] == pytest.approx(record["result"]["perplexity"], rel=0.02)  # bf16 against fp32

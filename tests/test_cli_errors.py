@@ -1,6 +1,7 @@
 """Wrong input of many kinds: one clear message on stderr, exit code 2, no traceback, nothing half-written."""
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 from typer.main import get_command
 
+from relinear_cli.errors import exit_code
 from relinear_cli.main import COMMANDS, app, main
 
 # fast training: whoever gets as far as a step takes a few
@@ -386,6 +388,37 @@ def test_an_unknown_model_is_refused_before_any_network(monkeypatch, capfd, text
         ["distill", "tinyy", "-r", "q=rotor", *out],
     ):
         check(capfd, arguments, ["tinyy", "tiny"])
+
+
+def test_a_pickle_as_weights_is_not_run(text, tmp_path, capfd):
+    from conftest import make_tiny_llama
+
+    make_tiny_llama(vocab_size=258).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with (tmp_path / "pytorch_model.bin").open("wb") as file:
+        pickle.dump({"weight": print}, file)
+    arguments = ["eval", str(tmp_path), "--data", str(text), "--tokenizer", "bytes"]
+    check(capfd, arguments, ["a pickle with more than tensors", "safetensors"])
+
+
+def test_a_rank_of_nothing_is_refused(text, tmp_path, capfd, monkeypatch):
+    """It would train alone, and write nothing, as the first rank is to do."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    out = tmp_path / "out"
+    check(capfd, ["train", "--data", str(text), "--out", str(out), *SMALL], ["RANK=1 is set without WORLD_SIZE"])
+    assert not out.exists()
+
+
+def test_a_missing_key_of_wandb_is_the_users(capfd):
+    class UsageError(Exception):
+        pass
+
+    def train():
+        raise UsageError("api_key not configured (no-tty)")
+
+    assert exit_code(train) == 2
+    assert capfd.readouterr().err == "error: UsageError: api_key not configured (no-tty)\n"
 
 
 def test_traceback_on_request(capfd, monkeypatch):

@@ -79,6 +79,7 @@ def test_a_kind_is_found_among_the_entry_points_of_packages(package, tmp_path) -
     model = saved(tmp_path / "out")
     told = model.config.quantization_config["packages"]
     assert told == {"outside_scale": {"module": "outside_package", "package": "outside-package", "version": "0.3"}}
+    assert "pip install relinear outside-package\n" in (tmp_path / "out" / "README.md").read_text()
     registry._REGISTRY["operator"].pop("outside_scale")  # as in another process
     sys.modules.pop("outside_package")
     again = relinear.from_pretrained(tmp_path / "out")

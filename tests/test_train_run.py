@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +106,34 @@ def test_fit_leaves_the_model_as_it_was_but_trained():
     assert [row.phase for row in rows] == ["prepare", "train", "train", "train", "train", "done"]
     assert result.peak_memory_bytes > 1 << 20
     assert result.flops_per_token > 0
+
+
+class Writer:
+    """What tensorboard's SummaryWriter is to the Trainer."""
+
+    places: list[str | None] = []  # noqa: RUF012
+
+    def __init__(self, log_dir=None):
+        self.places.append(log_dir)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+def test_tensorboard_writes_below_the_run_and_is_named_by_a_text(tmp_path, monkeypatch):
+    """Also the evaluation before the first step, which the Trainer would log in the working directory."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
+    settings = FIT.updated(report_to="tensorboard")
+    assert settings.report_to == ("tensorboard",)
+    fit(make_tiny_llama(), (Tokens(), Tokens()), settings, out_dir=tmp_path / "run")
+    assert set(Writer.places) == {str(tmp_path / "run" / "tensorboard")}
+
+
+def test_a_reporter_without_its_package_is_said(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    with pytest.raises(ValueError, match=r"report_to=wandb: .*pip install wandb"):
+        fit(make_tiny_llama(), Tokens(), FIT.updated(report_to="wandb"))
 
 
 def test_fit_refuses():

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pickle import UnpicklingError
 
 from relinear_cli.terminal import fitted
 
@@ -23,12 +24,12 @@ _DISK = "what was whole before still is. Make room or mend the disk, then start 
 
 # Exceptions of other packages that no common base class covers, by the name of a class among their bases: naming them
 # here avoids importing their packages just to catch them.
-_FOREIGN = {"YAMLError", "SafetensorError", "HfHubHTTPError", "HTTPError", "RequestException"}
+_FOREIGN = {"SafetensorError", "HfHubHTTPError", "HTTPError", "RequestException", "UsageError"}  # the last is wandb's
 
 
 def is_user_error(error: BaseException) -> bool:
     """Return whether ``error`` is something that the user can mend: settings, files, data, numbers, a missing extra."""
-    if isinstance(error, ValueError | OSError | FloatingPointError | ImportError):
+    if isinstance(error, ValueError | OSError | FloatingPointError | ImportError | UnpicklingError):
         return True
     return _is_foreign(error)
 
@@ -57,6 +58,8 @@ def _message(error: BaseException) -> str:
         from relinear.core.settings import readable
 
         return readable(error)  # type: ignore[arg-type]  # pydantic's, recognised without importing it
+    if isinstance(error, UnpicklingError):  # torch's message proposes to run it
+        return "the weights are a pickle with more than tensors in it, which could run code; get them as safetensors"
     text = str(error).strip()
     if _is_foreign(error):
         return f"{type(error).__name__}: {text}"

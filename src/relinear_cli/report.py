@@ -22,7 +22,7 @@ def command(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The page; RUN/report.html by default, of several runs ./report.html.")
+        Path | None, typer.Option(help="Directory of report.html, or an .html file; by default RUN, or here.")
     ] = None,
     analyze: Annotated[
         bool, typer.Option("--analyze", help="First look into the trained models of RUN, one of every entry.")
@@ -126,8 +126,10 @@ def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
 
 
 def page_of(runs: list[Path], out: Path | None) -> Path:
-    """Return where the page on ``runs`` is written: ``out``, or report.html in the run, or here for several."""
-    return out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    """Return where the page on ``runs`` is written: ``out`` or report.html in it, in the run, or here for several."""
+    if out is not None and out.suffix == ".html":
+        return out
+    return (out or (runs[0] if len(runs) == 1 else Path())) / "report.html"
 
 
 def section_of(run: Path) -> Section:

@@ -1,6 +1,8 @@
 """``relinear train``: one run."""
 
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +70,10 @@ def command(
     settings = TrainSettings.load(values, recipe or "settings")
     options.check_patterns(settings.model, settings.operators)
     options.prepare_process(models=[settings.model])
+    if is_first_rank():  # a launcher may have started fewer than one thinks
+        ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
+        told = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
+        print(f"{told} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
     with watch_training(settings.model) as on_progress:
         result = train(settings, out, resume=not start_over, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells

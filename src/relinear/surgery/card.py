@@ -8,6 +8,7 @@ from torch import nn
 
 from relinear.core.attachment import attachments
 from relinear.core.operator import named_operators
+from relinear.core.plugins import packages_of
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_text
 
@@ -33,7 +34,9 @@ def _card(model: Any) -> str:
     front += ["pipeline_tag: text-generation"] if causal else []
     origin = f"[{name}](https://huggingface.co/{name})" if name else f"a `{type(model).__name__}`"
     lines = ["---", *front, "---", _LINE, "", f"# {origin} with layers of relinear", ""]
-    lines += [*_table(model), "", *_how_to_load(causal), ""]
+    configs = [*(operator.config for _, operator in named_operators(model)), *attachments(model)]
+    packages = {found["package"] for found in packages_of(configs).values() if "package" in found}
+    lines += [*_table(model), "", *_how_to_load(causal, sorted(packages)), ""]
     return "\n".join(lines)
 
 
@@ -60,13 +63,13 @@ def _table(model: nn.Module) -> list[str]:
     return lines
 
 
-def _how_to_load(causal: bool) -> list[str]:
+def _how_to_load(causal: bool, packages: list[str]) -> list[str]:
     auto = "AutoModelForCausalLM" if causal else "AutoModel"
     return [
         "## Loading",
         "",
         "```sh",
-        "pip install relinear",
+        f"pip install {' '.join(['relinear', *packages])}",
         "```",
         "",
         "```python",

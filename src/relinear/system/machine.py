@@ -17,8 +17,15 @@ from relinear.system.version import __version__
 
 
 def is_first_rank() -> bool:
-    """Return whether this is the process that writes and tells: the only one, or the first rank of several."""
-    return int(os.environ.get("RANK", "0")) == 0
+    """Return whether this is the process that writes and tells: the only one, or the first rank of several.
+
+    Raises:
+        ValueError: for a RANK without WORLD_SIZE: the process would train alone and write nothing.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"RANK={rank} is set without WORLD_SIZE; start by torchrun or accelerate launch, or unset it")
+    return rank == "0"
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class FitSettings(Settings):
     save_every: int | None = Field(default=None, ge=0)
     eval_batch_size: Batch | None = None
     eval_start_tokens: PositiveInt | None = None
-    report_to: tuple[str, ...] = ()
+    report_to: Patterns = ()
     save_model: bool = True
     keep_checkpoint: bool = False
 

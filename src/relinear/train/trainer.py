@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
@@ -126,8 +127,20 @@ def _arguments(settings: FitSettings, out_dir: Path, device: str) -> TrainingArg
         remove_unused_columns=False,
         dataloader_pin_memory=device != "cpu",
         disable_tqdm=True,
-        report_to=list(settings.report_to) or "none",
+        report_to="none",  # see _reporters
     )
+
+
+def _reporters(settings: FitSettings, folder: Path) -> list[TrainerCallback]:
+    """transformers' callbacks that ``report_to`` names; tensorboard's files go to ``folder``."""
+    try:
+        reporters: list[Any] = [reporter() for reporter in get_reporting_integration_callbacks([*settings.report_to])]
+    except RuntimeError as error:  # a package is missing
+        raise ValueError(f"report_to={', '.join(settings.report_to)}: {error}") from None
+    for reporter in reporters:
+        if getattr(reporter, "logging_dir", "") is None:  # it would be the working directory before the first step
+            reporter.logging_dir = str(folder)
+    return reporters
 
 
 class RelinearTrainer(Trainer):
@@ -169,7 +182,7 @@ class RelinearTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             data_collator=data_collator,
-            callbacks=list(callbacks),
+            callbacks=[*callbacks, *_reporters(settings, out_dir.parent / "tensorboard")],
         )
         self.remove_callback(PrinterCallback)
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
