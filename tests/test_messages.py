@@ -101,7 +101,7 @@ def test_a_full_disk_is_told_in_one_form(error):
 
 def test_the_command_line_names_its_own_option():
     assert (
-        one_message(ValueError("or start over with resume=False (--start-over)")) == "or start over with --start-over"
+        one_message(ValueError("or start over with overwrite=True (--overwrite)")) == "or start over with --overwrite"
     )
 
 

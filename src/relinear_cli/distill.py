@@ -45,7 +45,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Of parameters and order of tokens.", show_default="0")] = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
-    start_over: options.StartOver = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus.
 
@@ -77,7 +77,7 @@ def command(
     text = options.corpus_of(data, text_column)
     options.check_patterns(model, [*mapping, *(exclude or [])])
     options.prepare_process(threads, models=[model], texts=[text])
-    how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "resume": not start_over, "out_dir": out}
+    how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "resume": not overwrite, "out_dir": out}
     loaded = options.load_model(model)
     with watch_distillation() as on_progress:
         texts = iter_texts(text, split, conversations=True)

@@ -40,7 +40,7 @@ def _is_foreign(error: BaseException) -> bool:
 
 def one_message(error: BaseException) -> str:
     """Return what to tell the user about ``error``, in so many characters as a terminal shows at once."""
-    text = _message(error).replace("resume=False (--start-over)", "--start-over")
+    text = _message(error).replace("overwrite=True (--overwrite)", "--overwrite")
     if len(text) <= _LONGEST:  # so that a mistyped option is told in a moment
         return text
     from relinear.system.text import cut

@@ -22,7 +22,7 @@ Attach = Annotated[
     list[str] | None,
     typer.Option("--attach", metavar="KIND:KEY=VALUE", help="A residual method or another part of the whole model."),
 ]
-StartOver = Annotated[bool, typer.Option("--start-over", help="Discard what an earlier call left in --out.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; what is in the way in --out is renamed.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
 TextColumn = Annotated[str | None, typer.Option(help="Of jsonl, parquet and Hub data; by default `text`.")]

@@ -35,7 +35,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="Of initialisation, data and noise.", show_default="0")] = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
-    start_over: options.StartOver = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
 
@@ -75,7 +75,7 @@ def command(
         told = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
         print(f"{told} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
     with watch_training(settings.model) as on_progress:
-        result = train(settings, out, resume=not start_over, on_progress=on_progress)
+        result = train(settings, out, overwrite=overwrite, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells
         return
     for name, text in (

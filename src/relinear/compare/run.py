@@ -22,7 +22,7 @@ from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.train.run import clear_run, read_ended, read_result
+from relinear.train.run import read_ended, read_result, run_folder
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
@@ -352,8 +352,7 @@ class _Comparison:
 
         def do() -> None:
             if self._outdated(name, folder, settings):
-                clear_run(folder)
-                (folder / RUN).unlink()
+                run_folder(folder, settings, overwrite=True).set_aside()
             what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
             try:
                 self._run("train", what, settings, folder)

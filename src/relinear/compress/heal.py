@@ -29,7 +29,7 @@ from relinear.core.objective import GuidedTraining
 from relinear.core.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
 from relinear.train.distill import against
-from relinear.train.fit import fit, remove_checkpoints
+from relinear.train.fit import remove_checkpoints, run_fit
 from relinear.train.settings import FitSettings
 
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
@@ -259,7 +259,7 @@ class _Healing:
         samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
         judged = _Judged(self.model, against(self.teacher, self.model))
         with evaluating(self.model):
-            result = fit(judged, tuple(samples), how, out_dir=self.folder, on_progress=self._told)
+            result = run_fit(judged, tuple(samples), how, out_dir=self.folder, on_progress=self._told)
         step, loss = self._best_so_far()
         first = result.curve[0]["validation_loss"]
         tokens = self.steps * settings.heal_batch * self.blocks.shape[1]

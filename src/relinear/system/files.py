@@ -111,6 +111,12 @@ def list_written(folder: str | Path, work: str) -> None:
     write_json(record, read_json(record) | {written.LISTED: {part.name: written.digest_of(part) for part in parts}})
 
 
+def remove_temporaries(folder: Path) -> None:
+    """Remove from ``folder`` what ``atomic_path`` and ``atomic_directory`` of a killed process had not finished."""
+    for path in filter(written.is_temporary, folder.iterdir()):
+        written.remove(path)
+
+
 def sync_files(directory: Path) -> None:
     """Have every file in ``directory`` on the disk: renaming is only all-or-nothing for data that has reached it."""
     for path in directory.rglob("*"):

@@ -18,9 +18,10 @@ from torch.utils.data import Dataset
 from relinear.core.modes import same_modes
 from relinear.core.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
+from relinear.system.files import MANIFEST
 from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads
+from relinear.system.run_folder import RunFolder, overwriting
 from relinear.system.signals import Terminated, on_terminate
-from relinear.system.written import check_ours
 from relinear.train.settings import FitSettings
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 
     from relinear.train.callbacks import Progress, RunLog, StopOnTerminate
     from relinear.train.trainer import RelinearTrainer
+
+#: what training writes at the top of its folder
+FILES = ("metrics.jsonl", "checkpoints", "block_losses.npy", "latent_moments.json")
+#: settings that a continued run may change: they alter neither the weights nor the rows that are logged
+FREE: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
 # file at once, because a function of the same name as its file cannot be imported on first use.
@@ -200,12 +206,15 @@ def fit(
     *,
     objective: Objective | None = None,
     out_dir: str | Path | None = None,
-    resume: bool = True,
+    overwrite: bool = False,
+    resume: bool | None = None,
     callbacks: Iterable[TrainerCallback] = (),
     on_progress: Callable[[Progress], None] | None = None,
     collate: Callable | None = None,
 ) -> TrainResult:
     """Train ``model`` in place.
+
+    Called again with the same settings and ``out_dir``, it goes on from the last checkpoint there.
 
     Args:
         model: any module that returns ``loss`` (in a dict-like output, or first in a tuple) for a batch, as Hugging
@@ -215,9 +224,11 @@ def fit(
         settings: how to train; the defaults of ``FitSettings`` if None.
         objective: what is minimised in place of the model's own loss: what ``ObjectiveConfig.prepare(model)`` gives, or
             any function (model, batch) -> (loss, its weighted terms by name, the model's output).
-        out_dir: where metrics.jsonl, checkpoints and block_losses.npy (a language model's loss on every validation
-            sample at the end, in order) go; nothing is kept if None.
-        resume: continue from the last checkpoint in ``out_dir``, if there is one.
+        out_dir: where fit.json (the settings), metrics.jsonl, checkpoints and block_losses.npy (a language model's loss
+            on every validation sample at the end, in order) go; nothing is kept if None.
+        overwrite: start over, and rename what is in the way in ``out_dir``: ``checkpoints`` becomes
+            ``checkpoints.<time>``.
+        resume: deprecated; ``resume=False`` is ``overwrite=True``.
         callbacks: further transformers callbacks.
         on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
         collate: makes a batch of a list of samples; stacks tensors by default.
@@ -226,8 +237,9 @@ def fit(
         The result; ``model`` is left trained, in the mode it came in.
 
     Raises:
-        ValueError: if data or settings do not fit the model, or a part of the checkpoint to go on from is missing or
-            changed (before anything has changed).
+        ValueError: if data or settings do not fit the model; if ``out_dir`` holds a fit with other settings, or files
+            of others under names that are written; if a part of the checkpoint to go on from is missing or changed
+            (before anything has changed).
         NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite, or grows a hundredfold; it names the
             last good checkpoint.
         Terminated: (a KeyboardInterrupt) after a SIGTERM, with ``out_dir``, once the step under way is saved.
@@ -239,13 +251,42 @@ def fit(
         >>> relinear.fit(relinear.from_preset("tiny"), samples, FitSettings(steps=2, batch_size=4)).steps
         2
     """
+    settings, overwrite = settings or FitSettings(), overwriting(overwrite, resume)
+    _datasets(data)
+    kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if out_dir is not None and is_first_rank():
+        folder = RunFolder(out_dir, "fit", "fit.json", FILES, free=FREE)
+        kept = folder.open(settings.model_dump(mode="json"), overwrite=overwrite)
+    with kept:
+        return run_fit(
+            model,
+            *(data, settings),
+            objective=objective,
+            out_dir=out_dir,
+            resume=not overwrite,
+            callbacks=callbacks,
+            on_progress=on_progress,
+            collate=collate,
+        )
+
+
+def run_fit(
+    model: nn.Module,
+    data: Any,
+    settings: FitSettings,
+    *,
+    objective: Objective | None = None,
+    out_dir: str | Path | None,
+    resume: bool = True,
+    callbacks: Iterable[TrainerCallback] = (),
+    on_progress: Callable[[Progress], None] | None = None,
+    collate: Callable | None = None,
+) -> TrainResult:
+    """``fit`` in a folder that the caller holds; without ``resume`` there is nothing in it."""
     from relinear.train.callbacks import RunLog, StopOnTerminate
     from relinear.train.trainer import RelinearTrainer
 
-    settings = settings or FitSettings()
     train_data, validation = _datasets(data)
-    if out_dir is not None and is_first_rank():  # a later rank would see what the first has begun to write
-        check_ours(out_dir, "fit")
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
         if out_dir is None and settings.save_every is None:
@@ -271,10 +312,14 @@ def fit(
         return _run(model, trainer, log, stop, resume)
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a run; what others keep beside them stays, and with it the folder."""
-    names = re.compile(r"\.?checkpoint-\d+|\.partial")
-    for part in (part for part in folder.glob("*") if names.fullmatch(part.name) and part.is_dir()):
+def remove_checkpoints(folder: Path, but: str = "") -> None:
+    """Remove the checkpoints of a run, ``but`` one; what others keep beside them stays, and with it the folder.
+
+    A checkpoint has a manifest. What a run had begun to write or to remove is hidden.
+    """
+    ours = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
+    hidden = [part for part in folder.glob(".*") if re.fullmatch(r"\.checkpoint-\d+|\.partial", part.name)]
+    for part in (part for part in (*ours, *hidden) if part.name != but):
         with contextlib.suppress(OSError):  # hidden, so that what a failing disk leaves of it is no checkpoint
             part = part.rename(folder / f".{part.name.lstrip('.')}")
         shutil.rmtree(part, ignore_errors=True)
@@ -293,8 +338,6 @@ def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTe
         check_checkpoint(checkpoint)
     step = -1 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if trainer.is_world_process_zero():
-        if not resume:
-            remove_checkpoints(checkpoints)
         log.rewind(step)
     # the first rank's alone are rewound, and all must call the same loss an explosion
     first_loss = broadcast_object_list([next((row["loss"] for row in log.rows if "loss" in row), None)])[0]

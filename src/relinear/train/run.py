@@ -1,6 +1,5 @@
 """A whole training run from its settings: model, surgery, data, training, and a directory of results."""
 
-import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, TrainerCallback
 
-from relinear.core.config import nearest, shown
+from relinear.core.config import nearest
 from relinear.core.context import check_context_is_there
 from relinear.core.vocabulary import check_length_fits
 from relinear.data import prepare_data
@@ -19,20 +18,17 @@ from relinear.models import draw_as_torch_, from_preset, model_place, preset_nam
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
-from relinear.system.files import read_json, understood, write_json
-from relinear.system.lock import only_process_in
-from relinear.system.machine import circumstances, is_first_rank
-from relinear.system.written import check_loose, check_ours
+from relinear.system.files import read_json, understood
+from relinear.system.machine import is_first_rank
+from relinear.system.run_folder import RunFolder, overwriting
 from relinear.train.callbacks import Progress, read_metrics
-from relinear.train.fit import TrainResult, fit, remove_checkpoints
+from relinear.train.fit import FILES, FREE, TrainResult, remove_checkpoints, run_fit
 from relinear.train.optim import check_readout, scale_added_, scale_stock_, width_ratio
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
-#: settings that a continued run may change: they alter neither the weights nor the rows that are logged
-_FREE = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 #: what to do where a directory's record is of no use
-_ELSEWHERE = "give another directory, or start over"
+_ELSEWHERE = "give another directory, or overwrite this one"
 
 
 def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
@@ -151,23 +147,30 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
         return record | {"settings": dict(**record["settings"])}
 
 
-def _check_same(out_dir: Path, record: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings, or with other sequences in a step; how ranks share a step may change."""
-    before = TrainSettings.completed(record["settings"])
-    differing = [key for key in now if key not in _FREE and before.get(key) != now[key]]
-    ranks = record.get("ranks", _ranks())
-    if record.get("status") != "done" and isinstance(ranks, int) and ranks != _ranks() and isinstance(before, dict):
-        then, here = _sequences(before, ranks), _sequences(now, _ranks())
+def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = False) -> RunFolder:
+    """Return the folder of a run. How ranks share the sequences of a step may change when an unfinished run goes on.
+
+    Raises ValueError where the ranks would have other sequences in a step.
+    """
+    folder = RunFolder(
+        out_dir,
+        *("train", "run.json", ("model", *FILES)),
+        earlier=("status", "settings", "machine", "model", "data"),
+        free=FREE,
+        settings_of=lambda record: TrainSettings.completed(record.get("settings")),
+    )
+    record = None if overwrite else folder.read()
+    ranks = _ranks() if record is None or record.get("status") == "done" else record.get("ranks", _ranks())
+    before = {} if record is None else folder.settings_of(record)
+    if ranks != _ranks() and isinstance(ranks, int) and isinstance(before, dict):
+        then, here = _sequences(before, ranks), _sequences(settings.model_dump(), _ranks())
         if then != here:
             raise ValueError(
                 f"{out_dir} holds a run of {ranks} ranks with {then} sequences in a step, and this would be {_ranks()} "
                 f"with {here}; change batch_size or accumulation to make it {then}"
             )
-        differing = [key for key in differing if key not in ("batch_size", "accumulation")]
-    if differing:
-        stated = ", ".join(f"{key} {shown(before.get(key))} -> {shown(now[key])}" for key in differing)
-        advice = "give another directory, or start over with resume=False (--start-over)"
-        raise ValueError(f"{out_dir} holds a run with other settings ({stated}); {advice}")
+        folder.free = (*FREE, "batch_size", "accumulation")
+    return folder
 
 
 def _ranks() -> int:
@@ -182,7 +185,8 @@ def train(
     settings: TrainSettings | Mapping[str, Any],
     out_dir: str | Path,
     *,
-    resume: bool = True,
+    overwrite: bool = False,
+    resume: bool | None = None,
     callbacks: Iterable[TrainerCallback] = (),
     on_progress: Callable[[Progress], None] | None = None,
 ) -> TrainResult:
@@ -197,70 +201,63 @@ def train(
     Args:
         settings: ``TrainSettings`` or a mapping of them.
         out_dir: directory of the run, made if need be.
-        resume: False starts over, and removes what an earlier run left in ``out_dir``.
+        overwrite: start over, and rename what is in the way in ``out_dir``: ``model`` becomes ``model.<time>``.
+        resume: deprecated; ``resume=False`` is ``overwrite=True``.
         callbacks: further transformers callbacks.
         on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
 
     Raises:
         ValueError: for settings that are wrong or do not fit each other, before anything is written; for a directory
-            that holds another run, or in which another process is at work; ``NonFiniteLossError`` if the loss becomes
-            NaN or explodes.
+            that holds another run or files of others under the run's names, or in which another process is at work;
+            ``NonFiniteLossError`` if the loss becomes NaN or explodes.
         OSError: if ``out_dir`` cannot be written.
     """
-    settings = TrainSettings.load(settings)
-    out_dir = Path(out_dir)
-    check_ours(out_dir, "train")
-    if not resume:
-        check_loose(out_dir)
-        if os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
-            raise ValueError(f"{settings.model}, which the run starts from, would be discarded; give another directory")
-    if resume and (ended := read_ended(settings, out_dir)) is not None:
+    settings, out_dir = TrainSettings.load(settings), Path(out_dir)
+    overwrite, first = overwriting(overwrite, resume), is_first_rank()
+    folder, stated = run_folder(out_dir, settings, overwrite), settings.model_dump(mode="json")
+    if overwrite and os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
+        raise ValueError(f"{settings.model}, which the run starts from, would be renamed; give another directory")
+    if folder.check(stated, overwrite=overwrite) and (ended := read_result(out_dir)):
         return ended
-    first = is_first_rank()
     open_corpus(settings.data)
     if settings.minimised is not None:
         settings.minimised.check()
     _check_model(settings)
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
-    with only_process_in(out_dir) if first else contextlib.nullcontext():
-        if resume and (ended := read_ended(settings, out_dir)) is not None:  # by another process since
+    objective = None if settings.minimised is None else settings.minimised.prepare(model)
+
+    def run() -> TrainResult:
+        given: dict[str, Any] = {"objective": objective, "resume": not overwrite, "callbacks": callbacks}
+        return run_fit(model, data, settings, out_dir=out_dir, on_progress=on_progress, **given)
+
+    if not first:
+        return run()
+    with folder.open(stated, overwrite=overwrite) as record:
+        if record and (ended := read_result(out_dir)):  # by another process since
             return ended
-        objective = None if settings.minimised is None else settings.minimised.prepare(model)
-        if not resume and first:  # killed at any moment, it is this run that goes on, or the one before
-            remove_checkpoints(out_dir / "checkpoints")
-        out_dir.mkdir(parents=True, exist_ok=True)
-        record = described(settings, model, data)
-
-        def note(**changes: Any) -> None:
-            if first:
-                write_json(out_dir / "run.json", record | changes)
-
-        note()
-        if not resume and first:
-            clear_run(out_dir)
-        given: dict[str, Any] = {"objective": objective, "resume": resume, "callbacks": callbacks}
+        facts = described(model, data)
+        folder.write(**facts)
         try:
-            result = fit(model, data, settings, out_dir=out_dir, on_progress=on_progress, **given)
+            result = run()
         except ValueError as error:
-            note(status="failed", error=str(error), diverged=isinstance(error, NonFiniteLossError))
+            diverged = isinstance(error, NonFiniteLossError)
+            folder.write(**facts | {"status": "failed", "error": str(error), "diverged": diverged})
             raise
-        if first and settings.save_model:
-            checkpoint_room.save_pretrained(model, out_dir / "model", tokenizer=data.tokenizer)
-        note(status="done", result=result.to_dict())
-        if first and not settings.keep_checkpoint:
+        if settings.save_model:
+            checkpoint_room.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
+        folder.write(**facts | {"status": "done", "result": result.to_dict()})
+        if not settings.keep_checkpoint:
             remove_checkpoints(out_dir / "checkpoints")
         return result
 
 
-def described(settings: TrainSettings, model: Any, data: Any) -> dict[str, Any]:
-    """Return what ``run.json`` says of a run that goes on: settings, machine, command, sizes of the model, data."""
+def described(model: Any, data: Any) -> dict[str, Any]:
+    """Return what ``run.json`` says of a run that goes on beside its settings: sizes of the model, data."""
     table = summary(model)
     return {
         "status": "running",
-        "settings": settings.model_dump(mode="json"),
         "ranks": _ranks(),
-        **circumstances(),
         "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
         "data": data.description,
     }
@@ -268,15 +265,5 @@ def described(settings: TrainSettings, model: Any, data: Any) -> dict[str, Any]:
 
 def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
     """Return the result of a run with these settings that has ended here; raises ValueError where another run is."""
-    record = _read_record(out_dir)
-    if record is None:
-        return None
-    _check_same(out_dir, record, settings.model_dump(mode="json"))
-    return read_result(out_dir)
-
-
-def clear_run(out_dir: Path) -> None:
-    """Remove what an earlier run wrote, but its record and its model, which the new ones replace."""
-    remove_checkpoints(out_dir / "checkpoints")
-    for name in ("metrics.jsonl", "block_losses.npy", "latent_moments.json"):
-        (out_dir / name).unlink(missing_ok=True)
+    there = run_folder(out_dir, settings).check(settings.model_dump(mode="json"))
+    return read_result(out_dir) if there else None

@@ -21,7 +21,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from relinear.core.aux import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
 from relinear.core.inference import caching_for_inference
@@ -29,9 +28,10 @@ from relinear.core.modes import evaluating
 from relinear.core.objective import GuidedTraining
 from relinear.core.record import sync_record
 from relinear.evaluate.losses import token_losses
-from relinear.system.files import atomic_path, check_manifest, sync_files, write_manifest, writing
+from relinear.system.files import MANIFEST, atomic_path, check_manifest, sync_files, write_manifest, writing
 from relinear.system.grouped import grouped
-from relinear.train.fit import training_device, training_dtype
+from relinear.system.run_folder import set_aside
+from relinear.train.fit import remove_checkpoints, training_device, training_dtype
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
 
@@ -86,7 +86,7 @@ def check_checkpoint(checkpoint: Path) -> None:
     Raises:
         ValueError: if a part is missing or was changed, by name.
     """
-    advice = "or start over with resume=False (--start-over)"
+    advice = "or start over with overwrite=True (--overwrite)"
     try:
         noted = check_manifest(checkpoint)
     except ValueError as error:
@@ -99,10 +99,12 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def last_checkpoint(out_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint below ``out_dir``, or None. A checkpoint that was being written does not count."""
-    folder = Path(out_dir)
-    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    return Path(found) if found else None
+    """The newest whole checkpoint below ``out_dir``, or None. A checkpoint that was being written does not count.
+
+    One without a manifest is of an earlier version, and counts where no other has one.
+    """
+    found = [path for path in Path(out_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+    return max(found, key=lambda path: ((path / MANIFEST).is_file(), int(path.name[11:])), default=None)
 
 
 def _arguments(settings: FitSettings, out_dir: Path, device: str) -> TrainingArguments:
@@ -384,14 +386,14 @@ class RelinearTrainer(Trainer):
                 if self.args.should_save:
                     write_manifest(partial / name, world_size=self.args.world_size)
                     sync_files(partial / name)
-                    shutil.rmtree(home / name, ignore_errors=True)
+                    set_aside(home / name)  # not this run's, which goes on behind its last
                     (partial / name).rename(home / name)
         finally:
             self._redirect = None
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
         if self.args.should_save:
-            rotate_checkpoints(output_dir=str(home), save_total_limit=1)
+            remove_checkpoints(home, but=name)
         self.accelerator.wait_for_everyone()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

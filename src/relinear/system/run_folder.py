@@ -1,0 +1,205 @@
+"""A folder of results: its record says that relinear made it, and nothing in it is ever deleted.
+
+1. The record is written first. It says ``"made_by": "relinear"``, by which task, from which settings.
+2. A folder is refused where a name that the task writes is there and no record of the task is. Other files are no
+   obstacle.
+3. The same settings go on with what is there. Other settings are refused with what differs.
+4. To overwrite is to rename: ``model`` becomes ``model.20261231-235959``.
+"""
+
+import contextlib
+import datetime
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from relinear.system.files import read_json, remove_temporaries, write_json
+from relinear.system.lock import only_process_in
+from relinear.system.machine import circumstances
+from relinear.system.text import cut
+from relinear.system.version import __version__
+
+_ADVICE = "give another directory, or overwrite=True (--overwrite), which renames what is there"
+#: settings in which the order of the keys decides
+_ORDERED = ("entries", "operators")
+#: differences that a message lists
+_MOST = 10
+
+
+class RunFolder:
+    """The folder that a task writes its results into.
+
+    Args:
+        path: of the folder, which need not be there.
+        task: its name, such as "train".
+        record: the file name of its record.
+        names: what else the task writes at the top of the folder.
+        earlier: keys at the top of the records of versions 0.1 and 0.2, which do not say who made them; without any,
+            there are no such records.
+        free: settings that may differ when the task goes on.
+        settings_of: takes from a record, of an earlier version too, its settings as this version writes them.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        task: str,
+        record: str,
+        names: Collection[str] = (),
+        *,
+        earlier: Collection[str] = (),
+        free: Collection[str] = (),
+        settings_of: Callable[[Mapping[str, Any]], Any] = lambda record: record.get("settings"),
+    ) -> None:
+        self.path, self.task, self.names = Path(path), task, (record, *names)
+        self.free, self.settings_of, self._earlier = free, settings_of, set(earlier)
+        self._head: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+
+    @property
+    def record_path(self) -> Path:
+        """Where the record is."""
+        return self.path / self.names[0]
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the record of this task; None where there is none, or one of something else. Raises OSError."""
+        if not self.record_path.is_file():
+            return None
+        try:
+            values = read_json(self.record_path)
+        except ValueError:
+            return None
+        if not isinstance(values, dict):
+            return None
+        if "made_by" in values:
+            return values if (values["made_by"], values.get("task")) == ("relinear", self.task) else None
+        return values if self._earlier and self._earlier <= values.keys() else None
+
+    def check(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> dict[str, Any] | None:
+        """Return the record to go on with, None where the task begins; nothing is written.
+
+        Args:
+            settings: of the task, as JSON values.
+            overwrite: whatever is there will be renamed.
+
+        Raises:
+            ValueError: if the path is a file, if names that the task writes are taken by something else, or if the
+                record is of other settings, which are listed.
+        """
+        there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise ValueError(f"{there} is a file; give a directory")
+        if overwrite:
+            return None
+        record = self.read()
+        if record is None:
+            if taken := self._taken():
+                what = f"{self.path} has {', '.join(taken)}, and no record ({self.names[0]}) of relinear's {self.task}"
+                raise ValueError(f"{what}; {_ADVICE}")
+            return None
+        different = list(differences(self._held(self.settings_of(record)), self._held(settings)))
+        if different:
+            more = [f"and {len(different) - _MOST} more"] if different[_MOST:] else []
+            lines = "\n  ".join([*different[:_MOST], *more])
+            raise ValueError(f"{self.path} holds results of {self.task} with other settings; {_ADVICE}:\n  {lines}")
+        return record
+
+    @contextlib.contextmanager
+    def open(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[dict[str, Any] | None]:
+        """Hold the folder for the length of the block, with its record in place; yield what ``check`` returns.
+
+        What an earlier process left unfinished is removed. Where the block fails before anything but the record is
+        written, the record goes again.
+
+        Raises:
+            ValueError: as ``check``; if another process is at work in the folder.
+            OSError: if it cannot be written.
+        """
+        with only_process_in(self.path):
+            record = self.check(settings, overwrite=overwrite)
+            if overwrite:
+                self.set_aside()
+            remove_temporaries(self.path)
+            made = {"made_by": "relinear", "version": __version__, "task": self.task, "settings": dict(settings)}
+            self._head = made | circumstances() | {"wrote": list((record or {}).get("wrote", []))}
+            self._facts = {key: value for key, value in (record or {}).items() if key not in self._head}
+            if record is None:
+                self.write()
+            try:
+                yield record
+            except BaseException:
+                if record is None and self._taken() == [self.names[0]]:
+                    self.record_path.unlink()
+                raise
+
+    def set_aside(self) -> None:
+        """Rename all that the task writes, the record first: what a kill leaves is then nobody's run."""
+        for name in self.names:
+            set_aside(self.path / name)
+
+    def write(self, **facts: Any) -> None:
+        """Have the record say ``facts`` beside what every record says. Raises OSError."""
+        self._facts = facts
+        write_json(self.record_path, self._head | facts)
+
+    def take(self, name: str) -> Path:
+        """Return the path of a result to be written; what is there is renamed, unless this task took it before."""
+        if name not in self._head["wrote"]:
+            set_aside(self.path / name)
+            self._head["wrote"].append(name)
+            self.write(**self._facts)
+        return self.path / name
+
+    def _held(self, settings: Any) -> Any:
+        """The settings that must be the same."""
+        if not isinstance(settings, Mapping):  # of a record that is damaged: it differs from every setting
+            return settings
+        return {key: value for key, value in settings.items() if key not in self.free}
+
+    def _taken(self) -> list[str]:
+        """Names of the task that are there; an empty folder can be filled."""
+        paths = (self.path / name for name in self.names)
+        return [p.name for p in paths if os.path.lexists(p) and not (p.is_dir() and not any(p.iterdir()))]
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename what is at ``path`` to NAME.<time>; return its new path, None where nothing is there. Raises OSError."""
+    if not os.path.lexists(path):
+        return None
+    stem = f"{path.name}.{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    free = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    return path.rename(free)
+
+
+def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield ``a.b: old -> new`` for every value in which two trees of JSON differ."""
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        if before != now:
+            yield f"{path}: {_shown(before)} -> {_shown(now)}"
+        return
+    for key in dict.fromkeys([*before, *now]):
+        inner = cut(f"{path}.{key}" if path else key)
+        if key not in now:
+            yield f"{inner}: {_shown(before[key])} -> (gone)"
+        elif key not in before:
+            yield f"{inner}: (not there) -> {_shown(now[key])}"
+        else:
+            yield from differences(before[key], now[key], inner)
+    if path.rpartition(".")[2] in _ORDERED and before.keys() == now.keys() and list(before) != list(now):
+        yield f"{path}: order {cut(', '.join(before))} -> {cut(', '.join(now))}"
+
+
+def _shown(value: Any) -> str:
+    return cut(repr(value), 200)
+
+
+def overwriting(overwrite: bool, resume: bool | None) -> bool:
+    """Return whether to overwrite, by the argument or by ``resume``, its older opposite."""
+    if resume is None:
+        return overwrite
+    warnings.warn("resume= is deprecated; overwrite=True is what resume=False was", DeprecationWarning, stacklevel=3)
+    return not resume

@@ -1,0 +1,403 @@
+"""Whose a folder of results is: nothing of others is lost, no harmless folder is refused, settings are held to."""
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from relinear.system.lock import only_process_in
+from relinear.system.run_folder import RunFolder, differences, overwriting, set_aside
+from relinear.train import fit, train
+from relinear.train.fit import remove_checkpoints
+from relinear_cli.main import main
+from test_train_resume import DATA, FIT, Interrupt, dropout_model, stop_at
+
+FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"
+MINE = "mine, and irreplaceable"
+NAMES = ("model", "metrics.jsonl", "checkpoints")
+EARLIER = ("status", "settings", "machine", "model", "data")
+SETTINGS = {"steps": 3}
+
+#: what happens to a folder: the same settings, other settings, --overwrite
+TABLE = """
+absent                           begins   begins   begins
+empty                            begins   begins   begins
+ours, ended                      resumes  refused  begins
+ours, killed                     resumes  refused  begins
+ours, killed before any result   resumes  refused  begins
+ours, of 0.1                     resumes  refused  begins
+ours, of 0.2                     resumes  refused  begins
+ours, with a model of others     resumes  refused  begins
+ours, with notes in it           resumes  refused  begins
+ours, of another task            refused  refused  begins
+ours, cut off                    refused  refused  begins
+run.json of another trainer      refused  refused  begins
+run.json made by another         refused  refused  begins
+run.json that is a folder        refused  refused  begins
+metrics.jsonl of others          refused  refused  begins
+a model of others                refused  refused  begins
+checkpoints of others            refused  refused  begins
+a link of others named model     refused  refused  begins
+results.json of others           begins   begins   begins
+checkpoint-500 of Hugging Face   begins   begins   begins
+logs beside                      begins   begins   begins
+a mount                          begins   begins   begins
+empty folders of our names       begins   begins   begins
+half a file of a killed process  begins   begins   begins
+a link to a folder               begins   begins   begins
+a link to what is not there      begins   begins   begins
+a file                           refused  refused  refused
+below a file                     refused  refused  refused
+read-only                        refused  refused  refused
+in use                           refused  refused  refused
+"""
+ROWS = [(line[:33].strip(), line[33:].split()) for line in TABLE.strip().splitlines()]
+
+
+def run_folder(path: Path) -> RunFolder:
+    return RunFolder(path, "train", "run.json", NAMES, earlier=EARLIER, free=("threads",))
+
+
+def work(path: Path, settings: dict, overwrite: bool = False, ends: bool = True) -> str:
+    """What commands do in their folder."""
+    folder = run_folder(path)
+    folder.check(settings, overwrite=overwrite)
+    with folder.open(settings, overwrite=overwrite) as record:
+        assert folder.read(), "the record is there before any result"
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write("a row of ours\n")
+        if ends:
+            model = folder.take("model")
+            model.mkdir(exist_ok=True)
+            (model / "model.safetensors").write_text("ours")
+        folder.write(status="done" if ends else "running")
+        return "resumes" if record else "begins"
+
+
+def put(path: Path, text: str = MINE) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def earlier_record(folder: Path, **more: str) -> None:
+    record = {key: {} for key in EARLIER} | {"status": "running", "settings": SETTINGS} | more
+    put(folder / "run.json", json.dumps(record))
+    put(folder / "metrics.jsonl", "a row of ours\n")
+
+
+def make(state: str, folder: Path) -> None:
+    """Put a folder into a state. What is not ours holds ``MINE``."""
+    if state == "empty":
+        folder.mkdir()
+    elif state == "ours, killed before any result":
+        work(folder, SETTINGS, ends=False)
+        (folder / "metrics.jsonl").unlink()
+    elif state == "ours, of 0.1":
+        earlier_record(folder)
+    elif state == "ours, of 0.2":
+        earlier_record(folder, command="relinear train", date="2026-01-01", ranks=1)
+    elif state.startswith("ours"):
+        work(folder, SETTINGS, ends=state == "ours, ended")
+        if state == "ours, with a model of others":
+            put(folder / "model" / "model.safetensors")
+        elif state == "ours, with notes in it":
+            put(folder / "notes.txt")
+        elif state == "ours, of another task":
+            put(folder / "run.json", (folder / "run.json").read_text().replace('"task": "train"', '"task": "compare"'))
+        elif state == "ours, cut off":
+            put(folder / "run.json", (folder / "run.json").read_text()[:-40])
+    elif state == "run.json of another trainer":
+        put(folder / "run.json", json.dumps({"settings": {"accumulation": 1}, "learning_rate": 1, "optimizer": MINE}))
+    elif state == "run.json made by another":
+        put(folder / "run.json", json.dumps({"made_by": MINE, "settings": SETTINGS}))
+    elif state == "run.json that is a folder":
+        put(folder / "run.json" / "mine.txt")
+    elif state == "metrics.jsonl of others":
+        put(folder / "metrics.jsonl")
+    elif state == "a model of others":
+        put(folder / "model" / "config.json")
+    elif state == "checkpoints of others":
+        put(folder / "checkpoints" / "checkpoint-500" / "model.safetensors")
+    elif state == "a link of others named model":
+        put(folder.parent / "elsewhere" / "model.safetensors")
+        folder.mkdir()
+        (folder / "model").symlink_to(folder.parent / "elsewhere")
+    elif state == "results.json of others":
+        put(folder / "results.json")
+    elif state == "checkpoint-500 of Hugging Face":
+        put(folder / "checkpoint-500" / "model.safetensors")
+    elif state == "logs beside":
+        for name in ("log.txt", "slurm-1.out", "wandb/run", ".gitkeep", "report.html"):
+            put(folder / name)
+    elif state == "a mount":
+        (folder / "lost+found").mkdir(parents=True)
+    elif state == "empty folders of our names":
+        (folder / "model").mkdir(parents=True)
+        (folder / "checkpoints").mkdir()
+    elif state == "half a file of a killed process":
+        put(folder / ".run.json.abcd1234.relinear", "half")
+        put(folder / ".model.abcd1234.relinear" / "model.safetensors", "half")
+    elif state == "a link to a folder":
+        put(folder.parent / "disk" / "notes.txt")
+        folder.symlink_to(folder.parent / "disk")
+    elif state == "a link to what is not there":
+        folder.symlink_to(folder.parent / "disk")
+    elif state == "a file":
+        put(folder)
+    elif state == "below a file":
+        put(folder.parent / "file")
+    elif state in ("read-only", "in use"):
+        put(folder / "notes.txt")
+    else:
+        assert state == "absent"
+
+
+def treasures(folder: Path) -> int:
+    return sum(
+        MINE.encode() in path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()
+    )
+
+
+@pytest.mark.parametrize("action", [0, 1, 2], ids=["same", "other", "overwrite"])
+@pytest.mark.parametrize(("state", "expected"), ROWS, ids=[state for state, _ in ROWS])
+def test_every_state_of_a_folder(state, expected, action, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    make(state, folder)
+    place = tmp_path / "file" / "out" if state == "below a file" else folder
+    before = treasures(tmp_path)
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    arguments = [SETTINGS, {"steps": 4}, SETTINGS][action], action == 2
+    if state == "read-only":  # also for the superuser
+        opened = os.open
+
+        def refuses(path, flags, *rest, **how):
+            if flags & os.O_CREAT and Path(os.fsdecode(path)).parent == folder:
+                raise PermissionError(13, "Permission denied", str(path))
+            return opened(path, flags, *rest, **how)
+
+        monkeypatch.setattr("os.open", refuses)
+    if expected[action] == "refused":
+        monkeypatch.setattr("relinear.system.lock._PATIENCE", 0.0)
+        held = only_process_in(folder) if state == "in use" else contextlib.nullcontext()
+        with held, pytest.raises((ValueError, OSError), match=r"out|file"):
+            work(place, *arguments)
+        assert (sorted(os.listdir(folder)) if folder.is_dir() else []) == names
+    else:
+        assert work(place, *arguments) == expected[action]
+        assert run_folder(folder).read()["status"] == "done"
+        assert (folder / "model" / "model.safetensors").read_text() == "ours"
+        assert not list(folder.glob("*.relinear"))
+        assert work(place, arguments[0]) == "resumes"
+    assert treasures(tmp_path) == before
+
+
+def test_the_record_says_who_made_it(tmp_path):
+    work(tmp_path / "out", SETTINGS)
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (record["made_by"], record["task"], record["settings"]) == ("relinear", "train", SETTINGS)
+    assert {"version", "command", "date", "machine"} < record.keys()
+
+
+def test_settings_that_are_free_may_change(tmp_path):
+    work(tmp_path, SETTINGS | {"threads": 1})
+    assert work(tmp_path, SETTINGS | {"threads": 2}) == "resumes"
+
+
+def test_differences_are_listed(tmp_path):
+    before = {"steps": 3, "data": {"name": "a", "gone": 1}, "operators": {"q": 1, "k": 2}}
+    now = {"steps": 3, "data": {"name": "b"}, "operators": {"k": 2, "q": 1}, "more": None}
+    said = ["data.name: 'a' -> 'b'", "data.gone: 1 -> (gone)", "operators: order q, k -> k, q"]
+    said.append("more: (not there) -> None")
+    assert list(differences(before, now)) == said
+    work(tmp_path, before)
+    with pytest.raises(ValueError, match="with other settings") as refused:
+        run_folder(tmp_path).check(now)
+    assert all(line in str(refused.value) for line in said)
+    many = {f"setting_{number}": number for number in range(30)}
+    with pytest.raises(ValueError, match="and 23 more"):
+        run_folder(tmp_path).check(many)
+
+
+def test_an_error_before_any_result_leaves_no_folder(tmp_path):
+    with pytest.raises(ZeroDivisionError), run_folder(tmp_path / "out").open(SETTINGS):
+        raise ZeroDivisionError
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_renamed_files_are_free(tmp_path):
+    places = []
+    for _ in range(3):
+        put(tmp_path / "model" / "weights")
+        places.append(set_aside(tmp_path / "model"))
+    assert len({*places}) == 3
+    assert treasures(tmp_path) == 3
+    assert set_aside(tmp_path / "model") is None
+
+
+def test_a_result_that_was_taken_is_replaced_when_the_run_goes_on(tmp_path):
+    folder = run_folder(tmp_path)
+    with folder.open(SETTINGS):
+        put(folder.take("model") / "weights", "half")  # killed here
+    with (again := run_folder(tmp_path)).open(SETTINGS):
+        assert again.take("model") == tmp_path / "model"
+    assert (tmp_path / "model" / "weights").read_text() == "half", "and not renamed"
+
+
+def test_resume_is_the_older_opposite_of_overwrite():
+    assert overwriting(True, None)
+    with pytest.warns(DeprecationWarning, match="overwrite=True"):
+        assert overwriting(False, False)
+    with pytest.warns(DeprecationWarning, match="overwrite=True"):
+        assert not overwriting(False, True)
+
+
+# Commands and functions
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def settings(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("some text " * 100)
+    values = {"steps": 2, "batch_size": 1, "save_every": 1, "log_every": 1, "data": {"data": str(text)}}
+    values["data"]["sequence_length"] = 16
+    return values | {"model_overrides": SIZES, "threads": 1}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *("run.json of another trainer", "a model of others", "checkpoints of others", "metrics.jsonl of others"),
+        *("logs beside", "checkpoint-500 of Hugging Face", "a link to a folder"),
+    ],
+)
+def test_train_keeps_to_the_table(state, settings, tmp_path):
+    make(state, tmp_path / "out")
+    before = treasures(tmp_path)
+    if dict(ROWS)[state][0] == "refused":
+        with pytest.raises(ValueError, match=r"no record \(run.json\) of relinear's train"):
+            train(settings, tmp_path / "out")
+        assert treasures(tmp_path) == before
+        train(settings, tmp_path / "out", overwrite=True)
+    else:
+        train(settings, tmp_path / "out")
+    assert treasures(tmp_path) == before
+    assert {"run.json", "model", "metrics.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_run_renames_what_was_put_under_its_names(settings, tmp_path):
+    """A model, and a checkpoint of a later step, while it was at work."""
+
+    def stop(progress):
+        if progress.step == 1 and progress.phase == "save":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, tmp_path, on_progress=stop)
+    put(tmp_path / "model" / "model.safetensors")
+    put(tmp_path / "checkpoints" / "checkpoint-500" / "model.safetensors")
+    put(tmp_path / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    seen = []
+    train(settings, tmp_path, on_progress=lambda progress: seen.append(progress.step))
+    assert min(seen) == 1, "it went on from its own checkpoint"
+    assert treasures(tmp_path) == 3
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_starting_over_loses_nothing(settings, tmp_path, capsys):
+    train(settings | {"keep_checkpoint": True}, tmp_path)
+    put(tmp_path / "model" / "notes.txt")
+    put(tmp_path / "checkpoints" / "mine.pt")
+    weights = (tmp_path / "model" / "model.safetensors").read_bytes()
+    (tmp_path / "settings.yaml").write_text(json.dumps(settings | {"seed": 1}))
+    assert main(["train", "--recipe", str(tmp_path / "settings.yaml"), "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "seed: 0 -> 1" in said
+    assert "or --overwrite, which renames what is there" in said
+    assert main(["train", "--recipe", str(tmp_path / "settings.yaml"), "--out", str(tmp_path), "--overwrite"]) == 0
+    assert treasures(tmp_path) == 2
+    (aside,) = tmp_path.glob("model.*")
+    assert (aside / "model.safetensors").read_bytes() == weights
+    for name in ("run.json", "metrics.jsonl", "checkpoints", "block_losses.npy"):
+        assert len(list(tmp_path.glob(f"{name}.*"))) == 1
+
+
+def test_a_run_that_is_killed_while_it_renames_can_be_started_again(settings, tmp_path, monkeypatch):
+    rename, done = Path.rename, False
+    for number in range(10):
+        folder = tmp_path / f"{number}"
+        train(settings | {"keep_checkpoint": True}, folder)
+        put(folder / "model" / "notes.txt")
+        left = [number]
+
+        def killed(path, *arguments, left=left, folder=folder):
+            if path.parent == folder:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+            return rename(path, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", killed)
+            try:
+                train(settings | {"seed": 1}, folder, overwrite=True)
+                done = True
+            except KeyboardInterrupt:
+                pass
+        assert done or train(settings | {"seed": 1}, folder, overwrite=True).steps == 2
+        assert treasures(folder) == 1
+        if done:
+            break
+    assert number > 3
+
+
+def test_a_run_does_not_rename_the_model_that_it_starts_from(settings, tmp_path):
+    train(settings, tmp_path)
+    start = {"model": str(tmp_path / "model"), "model_overrides": {}}
+    with pytest.raises(ValueError, match="which the run starts from, would be renamed"):
+        train(settings | start, tmp_path, overwrite=True)
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+def test_fit_that_overwrites_renames_checkpoints(tmp_path):
+    with pytest.raises(Interrupt):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
+    put(tmp_path / "checkpoints" / "checkpoint-500" / "weights")
+    with pytest.raises(ValueError, match=r"seed: 0 -> 1"):
+        fit(dropout_model(), DATA, FIT.updated(seed=1), out_dir=tmp_path)
+    with pytest.warns(DeprecationWarning, match="overwrite=True"):
+        fit(dropout_model(), DATA, FIT.updated(seed=1), out_dir=tmp_path, resume=False)
+    (aside,) = tmp_path.glob("checkpoints.*")
+    assert {path.name for path in aside.iterdir()} == {"checkpoint-3", "checkpoint-500"}
+    assert treasures(tmp_path) == 1
+
+
+def test_fit_refuses_checkpoints_of_others(tmp_path):
+    put(tmp_path / "checkpoints" / "checkpoint-500" / "weights")
+    with pytest.raises(ValueError, match=r"has checkpoints, and no record \(fit.json\) of relinear's fit"):
+        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+    assert treasures(tmp_path) == 1
+
+
+def test_checkpoints_of_others_beside_those_of_a_run_stay(tmp_path):
+    for name in ("checkpoint-2", "checkpoint-4", ".partial"):
+        put(tmp_path / name / "manifest.json", "{}")
+    put(tmp_path / "checkpoint-500" / "weights")
+    remove_checkpoints(tmp_path, but="checkpoint-4")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-500"}
+    remove_checkpoints(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-500"]
+
+
+def test_a_run_of_the_first_version_goes_on_with_its_record(tmp_path):
+    shutil.copytree(FIXTURES / "run", tmp_path / "run")
+    folder = run_folder(tmp_path / "run")
+    settings = folder.read()["settings"]
+    assert folder.check(settings) is not None
+    with pytest.raises(ValueError, match=r"learning_rate: 0\.001 -> 0\.5"):
+        folder.check(settings | {"learning_rate": 0.5})
