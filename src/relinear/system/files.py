@@ -1,7 +1,6 @@
 """Atomic writes: a reader, or a run that is started again, sees the whole file or the one before it. Checked reads."""
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -123,19 +122,6 @@ def sync_files(directory: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two directories take each other's names at once; False where the system cannot (it is Linux that can).
-
-    By two renames there is a moment in which a killed process leaves nothing at ``path``.
-    """
-    at_cwd, rename_exchange = -100, 2
-    try:
-        rename = ctypes.CDLL(None).renameat2
-    except (OSError, AttributeError):
-        return False
-    return rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), rename_exchange) == 0
 
 
 def write_text(path: str | Path, text: str) -> None:
