@@ -44,7 +44,7 @@ MOST_ROWS = 14
 #: characters of a signature on one line
 LINE = 72
 #: a public name in a docstring
-NAMED = re.compile(r"<code>relinear\.((?:clifford\.)?\w+)(\(.*?\))?</code>")
+NAMED = re.compile(r"<code>relinear\.((?:\w+\.)?\w+)(\(.*?\))?</code>")
 FORMULA = re.compile(r"^\$\$(.+?)\$\$", flags=re.S | re.M)
 
 
@@ -188,8 +188,11 @@ def home(path):
 
 def reference():
     """Pages of the reference by their names: all public names, and each of them with its docstring."""
-    algebra = {f"clifford.{name}": getattr(relinear.clifford, name) for name in relinear.clifford.__all__}
-    names = {name: getattr(relinear, name) for name in relinear.__all__ if name != "__version__"} | algebra
+    names = {name: getattr(relinear, name) for name in relinear.__all__ if name != "__version__"}
+    rooms = {name: room for name, room in names.items() if inspect.ismodule(room)}
+    for room, module in rooms.items():
+        inside = {f"{room}.{name}": getattr(module, name) for name in getattr(module, "__all__", [])}
+        names |= {name: value for name, value in inside.items() if name.partition(".")[2] not in names}
     listed = [
         "# Reference",
         "",

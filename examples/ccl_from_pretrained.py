@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/ccl-pretrained"))
     args = parser.parse_args()
 
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     torch.manual_seed(0)
     budget = {"max_documents": 20, "max_validation_tokens": args.validation_tokens}
     data = prepare_data(DataSettings(data=args.data, tokenizer=args.model, sequence_length=128, **budget))
@@ -43,7 +43,7 @@ def main() -> None:
     mlp = {r".*\.mlp\.(gate|up|down)_proj": relinear.CCL(rank=args.rank, norm=False)}
     relinear.replace_(model, mlp, layers=args.layers, init="from_weight")
     new = [name for name, module in model.named_modules() if type(module).__name__ == "CCLLinear"]
-    trained = relinear.train_only_(model, [*new, "relinear_context"])
+    trained = relinear.surgery.train_only_(model, [*new, "relinear_context"])
     print(f"{before:,} parameters before, {model.num_parameters():,} after, {trained:,} of them new and trained")
     print(f"replaced: perplexity {relinear.perplexity(model, data.validation).perplexity:.2f}", flush=True)
 

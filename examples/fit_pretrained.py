@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to save the folded model")
     arguments = parser.parse_args()
 
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     model = relinear.from_pretrained(arguments.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     text = arguments.text.read_text(encoding="utf-8")

@@ -26,13 +26,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/modulators"))
     args = parser.parse_args()
 
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     torch.manual_seed(0)
     budget = {"sequence_length": 128, "max_documents": 20, "max_validation_tokens": 8192}
     data = prepare_data(DataSettings(data=args.data, tokenizer=args.model, **budget))
     model = relinear.from_pretrained(args.model, dtype=torch.float32)
     relinear.replace_(model, {"all-linear": relinear.Transponder(rank=args.rank, init="identity")})
-    print(f"{relinear.train_only_(model, 'modulator'):,} parameters to train")
+    print(f"{relinear.surgery.train_only_(model, 'modulator'):,} parameters to train")
     result = fit(model, data, FitSettings(steps=args.steps, batch_size=2, learning_rate=3e-3, weight_decay=0.0))
     print(f"perplexity {result.initial_perplexity:.2f} -> {result.perplexity:.2f}")
     relinear.save_pretrained(model, args.out, tokenizer=AutoTokenizer.from_pretrained(args.model))

@@ -410,7 +410,7 @@ def ccl_results(dtypes, in_features, out_features):
     for dtype in dtypes:
         module = copy.deepcopy(operator).to(dtype)
         given = x.to(dtype).requires_grad_()
-        with relinear.context(values.to(dtype)):
+        with relinear.activations.context(values.to(dtype)):
             y = module(given)
         y.square().mean().backward()
         results.append([y, given.grad, *(p.grad for p in module.parameters())])

@@ -54,7 +54,7 @@ PARTS |= others(
     lambda config: ({"up_proj": config}, []),
 )
 PARTS |= others(
-    relinear.ReZero,
+    relinear.residual.ReZero,
     {config.kind for _, attached in PARTS.values() for config in attached},
     lambda config: ({"q_proj": relinear.LowRank(rank=4)}, [config]),
 )

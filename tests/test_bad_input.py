@@ -72,7 +72,7 @@ def test_an_operator_refuses_what_is_no_input_of_its_size(case, training):
     width, outputs = case.shapes[0]
     operator = case.config.build(width, outputs).train(training)
     given = torch.randn(3, case.context_dim or 1)
-    with torch.set_grad_enabled(training), relinear.context(given):
+    with torch.set_grad_enabled(training), relinear.activations.context(given):
         for x, said in wrong_inputs(width):
             refused(lambda x=x: operator(x), type(operator).__name__, f"(..., {width})", said)
         assert operator(torch.randn(3, width)).shape == (3, outputs)
@@ -90,7 +90,7 @@ def test_a_compiled_or_exported_operator_keeps_the_check_out_of_its_graph(case):
 
     torch._dynamo.reset()
     compiled = torch.compile(operator, backend=backend, fullgraph=True)
-    with relinear.context(torch.randn(3, case.context_dim or 1)):
+    with relinear.activations.context(torch.randn(3, case.context_dim or 1)):
         compiled(torch.randn(3, width))
         assert len(seen) == 1
         with pytest.raises(Exception, match=re.escape(f"(..., {width})")):
@@ -368,7 +368,7 @@ def unchanged(model, function, *words):
         ({}, {}, ["non-empty dict"]),
         ({"q_proj": 3}, {}, ["'q_proj'", "low_rank:rank=8"]),
         ({"q_proj": relinear.LowRank}, {}, ["'q_proj'", "LowRank"]),
-        ({"q_proj": relinear.ReZero()}, {}, ["'q_proj'", "ReZero"]),
+        ({"q_proj": relinear.residual.ReZero()}, {}, ["'q_proj'", "ReZero"]),
         ({"q_proj": "low_rnak"}, {}, ["'q_proj'", "did you mean 'low_rank'"]),
         ({"q_proj": "low_rank:rnk=8"}, {}, ["'q_proj'", "did you mean 'rank'"]),
         ({"q_proj": "low_rank:rank"}, {}, ["key=value"]),
@@ -429,8 +429,8 @@ def test_operators_and_attachments_as_text():
     relinear.replace_(by_config, configs)
     relinear.attach_(by_text, "context_manager:dim=4")
     relinear.attach_(by_config, relinear.ContextManager(dim=4))
-    relinear.residual_(by_text, "laurel-lr:rank=4")
-    relinear.residual_(by_config, relinear.LaurelLR(rank=4))
+    relinear.residual.residual_(by_text, "laurel-lr:rank=4")
+    relinear.residual.residual_(by_config, relinear.residual.LaurelLR(rank=4))
     assert by_text.config.quantization_config == by_config.config.quantization_config
 
 
@@ -439,15 +439,15 @@ def test_operators_and_attachments_as_text():
     [
         lambda model: relinear.replace_(model, {"q_proj": LOW}),
         lambda model: relinear.plan(model, {"q_proj": LOW}),
-        lambda model: relinear.attach_(model, relinear.ReZero()),
-        lambda model: relinear.residual_(model, "rezero"),
-        lambda model: relinear.train_only_(model, "q_proj"),
+        lambda model: relinear.attach_(model, relinear.residual.ReZero()),
+        lambda model: relinear.residual.residual_(model, "rezero"),
+        lambda model: relinear.surgery.train_only_(model, "q_proj"),
         relinear.summary,
         relinear.fold_,
         relinear.check_causality,
-        relinear.aux_losses,
-        relinear.latents,
-        lambda model: relinear.intervene(model, {}),
+        relinear.contract.aux_losses,
+        relinear.activations.latents,
+        lambda model: relinear.activations.intervene(model, {}),
     ],
 )
 @pytest.mark.parametrize("model", ["path", None, 3, LONG, LOW, make_tiny_gpt2], ids=brief)
@@ -460,7 +460,7 @@ def test_what_is_no_model(function, model):
 )
 def test_what_is_no_attachment(setting):
     unchanged(make_tiny_llama(), lambda model: relinear.attach_(model, setting))
-    unchanged(make_tiny_llama(), lambda model: relinear.residual_(model, setting))
+    unchanged(make_tiny_llama(), lambda model: relinear.residual.residual_(model, setting))
 
 
 @pytest.mark.parametrize("layers", ["0-1", 0.5, [None], LONG], ids=brief)
@@ -470,7 +470,7 @@ def test_layers_of_an_attachment(layers):
 
 @pytest.mark.parametrize("patterns", ["(", [], "q_porj", [LONG], [3], None, 3], ids=brief)
 def test_parts_to_train_that_are_not_there(patterns):
-    refused(lambda: relinear.train_only_(make_tiny_llama(), patterns))
+    refused(lambda: relinear.surgery.train_only_(make_tiny_llama(), patterns))
 
 
 @pytest.mark.parametrize(
@@ -504,9 +504,9 @@ def with_latents():
     [
         ("nope", ["a mapping", "'nope'"]),
         (None, ["a mapping", "None"]),
-        ([relinear.Clamp(-1, 1)], ["a mapping"]),
-        ({"q_porj": relinear.Clamp(-1, 1)}, ["'q_porj'", "q_proj"]),
-        ({3: relinear.Clamp(-1, 1)}, ["3", "q_proj"]),
+        ([relinear.activations.Clamp(-1, 1)], ["a mapping"]),
+        ({"q_porj": relinear.activations.Clamp(-1, 1)}, ["'q_porj'", "q_proj"]),
+        ({3: relinear.activations.Clamp(-1, 1)}, ["3", "q_proj"]),
         ({"q_proj": 3}, ["q_proj", "Clamp", "3"]),
         ({"q_proj": "clamp"}, ["q_proj", "'clamp'"]),
         ({"q_proj": [None]}, ["q_proj", "None"]),
@@ -514,12 +514,12 @@ def with_latents():
     ids=brief,
 )
 def test_interventions_are_refused_at_the_call(edits, words):
-    refused(lambda: relinear.intervene(with_latents(), edits), *words)
+    refused(lambda: relinear.activations.intervene(with_latents(), edits), *words)
 
 
 def test_a_model_without_latents_is_refused_at_the_call():
-    refused(lambda: relinear.latents(make_tiny_llama()), "no operator with a latent")
-    refused(lambda: relinear.intervene(make_tiny_llama(), {}), "no operator with a latent")
+    refused(lambda: relinear.activations.latents(make_tiny_llama()), "no operator with a latent")
+    refused(lambda: relinear.activations.intervene(make_tiny_llama(), {}), "no operator with a latent")
 
 
 @pytest.mark.parametrize("data", [None, 3], ids=brief)
@@ -533,11 +533,11 @@ def test_what_is_no_corpus(data, tmp_path):
 
 @pytest.mark.parametrize("settings", [None, "corpus.txt", 3, LONG], ids=brief)
 def test_data_without_settings(settings):
-    refused(lambda: relinear.prepare_data(settings), "prepare_data takes", "DataSettings(data=")
+    refused(lambda: relinear.data.prepare_data(settings), "prepare_data takes", "DataSettings(data=")
 
 
 def test_data_settings_as_a_mapping():
-    refused(lambda: relinear.prepare_data({"dta": "stdlib"}), "data settings", "did you mean 'data'")
+    refused(lambda: relinear.data.prepare_data({"dta": "stdlib"}), "data settings", "did you mean 'data'")
 
 
 class Nameless(OperatorConfig):
@@ -712,7 +712,7 @@ def test_a_tokenizer_that_does_not_fit_the_model():
     settings = {"tokens": 64, "validation_tokens": 32, "sequence_length": 16, "epochs": 1}
     for function in (
         lambda: relinear.perplexity(model, text, tokenizer),
-        lambda: relinear.lambada(model, tokenizer, text),
+        lambda: relinear.evaluate.lambada(model, tokenizer, text),
         lambda: relinear.distill_(model, {"q_proj": LOW}, text, tokenizer=tokenizer, settings=settings),
     ):
         refused(function, "tokenizer", "258", "200")

@@ -7,6 +7,7 @@ from torch import nn
 
 import relinear
 from conftest import make_tiny_gpt2
+from relinear import contract
 from relinear.compare.recipe import read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.functional.ccl import ccl as functional_ccl
@@ -125,7 +126,7 @@ def test_each_arm_of_table_4_is_the_equations(entry, basis_gate, output_gate, ga
 
     y, opened, bias = (h * gate("basis_gate")) @ value["mix"].T, gate("output_gate"), value["bias"]
     expected = (y + bias) * opened if gate_bias else y * opened + bias
-    with relinear.context(context):
+    with relinear.activations.context(context):
         torch.testing.assert_close(layer(x), torch.tensor(expected))
     features = nn.functional.gelu(context @ layer.trunk[0].weight.T + layer.trunk[0].bias) if layer.trunk else None
     gates = [getattr(part, name, None) for part in (layer.basis_gate, layer.output_gate) for name in ("weight", "bias")]
@@ -142,7 +143,7 @@ def test_selection_and_remixing_are_mixtures_of_low_rank_maps(composition, selec
     layer = relinear.CCL(rank=12, context_dim=5, templates=4, **settings).build(7, 9, dtype=torch.float64)
     nn.init.normal_(layer.bias)
     x, context = torch.randn(20, 7, dtype=torch.float64), torch.randn(20, 5, dtype=torch.float64)
-    with relinear.context(context):
+    with relinear.activations.context(context):
         y = layer(x)
         gates = layer.gates()
         if not norm:
@@ -158,7 +159,7 @@ def test_selection_is_balanced_as_in_the_switch_transformer() -> None:
     """E sum_e f_e P_e (Fedus et al., 2022, Eq. 4 to 6): f_e the share of tokens routed to e, P_e its mean chance."""
     layer = relinear.CCL(rank=8, context_dim=5, templates=4, composition="selection", balance=0.5).build(6, 6)
     context = torch.randn(50, 5)
-    with relinear.context(context):
+    with relinear.activations.context(context):
         layer(torch.randn(50, 6))
         hidden = nn.functional.gelu(context @ layer.trunk[0].weight.T + layer.trunk[0].bias)
         probabilities = torch.softmax(hidden @ layer.basis_gate.weight.T + layer.basis_gate.bias, -1)
@@ -170,7 +171,7 @@ def test_selection_is_balanced_as_in_the_switch_transformer() -> None:
     assert gradient.abs().max() > 0
     for other in ({"balance": 0.0}, {"composition": "remixing"}):
         layer = relinear.CCL(rank=8, context_dim=5, templates=4, **({"composition": "selection"} | other)).build(6, 6)
-        with relinear.context(context):
+        with relinear.activations.context(context):
             layer(torch.randn(50, 6))
         assert layer.aux_losses() == {}
 
@@ -186,7 +187,10 @@ def test_the_balance_of_templates_hangs_neither_on_padding_nor_on_batches() -> N
 
     def balance(ids, labels, **inputs) -> torch.Tensor:
         model(ids, labels=labels, **inputs)
-        (loss,), (busiest,) = relinear.aux_losses(model).values(), relinear.core.aux.operator_metrics(model).values()
+        (loss,), (busiest,) = (
+            contract.aux_losses(model).values(),
+            relinear.core.aux.operator_metrics(model).values(),
+        )
         return torch.stack([loss, busiest])
 
     alone = [balance(row[None, :n], row[None, :n])[0] for row, n in zip(rows, lengths)]
@@ -206,7 +210,7 @@ def test_a_weight_goes_into_templates_that_are_mixed_and_not_into_those_that_are
     config = relinear.CCL(rank=8, context_dim=5, templates=4, norm=False, composition="remixing")
     layer = config.build(8, 8, dtype=torch.float64).from_linear(weight)
     x = torch.randn(6, 8, dtype=torch.float64)
-    with relinear.context(torch.randn(6, 5, dtype=torch.float64)):
+    with relinear.activations.context(torch.randn(6, 5, dtype=torch.float64)):
         torch.testing.assert_close(layer(x), weight(x))
     with pytest.raises(ValueError, match="part of the basis"):
         config.replace(composition="selection").build(8, 8).from_linear(nn.Linear(8, 8))

@@ -15,6 +15,7 @@ from transformers import CompileConfig, TrainerCallback
 import relinear
 from cases import CASES, model_with
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
+from relinear import contract, residual
 from relinear.bench import models as bench_file
 from relinear.bench.models import ModelBenchSettings, bench_models
 from relinear.compare import speed as speed_file
@@ -32,7 +33,7 @@ fit_file = importlib.import_module("relinear.train.fit")
 BATCHES = torch.randint(96, (3, 2, 12), generator=torch.Generator().manual_seed(1))
 #: of every operator the first case
 KINDS = {case.config.kind: case for case in reversed(CASES)}
-ATTACHED = {kind: cls for kind, cls in relinear.ReZero.kinds().items() if cls.__module__.startswith("relinear.")} | {
+ATTACHED = {kind: cls for kind, cls in residual.ReZero.kinds().items() if cls.__module__.startswith("relinear.")} | {
     "layer_bias": lambda: LayerBias(layers=("lm_head",))
 }
 
@@ -114,7 +115,7 @@ def steps(model, run, after_each, lowered=False):
         torch.manual_seed(5)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=lowered):
             loss = run(input_ids=ids, labels=ids, use_cache=False).loss
-        rows.append(torch.stack([loss, *relinear.aux_losses(model).values(), *operator_metrics(model).values()]))
+        rows.append(torch.stack([loss, *contract.aux_losses(model).values(), *operator_metrics(model).values()]))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -146,7 +146,7 @@ def test_reentrant_checkpointing() -> None:
     with pytest.raises(ValueError, match=r"use_reentrant.*False"):
         model(IDS)
     model = make_tiny_llama().train()
-    relinear.residual_(model, "laurel_pa")
+    relinear.residual.residual_(model, "laurel_pa")
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match=r"use_reentrant.*False"):
         model(IDS)
@@ -193,22 +193,22 @@ def test_context_by_hand() -> None:
     with pytest.raises(ValueError, match=r"with relinear\.context"):
         layer(x)
     outer, inner = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-    with relinear.context(outer):
+    with relinear.activations.context(outer):
         first = layer(x)
-        with relinear.context(inner):
+        with relinear.activations.context(inner):
             second = layer(x)
         assert torch.equal(layer(x), first)
-    with relinear.context(inner):
+    with relinear.activations.context(inner):
         assert torch.equal(layer(x), second)
     assert not torch.equal(first, second)
-    with relinear.context(outer[:1, :1]):  # one context for all tokens
+    with relinear.activations.context(outer[:1, :1]):  # one context for all tokens
         assert torch.allclose(layer(x)[0, 0], first[0, 0])
     with pytest.raises(ValueError, match="needs a context"):
         layer(x)
 
 
 def test_a_failing_block_gives_the_context_back() -> None:
-    with pytest.raises(KeyError), relinear.context(torch.zeros(1, 8)):
+    with pytest.raises(KeyError), relinear.activations.context(torch.zeros(1, 8)):
         raise KeyError
     with pytest.raises(ValueError, match="needs a context"):
         current_context(None, 8, "test")
@@ -216,12 +216,12 @@ def test_a_failing_block_gives_the_context_back() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 4, 8), (1, 2, 3, 8), (3, 1, 8)])
 def test_a_context_for_other_tokens(shape: tuple[int, ...]) -> None:
-    with relinear.context(torch.zeros(shape)), pytest.raises(ValueError, match="context is for tokens"):
+    with relinear.activations.context(torch.zeros(shape)), pytest.raises(ValueError, match="context is for tokens"):
         LAYER.build(5, 7)(torch.zeros(2, 3, 5))
-    with relinear.context(torch.zeros(2, 3, 9)), pytest.raises(ValueError, match="width 9"):
+    with relinear.activations.context(torch.zeros(2, 3, 9)), pytest.raises(ValueError, match="width 9"):
         LAYER.build(5, 7)(torch.zeros(2, 3, 5))
     with pytest.raises(ValueError, match="floating-point"):
-        relinear.context(IDS)
+        relinear.activations.context(IDS)
 
 
 def test_no_context_outlives_its_forward() -> None:
@@ -248,7 +248,7 @@ def test_two_models_in_turn() -> None:
 def test_the_manager_wins_inside_its_model() -> None:
     model = conditioned()
     expected = model(IDS).logits
-    with relinear.context(torch.full((2, 5, 8), 9.0)) as given:
+    with relinear.activations.context(torch.full((2, 5, 8), 9.0)) as given:
         assert torch.equal(model(IDS).logits, expected)
         assert current_context(None, 8, "test") is given
 

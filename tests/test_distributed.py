@@ -64,7 +64,7 @@ def test_every_operator_and_attachment_has_its_row():
     for mapping, attached in PARTS.values():
         kinds["operator"] |= {config.kind for config in mapping.values()}
         kinds["attachment"] |= {config.kind for config in attached}
-    for name, family in {"operator": relinear.LowRank, "attachment": relinear.ReZero}.items():
+    for name, family in {"operator": relinear.LowRank, "attachment": relinear.residual.ReZero}.items():
         own = {kind for kind, cls in family.kinds().items() if cls.__module__.startswith("relinear.")}
         assert own == kinds[name], name
 

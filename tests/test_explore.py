@@ -245,8 +245,8 @@ def test_an_effect_is_that_of_the_unit_at_its_mean(subject) -> None:
         ids = subject.index.ids[text].long()[None, : place + 1]
         with torch.no_grad():
             before = subject.model(ids).logits[0, -1].log_softmax(-1)
-            with relinear.intervene(
-                subject.model, {Q0: relinear.Replace(float(subject.index.tensors["mean"][row]), dims=[1])}
+            with relinear.activations.intervene(
+                subject.model, {Q0: relinear.activations.Patch(float(subject.index.tensors["mean"][row]), dims=[1])}
             ):
                 after = subject.model(ids).logits[0, -1].log_softmax(-1)
         expected.append((before.exp() * (before - after)).sum())
@@ -468,7 +468,7 @@ def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
         view.get_by_label("value as a number").fill("3")
         view.get_by_role("button", name="Change it").click()
         view.wait_for_selector("[data-role=code]")
-        assert "relinear.Replace(value=3.0, dims=[4])" in view.locator("[data-role=code]").inner_text()
+        assert "relinear.activations.Patch(value=3.0, dims=[4])" in view.locator("[data-role=code]").inner_text()
         assert view.locator("[data-role=change] tbody tr").count() >= 10
         view.get_by_label("units highest at a token").fill("o")
         view.get_by_role("button", name="Search").click()

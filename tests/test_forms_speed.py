@@ -94,7 +94,7 @@ def work(config, inputs, outputs, tokens, dtype, step):
         relinear.for_inference_(layer)
 
     def run():
-        with relinear.context(context), torch.set_grad_enabled(step):
+        with relinear.activations.context(context), torch.set_grad_enabled(step):
             y = layer(x)
         if step:
             y.backward(upstream)
@@ -156,7 +156,7 @@ def ratio_of(twins, module, make, count):
 def test_no_form_is_slower_than_torchs_own(subject, dtype, count):
     if not build.compiler() or not build.is_loaded():
         pytest.skip("no C++ kernels")
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     if subject in PARTS:
         module, name, reference, *_ = PARTS[subject]
         twins, making, shapes = {name: getattr(reference, name)}, work_of_part, [()]

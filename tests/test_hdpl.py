@@ -277,12 +277,12 @@ def test_without_noise_the_paths_are_those_of_eval_and_the_size_less_by_the_vari
 def test_without_noise_latents_are_points_and_can_be_edited() -> None:
     model = nn.Sequential(relinear.HDPL(rank=4, blocks=2, noise=False).build(8, 8))
     x = torch.randn(3, 8)
-    with relinear.latents(model) as z:
+    with relinear.activations.latents(model) as z:
         model(x)
     latent = z["0"]
     assert torch.equal(latent.z, latent.mu)
     assert not latent.sigma.any()
-    with relinear.intervene(model, {"0": relinear.Replace(0.0)}):
+    with relinear.activations.intervene(model, {"0": relinear.activations.Patch(0.0)}):
         torch.testing.assert_close(model(x), x @ torch.block_diag(*model[0].blocks).T + model[0].bias)
 
 

@@ -15,6 +15,7 @@ from transformers import (
 
 import relinear
 from cases import CASES
+from relinear import residual
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.record import record
 from tiny_models import make_family
@@ -54,7 +55,7 @@ def fits(config):
 def bias_layers(model):
     """One layer of the body, where there is one without a bias, and the head."""
     plain = [name for name, module in model.named_modules() if type(module) is nn.Linear and module.bias is None]
-    relinear.attach_(model, relinear.AttachmentConfig.from_dict({"kind": "layer_bias", "layers": plain[-2:]}))
+    relinear.attach_(model, relinear.contract.AttachmentConfig.from_dict({"kind": "layer_bias", "layers": plain[-2:]}))
 
 
 #: what every class of a family takes, and what needs the head of a language model
@@ -62,18 +63,25 @@ ATTACHMENTS = {
     config.kind: attach(config)
     for config in (
         relinear.ContextManager(dim=6, mixer="ema"),
-        relinear.DeepNorm(),
-        relinear.LaurelLR(rank=3, weights=True),
-        relinear.LaurelPA(rank=3),
-        relinear.LaurelRW(),
-        relinear.LayerNormScaling(),
+        residual.DeepNorm(),
+        residual.LaurelLR(rank=3, weights=True),
+        residual.LaurelPA(rank=3),
+        residual.LaurelRW(),
+        residual.LayerNormScaling(),
         relinear.PathTransponder(),
-        relinear.PostLN(),
-        relinear.ReZero(),
-        relinear.SDPAGate(),
-        relinear.SecondEmbedding(dim=5),
+        residual.PostLN(),
+        residual.ReZero(),
+        residual.SDPAGate(),
+        residual.SecondEmbedding(dim=5),
     )
-} | {"several": attach(relinear.PathTransponder(), relinear.LaurelRW(), relinear.ContextManager(), relinear.SDPAGate())}
+} | {
+    "several": attach(
+        relinear.PathTransponder(),
+        residual.LaurelRW(),
+        relinear.ContextManager(),
+        residual.SDPAGate(),
+    )
+}
 OF_A_HEAD = {kind: attach(kind) for kind in ("head_bias", "readout_scale:factor=0.5")} | {
     "layer_bias": bias_layers,
     "operator": lambda model: relinear.replace_(model, {"lm_head": LOW, model_body(model): LOW}),

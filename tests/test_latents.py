@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear import activations
 from relinear.core.latents import Latent, latent_operators, moments
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -31,7 +32,7 @@ def model():
 
 
 def logits(model, **edits):
-    with torch.no_grad(), relinear.intervene(model, edits.pop("edits", {})):
+    with torch.no_grad(), activations.intervene(model, edits.pop("edits", {})):
         return model(IDS).logits
 
 
@@ -40,7 +41,7 @@ def test_reading_changes_nothing(model) -> None:
     seen = {}
     module = model.get_submodule(Q1)
     handle = module.register_forward_hook(lambda m, args, out: seen.update(x=args[0], y=out))
-    with relinear.latents(model) as z:
+    with activations.latents(model) as z:
         torch.testing.assert_close(model(IDS).logits, before)
         assert set(z) == {Q0, Q1}
     handle.remove()
@@ -49,19 +50,19 @@ def test_reading_changes_nothing(model) -> None:
     assert torch.equal(z[Q1].z, z[Q1].mu)
     assert torch.equal(model(IDS).logits, before)
     model.train()
-    with relinear.latents(model) as z:
+    with activations.latents(model) as z:
         model(IDS)
     assert not torch.equal(z[Q0].z, z[Q0].mu)
 
 
 def test_missing_latents_are_named(model) -> None:
-    with relinear.latents(model) as z:
+    with activations.latents(model) as z:
         with pytest.raises(KeyError, match="no forward has run"):
             z[Q0]
         model(IDS)
     with pytest.raises(KeyError, match="layers"):
         z["model.layers.0.self_attn.q"]
-    with pytest.raises(ValueError, match="no operator with a latent"), relinear.latents(make_tiny_gpt2()):
+    with pytest.raises(ValueError, match="no operator with a latent"), activations.latents(make_tiny_gpt2()):
         pass
 
 
@@ -71,7 +72,7 @@ def test_training_loss_is_the_same_while_reading(model) -> None:
     for reading in (False, True):
         torch.manual_seed(1)
         if reading:
-            with relinear.latents(model):
+            with activations.latents(model):
                 losses.append(model(IDS, labels=IDS).loss)
         else:
             losses.append(model(IDS, labels=IDS).loss)
@@ -81,24 +82,24 @@ def test_training_loss_is_the_same_while_reading(model) -> None:
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (relinear.Clamp(-0.1, 0.2), lambda z: z.clamp(-0.1, 0.2)),
-        (relinear.Clamp(maximum=torch.zeros(6)), lambda z: z.clamp(max=0)),
-        (relinear.Add([1.0] * 6, scale=2), lambda z: z + 2),
-        (relinear.Add(torch.ones(2, 7, 6)), lambda z: z + 1),
-        (relinear.Replace(0.5), lambda z: torch.full_like(z, 0.5)),
-        (relinear.Replace([3.0, 4.0], dims=[0, -1]), lambda z: torch.cat([z[..., :0] + 3, z], -1)),
-        (relinear.Inject(torch.linspace(0, 1, 6)), lambda z: torch.linspace(0, 1, 6).expand_as(z)),
-        (relinear.Inject(lambda latent: -latent.mu), lambda z: -z),
+        (activations.Clamp(-0.1, 0.2), lambda z: z.clamp(-0.1, 0.2)),
+        (activations.Clamp(maximum=torch.zeros(6)), lambda z: z.clamp(max=0)),
+        (activations.Add([1.0] * 6, scale=2), lambda z: z + 2),
+        (activations.Add(torch.ones(2, 7, 6)), lambda z: z + 1),
+        (activations.Patch(0.5), lambda z: torch.full_like(z, 0.5)),
+        (activations.Patch([3.0, 4.0], dims=[0, -1]), lambda z: torch.cat([z[..., :0] + 3, z], -1)),
+        (activations.Inject(torch.linspace(0, 1, 6)), lambda z: torch.linspace(0, 1, 6).expand_as(z)),
+        (activations.Inject(lambda latent: -latent.mu), lambda z: -z),
     ],
     ids=["clamp", "maximum", "add", "add_token", "replace", "replace_dims", "inject", "inject_function"],
 )
 def test_edits(model, edit, expected) -> None:
     before = model(IDS).logits
-    with relinear.latents(model) as plain:
+    with activations.latents(model) as plain:
         model(IDS)
-    with relinear.latents(model) as edited, relinear.intervene(model, {Q0: edit}):
+    with activations.latents(model) as edited, activations.intervene(model, {Q0: edit}):
         after = model(IDS).logits
-    if isinstance(edit, relinear.Replace) and edit.dims:
+    if isinstance(edit, activations.Patch) and edit.dims:
         wanted = plain[Q0].z.clone()
         wanted[..., 0], wanted[..., -1] = 3, 4
     else:
@@ -111,13 +112,16 @@ def test_edits(model, edit, expected) -> None:
 
 def test_edits_reach_by_suffix_nest_and_end_with_an_error(model) -> None:
     before = logits(model)
-    both = logits(model, edits={"q_proj": relinear.Replace(1.0)})
-    assert torch.equal(both, logits(model, edits={Q0: relinear.Replace(1.0), Q1: [relinear.Replace(1.0)]}))
-    with relinear.intervene(model, {Q0: relinear.Replace(1.0)}), relinear.intervene(model, {Q0: relinear.Add(1.0)}):
+    both = logits(model, edits={"q_proj": activations.Patch(1.0)})
+    assert torch.equal(both, logits(model, edits={Q0: activations.Patch(1.0), Q1: [activations.Patch(1.0)]}))
+    with (
+        activations.intervene(model, {Q0: activations.Patch(1.0)}),
+        activations.intervene(model, {Q0: activations.Add(1.0)}),
+    ):
         nested = logits(model)
-    chain = {Q0: [relinear.Replace(1.0), relinear.Add(1.0)]}
+    chain = {Q0: [activations.Patch(1.0), activations.Add(1.0)]}
     assert torch.equal(nested, logits(model, edits=chain))
-    with pytest.raises(RuntimeError), relinear.intervene(model, {Q0: relinear.Replace(1.0)}):
+    with pytest.raises(RuntimeError), activations.intervene(model, {Q0: activations.Patch(1.0)}):
         raise RuntimeError
     assert torch.equal(logits(model), before)
 
@@ -125,32 +129,32 @@ def test_edits_reach_by_suffix_nest_and_end_with_an_error(model) -> None:
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        ({"k_proj": relinear.Replace(0.0)}, "q_proj"),
-        ({"q_proj": relinear.Replace([0.0] * 5)}, "must be 6"),
-        ({"q_proj": relinear.Add(torch.zeros(2), dims=[0, 1, 2])}, "must be 3"),
-        ({"q_proj": relinear.Add(1.0, dims=[6])}, "size 6"),
-        ({"q_proj": relinear.Clamp()}, "minimum"),
-        ({"q_proj": relinear.Inject(torch.zeros(4))}, "must be 6"),
-        ({"q_proj": relinear.Inject(3)}, "function"),
+        ({"k_proj": activations.Patch(0.0)}, "q_proj"),
+        ({"q_proj": activations.Patch([0.0] * 5)}, "must be 6"),
+        ({"q_proj": activations.Add(torch.zeros(2), dims=[0, 1, 2])}, "must be 3"),
+        ({"q_proj": activations.Add(1.0, dims=[6])}, "size 6"),
+        ({"q_proj": activations.Clamp()}, "minimum"),
+        ({"q_proj": activations.Inject(torch.zeros(4))}, "must be 6"),
+        ({"q_proj": activations.Inject(3)}, "function"),
         ({"q_proj": [1.0]}, "expected Clamp"),
     ],
 )
 def test_wrong_edits_are_refused_before_anything_changes(model, edits, message) -> None:
-    good = {Q0: relinear.Replace(1.0)}
-    with pytest.raises(ValueError, match=message), relinear.intervene(model, good | edits):
+    good = {Q0: activations.Patch(1.0)}
+    with pytest.raises(ValueError, match=message), activations.intervene(model, good | edits):
         pass
     assert all(operator._latent_tap is None for operator in latent_operators(model).values())
 
 
 def test_values_that_do_not_fit_the_tokens_are_refused(model) -> None:
-    edits = {Q0: relinear.Inject(torch.zeros(2, 5, 6))}
-    with relinear.intervene(model, edits), pytest.raises(ValueError, match="do not broadcast"):
+    edits = {Q0: activations.Inject(torch.zeros(2, 5, 6))}
+    with activations.intervene(model, edits), pytest.raises(ValueError, match="do not broadcast"):
         model(IDS)
 
 
 def test_gradients_reach_an_injected_latent(model) -> None:
     source = torch.zeros(6, requires_grad=True)
-    with relinear.intervene(model, {Q0: relinear.Inject(source)}):
+    with activations.intervene(model, {Q0: activations.Inject(source)}):
         loss = model(IDS, labels=IDS).loss
     loss.backward()
     assert source.grad.abs().sum() > 0
@@ -158,7 +162,7 @@ def test_gradients_reach_an_injected_latent(model) -> None:
 
 
 def test_generation_under_an_intervention(model) -> None:
-    with relinear.intervene(model, {"q_proj": relinear.Replace(0.0)}):
+    with activations.intervene(model, {"q_proj": activations.Patch(0.0)}):
         cached = model.generate(IDS, max_new_tokens=4, do_sample=False)
         plain = model.generate(IDS, max_new_tokens=4, do_sample=False, use_cache=False)
     assert torch.equal(cached, plain)
@@ -168,12 +172,12 @@ def test_gradient_checkpointing(model) -> None:
     model.train()
     twin = copy.deepcopy(model)
     twin.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ValueError, match="gradient checkpointing"), relinear.intervene(twin, {}):
+    with pytest.raises(ValueError, match="gradient checkpointing"), activations.intervene(twin, {}):
         pass
     gradients = []
     for each in (model, twin):
         torch.manual_seed(1)
-        with relinear.latents(each) as z:
+        with activations.latents(each) as z:
             each(IDS)
         seen = z[Q1]
         (seen.z.square().sum() + seen.sigma.sum()).backward()
@@ -188,16 +192,16 @@ def test_gradient_checkpointing(model) -> None:
 def test_compiled_models(model) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    edits = {Q0: relinear.Add(torch.ones(6))}
+    edits = {Q0: activations.Add(torch.ones(6))}
     with torch.no_grad():
         before = compiled(IDS).logits
-        with relinear.latents(compiled) as z:
+        with activations.latents(compiled) as z:
             compiled(IDS)
-        with relinear.latents(model) as expected:
+        with activations.latents(model) as expected:
             model(IDS)
         assert set(z) == set(expected)
         torch.testing.assert_close(z[Q1].sigma, expected[Q1].sigma)
-        with relinear.intervene(compiled, edits):
+        with activations.intervene(compiled, edits):
             after = compiled(IDS).logits
         torch.testing.assert_close(after, logits(model, edits=edits))
         assert not torch.allclose(after, before)
@@ -205,7 +209,7 @@ def test_compiled_models(model) -> None:
 
 
 def test_a_copy_made_while_reading_is_a_plain_model(model) -> None:
-    with relinear.intervene(model, {Q0: relinear.Replace(0.0)}):
+    with activations.intervene(model, {Q0: activations.Patch(0.0)}):
         twin = copy.deepcopy(model)
     assert torch.equal(twin(IDS).logits, model(IDS).logits)
 
@@ -224,32 +228,32 @@ def test_alignment_is_the_wasserstein_distance_and_trains(model) -> None:
     other = make_tiny_llama()
     relinear.replace_(other, {"q_proj": relinear.HDPL(rank=6, blocks=4)})
     with pytest.raises(ValueError, match="no latents were recorded"):
-        relinear.moment_alignment(model, other)
-    with relinear.latents(model) as a, relinear.latents(other) as b:
+        activations.moment_alignment(model, other)
+    with activations.latents(model) as a, activations.latents(other) as b:
         model(IDS)
         with torch.no_grad():
             other(IDS)
-        loss = relinear.moment_alignment(model, other)
-        assert relinear.moment_alignment(model, model).item() == 0
+        loss = activations.moment_alignment(model, other)
+        assert activations.moment_alignment(model, model).item() == 0
     expected = []
     for name in (Q0, Q1):
         (m, s), (n, t) = moments(a[name]), moments(b[name])
         expected.append(((m - n) ** 2 + (s - t) ** 2).mean())
     torch.testing.assert_close(loss, sum(expected) / 2)
-    torch.testing.assert_close(relinear.moment_alignment(a, b, names={Q0: Q0}), expected[0])
+    torch.testing.assert_close(activations.moment_alignment(a, b, names={Q0: Q0}), expected[0])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(20):
-        with relinear.latents(model) as a:
+        with activations.latents(model) as a:
             model(IDS)
-        aligned = relinear.moment_alignment(a, b)
+        aligned = activations.moment_alignment(a, b)
         optimizer.zero_grad()
         aligned.backward()
         optimizer.step()
     assert aligned < 0.5 * loss
     with pytest.raises(ValueError, match="no latent"):
-        relinear.moment_alignment(a, b, names={Q0: "q_proj"})
+        activations.moment_alignment(a, b, names={Q0: "q_proj"})
     with pytest.raises(ValueError, match="differently"):
-        relinear.moment_alignment(a, {Q0: b[Q0]})
+        activations.moment_alignment(a, {Q0: b[Q0]})
 
 
 def train(model, folder, *, steps, callbacks, resume=None):
@@ -268,15 +272,15 @@ def train(model, folder, *, steps, callbacks, resume=None):
 
 
 def test_running_moments_survive_a_resume(tmp_path) -> None:
-    whole = relinear.LatentMoments(every=1)
+    whole = relinear.train.LatentMoments(every=1)
     train(make_model(), tmp_path / "whole", steps=4, callbacks=[whole])
-    read = relinear.read_moments(tmp_path / "whole")
+    read = relinear.train.read_moments(tmp_path / "whole")
     assert set(read) == {Q0, Q1}
     torch.testing.assert_close(read[Q0].std, whole.moments()[Q0].std)
 
     folder = tmp_path / "parts"
-    train(make_model(), folder, steps=4, callbacks=[relinear.LatentMoments(every=1)])
-    resumed = relinear.LatentMoments(every=1)
+    train(make_model(), folder, steps=4, callbacks=[relinear.train.LatentMoments(every=1)])
+    resumed = relinear.train.LatentMoments(every=1)
     torch.manual_seed(9)
     train(make_model(), folder, steps=4, callbacks=[resumed], resume=str(folder / "checkpoint-2"))
     assert resumed._sums[Q0]["tokens"] == whole._sums[Q0]["tokens"]
@@ -285,16 +289,16 @@ def test_running_moments_survive_a_resume(tmp_path) -> None:
     assert content["latents"][Q0]["sums"]["tokens"] == pytest.approx(16 * (1 + 0.99 + 0.99**2 + 0.99**3))
     (folder / "latent_moments.json").write_text("{}")
     with pytest.raises(ValueError, match="not a file of latent moments"):
-        relinear.read_moments(folder)
+        relinear.train.read_moments(folder)
 
 
 def test_running_moments_of_a_relinear_run(tmp_path) -> None:
     from relinear.train import FitSettings, fit
 
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 96, (8, 8))]
-    callback = relinear.LatentMoments(every=2)
+    callback = relinear.train.LatentMoments(every=2)
     model = make_model()
     fit(model, data, FitSettings(steps=3, batch_size=2), out_dir=tmp_path / "run", callbacks=[callback])
-    assert set(relinear.read_moments(tmp_path / "run")) == {Q0, Q1}
+    assert set(relinear.train.read_moments(tmp_path / "run")) == {Q0, Q1}
     assert callback._sums[Q0]["tokens"] == pytest.approx(2 * 8 * (1 + 0.99))
     assert all(operator._latent_tap is None for operator in latent_operators(model).values())

@@ -146,7 +146,7 @@ def test_the_kernels_are_what_runs(narrow_library, monkeypatch):
 
     monkeypatch.setattr(native, "kernels", Spy)
     relinear.Transponder(rank=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
-    with relinear.context(torch.randn(37, 6)):
+    with relinear.activations.context(torch.randn(37, 6)):
         relinear.CCL(rank=8, context_dim=6).build(24, 40)(torch.randn(37, 24)).sum().backward()
         relinear.CCL(rank=80, context_dim=6).build(24, 40)(torch.randn(37, 24))  # too many weights to copy
     relinear.HDPL(rank=8, blocks=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
@@ -215,7 +215,7 @@ def test_parameters_may_be_strided(config, narrow_library):
                 part._parameters[name] = torch.nn.Parameter(torch.stack([parameter.detach()] * 2, -1)[..., 0])
     results = []
     for module in (layer, strided):
-        with relinear.context(context):
+        with relinear.activations.context(context):
             torch.manual_seed(0)
             y = module(x)
         y.square().sum().backward()
@@ -350,11 +350,11 @@ def test_a_few_rows_of_ccl(settings, leading, inputs, outputs, bias, dtype, few_
     for parameter in layer.parameters():
         parameter.normal_(std=0.5)
     x, context = torch.randn(*leading, inputs, dtype=dtype), torch.randn(*leading, 6, dtype=dtype)
-    with relinear.context(context):
+    with relinear.activations.context(context):
         y = layer(x)
     assert few_rows
     exact = copy.deepcopy(layer).double()
-    with relinear.context(context.double()):
+    with relinear.activations.context(context.double()):
         theirs = exact(x.double())
     assert y.shape == (*leading, outputs)
     close(y, theirs, dtype)
@@ -385,7 +385,7 @@ def of_rows(layer, x, context=None):
     """What the layer says of x in inference, with a context of its own for every token by default."""
     if context is None:
         context = torch.randn(*x.shape[:-1], 6, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad(), relinear.context(context.to(x.dtype)):
+    with torch.no_grad(), relinear.activations.context(context.to(x.dtype)):
         return layer(x)
 
 
@@ -548,7 +548,7 @@ def test_a_prepared_layer_under_autocast_and_with_gradients(config, whole_layers
     whole_layers.clear()
     with torch.autocast("cpu", torch.bfloat16):
         of_rows(layer, x)
-    with relinear.context(torch.randn(3, 6)):
+    with relinear.activations.context(torch.randn(3, 6)):
         layer(x).sum().backward()
     assert not whole_layers
     assert next(layer.parameters()).grad is not None
@@ -566,9 +566,9 @@ def test_edits_reach_a_prepared_layer(whole_layers):
     layer, x = relinear.for_inference_(drawn_layer(PREPARED[0])), torch.randn(3, 36)
     model = torch.nn.Sequential(layer)
     want = of_rows(model, x)
-    with relinear.intervene(model, {"0": relinear.Replace(0.0)}):
+    with relinear.activations.intervene(model, {"0": relinear.activations.Patch(0.0)}):
         assert not torch.allclose(of_rows(model, x), want)
-    with relinear.latents(model) as found:
+    with relinear.activations.latents(model) as found:
         torch.testing.assert_close(of_rows(model, x), want)
     assert found["0"].mu.shape == (3, 13)
     assert torch.equal(of_rows(model, x), want)
@@ -577,7 +577,7 @@ def test_edits_reach_a_prepared_layer(whole_layers):
 @torch.no_grad()
 def test_a_context_that_sequences_share_is_not_the_kernels(few_rows):
     layer = relinear.CCL(rank=13, context_dim=6).build(20, 24).eval()
-    with relinear.context(torch.randn(1, 3, 6)):
+    with relinear.activations.context(torch.randn(1, 3, 6)):
         assert layer(torch.randn(2, 3, 20)).shape == (2, 3, 24)
     assert not few_rows
 

@@ -70,7 +70,7 @@ def test_checkpoints_give_the_logits_they_gave(checkpoint: Path) -> None:
 def test_every_kind_has_a_checkpoint(version: str) -> None:
     """Of the first version; later ones may leave out what they did not change."""
     text = "".join(path.read_text() for path in FIXTURES.glob("v*/checkpoints/*/config.json"))
-    for family in (relinear.LowRank, relinear.ReZero):
+    for family in (relinear.LowRank, relinear.residual.ReZero):
         own = {kind: c for kind, c in family.kinds().items() if c.__module__.startswith("relinear.")}
         assert not [kind for kind in own if f'"{kind}"' not in text and kind not in UNRELEASED]
 

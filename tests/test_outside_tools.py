@@ -57,7 +57,7 @@ def test_only_what_is_called_is_a_layer(case: Case) -> None:
     called = []
     for name, module in operator.named_modules():
         module.register_forward_hook(lambda *a, name=name: called.append(name))
-    with relinear.context(torch.randn(3, case.context_dim or 1)):
+    with relinear.activations.context(torch.randn(3, case.context_dim or 1)):
         operator(x)
     with_parameters = {name for name, module in operator.named_modules() if [*module.parameters(recurse=False)]}
     assert with_parameters <= set(called)
@@ -115,7 +115,7 @@ def test_a_layer_on_disk(method: str | None, tmp_path) -> None:
     relinear.replace_(model, {"up_proj": relinear.CCL(rank=5, context_dim=6), "down_proj": relinear.HDPL(rank=4)})
     relinear.replace_(model, {"q_proj": relinear.Transponder(), "o_proj": relinear.BlockHadamard()})
     if method is not None:
-        relinear.residual_(model, method)
+        relinear.residual.residual_(model, method)
     expected = logits(model)
     relinear.save_pretrained(model, tmp_path / "model")
     places = {"lm_head": "cpu", "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}
@@ -163,14 +163,14 @@ def test_adapters_beside_operators(case: Case, lora, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     base = model_with(case)
     source, before = copy.deepcopy(base), logits(base)
-    model = peft.get_peft_model(base, relinear.lora_on_operators_(lora("q_proj", "up_proj"))).eval()
+    model = peft.get_peft_model(base, relinear.surgery.lora_on_operators_(lora("q_proj", "up_proj"))).eval()
     assert relative(logits(model), before) < 1e-6
     trained_step(model)
     assert all(name in str([n for n, _ in model.named_parameters()]) for name in ("q_proj.lora_A", "up_proj.lora_A"))
     trained = logits(model)
     assert relative(trained, before) > 1e-4
     model.save_pretrained(tmp_path)
-    settings = relinear.lora_on_operators_(peft.LoraConfig.from_pretrained(tmp_path))
+    settings = relinear.surgery.lora_on_operators_(peft.LoraConfig.from_pretrained(tmp_path))
     again = peft.PeftModel.from_pretrained(source, tmp_path, config=settings)
     assert relative(logits(again), trained) < 1e-6
     with pytest.raises(ValueError, match="leave it beside the operator"):
@@ -201,11 +201,11 @@ def test_adapters_keep_the_operators_dtype_losses_and_roles(lora) -> None:
     model = make_tiny_llama().bfloat16()
     relinear.replace_(model, {"up_proj": relinear.Transponder(base=relinear.HDPL(rank=6, beta=0.5))})
     roles = model.model.layers[0].mlp.up_proj.param_roles()
-    settings = relinear.lora_on_operators_(lora(r".*up_proj\.base"))
+    settings = relinear.surgery.lora_on_operators_(lora(r".*up_proj\.base"))
     model = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).train()
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     model(input_ids=IDS)
-    assert len(relinear.aux_losses(model)) == 2
+    assert len(relinear.contract.aux_losses(model)) == 2
     wrapped = model.base_model.model.model.layers[0].mlp.up_proj.param_roles()
     named = {name.replace(".base_layer", ""): role for name, role in wrapped.items()}
     assert {name: role for name, role in named.items() if "lora_" not in name} == roles
@@ -219,14 +219,14 @@ def test_terms_of_an_adapted_base_leave_padding_out(lora, kept: bool) -> None:
     relinear.replace_(model, {"up_proj": relinear.Transponder(base=operator)})
     stock = copy.deepcopy(model).train()
     settings = lora(".*q_proj", modules_to_save=["up_proj.base"]) if kept else lora(r".*up_proj\.base")
-    adapted = peft.get_peft_model(model, relinear.lora_on_operators_(settings)).train()
+    adapted = peft.get_peft_model(model, relinear.surgery.lora_on_operators_(settings)).train()
     labels = IDS.clone()
     labels[0, 3:] = -100
     losses = []
     for each in (stock, adapted):
         torch.manual_seed(0)
         losses.append(each(input_ids=IDS, labels=labels).loss)
-        assert len(relinear.aux_losses(each)) == 2
+        assert len(relinear.contract.aux_losses(each)) == 2
     torch.testing.assert_close(losses[1], losses[0])
 
 
@@ -264,9 +264,9 @@ def test_adapters_that_an_operator_cannot_take(lora) -> None:
         model = make_tiny_llama()
         relinear.replace_(model, {"up_proj": relinear.LowRank(rank=4)})
         with pytest.raises(ValueError, match=f"{words}.*LowRankLinear has none"):
-            peft.get_peft_model(model, relinear.lora_on_operators_(lora("up_proj", "down_proj", **values)))
+            peft.get_peft_model(model, relinear.surgery.lora_on_operators_(lora("up_proj", "down_proj", **values)))
     with pytest.raises(ValueError, match=r"expected a peft.LoraConfig.*got IA3Config"):
-        relinear.lora_on_operators_(peft.IA3Config())
+        relinear.surgery.lora_on_operators_(peft.IA3Config())
 
 
 @pytest.mark.parametrize("source", ["tokens", "embeddings"])

@@ -143,7 +143,7 @@ def test_a_preset_without_operators_comes_back_with_its_head_bias(tmp_path, load
 
 def test_public_names():
     assert relinear.from_preset is from_preset
-    assert relinear.preset_names is preset_names
+    assert relinear.models.preset_names is preset_names
 
 
 def test_drawn_as_torch_draws_it():

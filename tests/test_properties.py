@@ -101,7 +101,7 @@ def test_a_layer_of_any_size_works_or_is_refused_when_it_is_built(config, sizes,
         return
     x = torch.randn(*leading, sizes[0], dtype=dtype, requires_grad=True)
     context = torch.randn(*leading, config.context_dim, dtype=dtype) if config.conditioned else None
-    with relinear.context(context) if config.conditioned else contextlib.nullcontext():
+    with relinear.activations.context(context) if config.conditioned else contextlib.nullcontext():
         y = layer(x)
         assert y.shape == (*leading, sizes[1])
         assert y.dtype == dtype

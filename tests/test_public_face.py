@@ -4,12 +4,15 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import relinear
 from conftest import mostly_slow
+from relinear.deprecated import MOVED
 from relinear_cli.main import COMMANDS
 
 ROOT = Path(relinear.__file__).parent
@@ -40,16 +43,30 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
     assert set(dir(relinear)) >= names
 
 
-def test_every_operator_and_residual_method_is_public() -> None:
-    for room in (relinear.operators, relinear.residual):
-        assert set(room.__all__) <= set(relinear.__all__)
-        for name in room.__all__:
-            assert getattr(relinear, name) is getattr(room, name)
+FIRST = (
+    *("replace_", "plan", "attach_", "fold_", "summary", "save_pretrained", "from_pretrained", "from_preset"),
+    *("compress", "distill_", "fit", "perplexity", "check_causality", "for_inference_", "specialize"),
+    *("register", "Operator", "OperatorConfig"),
+)
 
 
-def test_what_a_stranger_needs_is_public() -> None:
-    for name in ("Operator", "OperatorConfig", "AttachmentConfig", "register", "NotLinearError", "fit", "prepare_data"):
-        assert name in relinear.__all__
+def test_what_most_programs_need_is_at_the_top() -> None:
+    assert set(FIRST) | set(relinear.operators.__all__) <= set(relinear.__all__)
+    for name in relinear.operators.__all__:
+        assert getattr(relinear, name) is getattr(relinear.operators, name)
+    rest = set(relinear.__all__) - set(FIRST) - set(relinear.operators.__all__)
+    rooms = {name for name in rest if isinstance(getattr(relinear, name), ModuleType)}
+    assert rooms == {"activations", "analysis", "clifford", "contract", "data", "evaluate", "residual"}
+    assert rest - rooms == {"CGTConfig", "CGTForCausalLM", "CGTForRegression", "SavedConfig", "__version__"}
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_a_name_that_has_moved_is_found_with_a_warning(name: str) -> None:
+    module, new = MOVED[name]
+    with pytest.warns(DeprecationWarning, match=rf"relinear\.{name} is now {re.escape(module)}\.{new}") as said:
+        assert getattr(relinear, name) is getattr(import_module(module), new)
+    assert said[0].filename == __file__
+    assert name not in relinear.__all__
 
 
 def test_unknown_names_are_attribute_errors() -> None:

@@ -29,7 +29,7 @@ MAKERS = {"llama": make_tiny_llama, "qwen2": make_tiny_qwen2, "gpt2": make_tiny_
 def treated(make, method, noise=0.03):
     """A model with ``method`` in it, its norms, sites and projections all moved away from where they start."""
     model = make()
-    relinear.residual_(model, method)
+    relinear.residual.residual_(model, method)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
@@ -62,7 +62,7 @@ def split(config):
     """A stock double-precision Llama and a twin of it that has the method, its sites drawn at random."""
     stock = make_tiny_llama(num_hidden_layers=3).double()
     model = copy.deepcopy(stock)
-    relinear.residual_(model, config)
+    relinear.residual.residual_(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "relinear" in name and ".norm." not in name:
@@ -82,7 +82,7 @@ def test_plain_residual_by_hand_is_the_stock_model():
 @pytest.mark.parametrize("keep_norms", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_rezero(shared, keep_norms):
-    stock, model = split(relinear.ReZero(shared=shared, keep_norms=keep_norms))
+    stock, model = split(relinear.residual.ReZero(shared=shared, keep_norms=keep_norms))
     alphas = [p for n, p in model.named_parameters() if n.endswith("alpha")]
     assert len(alphas) == (3 if shared else 6)
     alphas = [a for a in alphas for _ in range(2)] if shared else alphas
@@ -93,7 +93,7 @@ def test_a_model_that_another_method_has_quantized_is_refused_before_anything_ch
     model = make_tiny_llama()
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     before = [name for name, _ in model.named_modules()]
-    for change in (relinear.residual_, relinear.attach_):
+    for change in (relinear.residual.residual_, relinear.attach_):
         with pytest.raises(ValueError, match=r"quantized \(bitsandbytes\); dequantize it first"):
             change(model, "rezero")
     assert [name for name, _ in model.named_modules()] == before
@@ -102,7 +102,7 @@ def test_a_model_that_another_method_has_quantized_is_refused_before_anything_ch
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_rezero_starts_as_the_identity(make):
     model = make()
-    relinear.residual_(model, "rezero")
+    relinear.residual.residual_(model, "rezero")
     states = model(IDS, output_hidden_states=True).hidden_states  # the last one is behind the final norm
     assert all(torch.equal(state, states[0]) for state in states[:-1])
 
@@ -115,13 +115,13 @@ def test_layernorm_scaling():
 
 @pytest.mark.parametrize("final_norm", [False, True])
 def test_post_ln(final_norm):
-    stock, model = split(relinear.PostLN(final_norm=final_norm))
+    stock, model = split(relinear.residual.PostLN(final_norm=final_norm))
     by_hand = run_by_hand(stock, lambda i, xs, y, norm: norm(xs[-1] + y), norm_before=False, final_norm=final_norm)
     close(model, by_hand)
 
 
 def test_deepnorm_forward():
-    stock, model = split(relinear.DeepNorm(initialize=False))
+    stock, model = split(relinear.residual.DeepNorm(initialize=False))
     alpha = (2 * 3) ** 0.25
     close(
         model,
@@ -131,14 +131,14 @@ def test_deepnorm_forward():
 
 def test_deepnorm_initialisation():
     model = make_tiny_llama(hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    relinear.residual_(model, "deepnorm")
+    relinear.residual.residual_(model, "deepnorm")
     beta = (8 * 2) ** -0.25
     for name, weight in model.model.layers[1].named_parameters():
         if weight.ndim == 2:
             gain = 1.0 if "q_proj" in name or "k_proj" in name else beta
             assert weight.std().item() == pytest.approx(gain * math.sqrt(2 / sum(weight.shape)), rel=0.05), name
     gpt2 = make_tiny_gpt2(n_embd=256)
-    relinear.residual_(gpt2, "deepnorm")
+    relinear.residual.residual_(gpt2, "deepnorm")
     attention = gpt2.transformer.h[0].attn.c_attn
     for part, gain in zip(attention.weight.chunk(3, dim=1), (1.0, 1.0, beta), strict=True):
         assert part.std().item() == pytest.approx(gain * math.sqrt(2 / 512), rel=0.05)
@@ -151,14 +151,14 @@ def test_deepnorm_says_which_operators_it_did_not_draw():
     kept = model.model.layers[0].self_attn.q_proj.down.clone()
     inside = model.model.layers[0].self_attn.v_proj.base.weight.clone()
     with pytest.warns(UserWarning, match="LowRank"):
-        relinear.residual_(model, "deepnorm")
+        relinear.residual.residual_(model, "deepnorm")
     assert torch.equal(model.model.layers[0].self_attn.q_proj.down, kept)
     assert not torch.equal(model.model.layers[0].self_attn.v_proj.base.weight, inside)
 
 
 @pytest.mark.parametrize("normalize", ["softmax", "sigmoid"])
 def test_laurel_rw(normalize):
-    stock, model = split(relinear.LaurelRW(normalize=normalize))
+    stock, model = split(relinear.residual.LaurelRW(normalize=normalize))
     pairs = [torch.stack([site.weights.logits[0], site.weights.logits[1]]) for site in sites(model)]
     pairs = [2 * (torch.softmax(p, 0) if normalize == "softmax" else torch.sigmoid(p)) for p in pairs]
     close(model, run_by_hand(stock, lambda i, xs, y, norm: pairs[i][0] * y + pairs[i][1] * xs[-1]))
@@ -166,7 +166,7 @@ def test_laurel_rw(normalize):
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_laurel_lr(weights):
-    stock, model = split(relinear.LaurelLR(rank=5, weights=weights))
+    stock, model = split(relinear.residual.LaurelLR(rank=5, weights=weights))
     parts = sites(model)
 
     def meet(i, xs, y, norm):
@@ -180,7 +180,7 @@ def test_laurel_lr(weights):
 @pytest.mark.parametrize("rank", [None, 5])
 @pytest.mark.parametrize("previous", [1, 3, 9])
 def test_laurel_pa(rank, previous):
-    stock, model = split(relinear.LaurelPA(rank=rank, previous=previous))
+    stock, model = split(relinear.residual.LaurelPA(rank=rank, previous=previous))
     parts = sites(model)
 
     def meet(i, xs, y, norm):
@@ -193,27 +193,27 @@ def test_laurel_pa(rank, previous):
 
 def test_laurel_starts_with_the_papers_matrices():
     model = make_tiny_llama()
-    relinear.residual_(model, relinear.LaurelLR(rank=5))
+    relinear.residual.residual_(model, relinear.residual.LaurelLR(rank=5))
     down = sites(model)[0].low_rank.down
     for i in range(32):
         for j in range(5):
             assert down[j, i].item() == pytest.approx(1 / math.sqrt(5 * 32) if i % 5 == j else 0)
 
 
-@pytest.mark.parametrize("method", ["laurel_rw", "laurel_lr", "laurel_pa", relinear.LaurelPA(rank=None)])
+@pytest.mark.parametrize("method", ["laurel_rw", "laurel_lr", "laurel_pa", relinear.residual.LaurelPA(rank=None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_methods_that_start_as_the_stock_model(make, method, dtype):
     model = make().to(dtype)
     before = model(IDS).logits
-    relinear.residual_(model, method)
+    relinear.residual.residual_(model, method)
     assert torch.equal(model(IDS).logits, before)
 
 
 @pytest.mark.parametrize("targets", [["o_proj"], "all-linear"], ids=str)
 def test_a_lora_on_what_a_gate_precedes_computes_what_its_merge_does(targets):
     peft = pytest.importorskip("peft")
-    _, model = split(relinear.SDPAGate())
+    _, model = split(relinear.residual.SDPAGate())
     ids = torch.arange(14).view(2, 7) + 1
     with torch.no_grad():
         before = model(ids).logits
@@ -226,7 +226,7 @@ def test_a_lora_on_what_a_gate_precedes_computes_what_its_merge_does(targets):
 
 @pytest.mark.parametrize("per", ["head", "channel"])
 def test_sdpa_gate_closes_single_heads(per):
-    stock, model = split(relinear.SDPAGate(per=per))
+    stock, model = split(relinear.residual.SDPAGate(per=per))
     heads, channels = 4, 8
     weight = torch.zeros(heads if per == "head" else heads * channels, 32).double()
     for layer in model.model.layers:
@@ -254,7 +254,7 @@ def test_sdpa_gate_closes_single_heads(per):
 
 def test_hooks_stay_when_a_projection_is_replaced(tmp_path):
     model = make_tiny_llama()
-    relinear.residual_(model, relinear.SDPAGate(per="channel"))
+    relinear.residual.residual_(model, relinear.residual.SDPAGate(per="channel"))
     before = model(IDS).logits
     relinear.replace_(model, {"o_proj": relinear.Transponder(init="identity")})
     assert torch.equal(model(IDS).logits, before)
@@ -320,10 +320,10 @@ def test_future_tokens_change_nothing(method):
     assert not torch.equal(model(other).logits[:, 11], model(IDS).logits[:, 11])
 
 
-@pytest.mark.parametrize("config", [relinear.PostLN(), relinear.DeepNorm(initialize=False)])
+@pytest.mark.parametrize("config", [relinear.residual.PostLN(), relinear.residual.DeepNorm(initialize=False)])
 def test_half_precision_sums_cost_two_roundings(config):
     model = make_tiny_llama(num_hidden_layers=1).to(torch.bfloat16)
-    relinear.residual_(model, config)
+    relinear.residual.residual_(model, config)
     site = model.model.layers[0].self_attn.relinear_residual
     x, y = (torch.randn(64, 32, dtype=torch.bfloat16) for _ in range(2))
     wanted = site.norm(torch.add(y, x, alpha=site.alpha))
@@ -354,22 +354,22 @@ def test_with_lora_and_modules_to_save(tmp_path):
 def test_refusals_name_what_to_do():
     model = make_tiny_llama()
     with pytest.raises(ValueError, match="rezero"):
-        relinear.residual_(model, "rezro")
+        relinear.residual.residual_(model, "rezro")
     with pytest.raises(ValueError, match="at most 32"):
-        relinear.residual_(model, relinear.LaurelLR(rank=64))
-    relinear.residual_(model, "post_ln")
+        relinear.residual.residual_(model, relinear.residual.LaurelLR(rank=64))
+    relinear.residual.residual_(model, "post_ln")
     with pytest.raises(ValueError, match="already has the residual method PostLN"):
-        relinear.residual_(model, "laurel_rw")
+        relinear.residual.residual_(model, "laurel_rw")
     config = GPTNeoXConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
     parallel = GPTNeoXForCausalLM(config)
     before = {name for name, _ in parallel.named_modules()}
     with pytest.raises(ValueError, match="pre-norm layer"):
-        relinear.residual_(parallel, "rezero")
+        relinear.residual.residual_(parallel, "rezero")
     assert {name for name, _ in parallel.named_modules()} == before
     with pytest.raises(ValueError, match="no config"):
-        relinear.residual_(torch.nn.Linear(2, 2), "rezero")
+        relinear.residual.residual_(torch.nn.Linear(2, 2), "rezero")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_laurel_states_its_flops(config, pointwise):
     stock = make_tiny_llama()
     plain = relinear.summary(stock)
     model = copy.deepcopy(stock)
-    relinear.residual_(model, config)
+    relinear.residual.residual_(model, config)
     table = relinear.summary(model)
     with FlopCounterMode(display=False) as stock_counter:
         stock(IDS)

@@ -20,6 +20,8 @@ MAY_IMPORT = {
     "pages": {"system"},
     "clifford": set(),
     "core": {"system"},
+    "contract": {"core"},
+    "activations": {"core"},
     "functional": {"clifford"},
     "kernels": {"functional", "system"},
     "operators": {"core", "functional", "clifford", "kernels", "system"},

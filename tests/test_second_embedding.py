@@ -16,7 +16,7 @@ MAKERS = {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}
 
 def treated(make, **settings):
     model = make()
-    relinear.attach_(model, relinear.SecondEmbedding(std=1.0, **settings))
+    relinear.attach_(model, relinear.residual.SecondEmbedding(std=1.0, **settings))
     return model.eval()
 
 
@@ -36,7 +36,7 @@ def test_every_mlp_reads_the_embedding_of_its_tokens(make, dim):
     torch.manual_seed(0)
     stock = make()
     model = copy.deepcopy(stock)
-    relinear.attach_(model, relinear.SecondEmbedding(dim=dim, std=1.0))
+    relinear.attach_(model, relinear.residual.SecondEmbedding(dim=dim, std=1.0))
     owner = next(m for n, m in model.named_modules() if n.endswith("relinear_context"))
     assert (owner.projection is None) == (dim is None)
     given = owner.embedding(IDS)
@@ -52,7 +52,7 @@ def test_every_mlp_reads_the_embedding_of_its_tokens(make, dim):
 
 def test_its_start_is_that_of_the_model():
     model = make_tiny_llama(initializer_range=0.3)
-    relinear.attach_(model, relinear.SecondEmbedding())
+    relinear.attach_(model, relinear.residual.SecondEmbedding())
     assert model.model.relinear_context.embedding.weight.std().item() == pytest.approx(0.3, rel=0.1)
 
 
@@ -100,7 +100,7 @@ def test_it_is_refused_where_it_cannot_be_right():
     conditioned = make_tiny_llama()
     relinear.replace_(conditioned, {"up_proj": relinear.CCL(rank=3, context_dim=4)})
     with pytest.raises(ValueError, match="attach a ContextManager"):
-        relinear.attach_(conditioned, relinear.SecondEmbedding())
+        relinear.attach_(conditioned, relinear.residual.SecondEmbedding())
     for bad in ({"dim": 0}, {"std": -1.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            relinear.SecondEmbedding(**bad)
+            relinear.residual.SecondEmbedding(**bad)

@@ -7,6 +7,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear import activations
 from relinear.core.latents import observe_sites
 from relinear.core.sites import sites
 from test_cgt import make_cgt
@@ -37,7 +38,7 @@ def with_latents():
 def with_output_gates():
     model = make_tiny_llama()
     relinear.replace_(model, {"gate_proj": relinear.OutputGate()})
-    relinear.attach_(model, relinear.SDPAGate())
+    relinear.attach_(model, relinear.residual.SDPAGate())
     return model
 
 
@@ -66,7 +67,7 @@ def run(model, edits=None):
     places = sites(model, outputs=True)
     taps = [site.tap() for site in places.values()]
     watched = observe_sites(places, lambda name, latent: seen.update({name: latent.z.clone()}))
-    with relinear.intervene(model, edits or {"lm_head.output": []}), watched:
+    with activations.intervene(model, edits or {"lm_head.output": []}), watched:
         logits = model(IDS).logits
     assert [site.tap() for site in places.values()] == taps
     return logits, seen
@@ -87,8 +88,8 @@ def test_reading_changes_nothing_and_sees_every_token(model) -> None:
 def test_putting_the_same_values_in_changes_nothing_and_others_do(model) -> None:
     before, seen = run(model)
     for name, value in seen.items():
-        torch.testing.assert_close(run(model, {name: relinear.Inject(value)})[0], before, rtol=1e-4, atol=1e-5)
-        changed, then = run(model, {name: relinear.Add(0.25)})
+        torch.testing.assert_close(run(model, {name: activations.Inject(value)})[0], before, rtol=1e-4, atol=1e-5)
+        changed, then = run(model, {name: activations.Add(0.25)})
         torch.testing.assert_close(then[name], value + 0.25)
         assert not torch.equal(changed, before), name
     assert torch.equal(run(model)[0], before)
@@ -114,7 +115,7 @@ def test_gates_of_one_are_the_layer_without_them() -> None:
     for name, module in list(plain.named_modules()):
         if name.endswith("modulator"):
             module.reset_parameters(identity=True)
-    logits = run(model, {"channel": relinear.Replace(1.0), "scalar": relinear.Replace(1.0)})[0]
+    logits = run(model, {"channel": activations.Patch(1.0), "scalar": activations.Patch(1.0)})[0]
     torch.testing.assert_close(logits, run(plain)[0])
 
 
@@ -122,7 +123,7 @@ def test_a_gate_shuts_a_feature() -> None:
     model = with_ccl()
     cut = copy.deepcopy(model)
     cut.transformer.h[1].mlp.c_fc.mix.data[:, 4] = 0
-    edits = {"transformer.h.1.mlp.c_fc.basis_gate": relinear.Clamp(maximum=0.0, dims=[4])}
+    edits = {"transformer.h.1.mlp.c_fc.basis_gate": activations.Clamp(maximum=0.0, dims=[4])}
     torch.testing.assert_close(run(model, edits)[0], run(cut)[0])
 
 
@@ -130,13 +131,13 @@ def test_an_output_moves_as_by_its_bias() -> None:
     model = make_tiny_gpt2()
     shifted = copy.deepcopy(model)
     shifted.transformer.h[0].mlp.c_fc.bias.data[5] += 2
-    torch.testing.assert_close(run(model, {"h.0.mlp.c_fc.output": relinear.Add(2.0, dims=[5])})[0], run(shifted)[0])
+    torch.testing.assert_close(run(model, {"h.0.mlp.c_fc.output": activations.Add(2.0, dims=[5])})[0], run(shifted)[0])
 
 
 def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
     before = run(model)[0]
-    edits = dict.fromkeys(sites(model, outputs=True), relinear.Replace(0.0))
-    with relinear.intervene(model, edits):
+    edits = dict.fromkeys(sites(model, outputs=True), activations.Patch(0.0))
+    with activations.intervene(model, edits):
         twin = copy.deepcopy(model)
     assert torch.equal(run(twin)[0], before)
     assert torch.equal(run(model)[0], before)
@@ -145,7 +146,10 @@ def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
 def test_edits_of_gates_nest_reach_generation_and_are_refused_where_wrong() -> None:
     model = with_modulators()
     name = "model.layers.0.mlp.down_proj.modulator.channel"
-    with relinear.intervene(model, {name: relinear.Replace(1.0)}), relinear.intervene(model, {name: relinear.Add(0.5)}):
+    with (
+        activations.intervene(model, {name: activations.Patch(1.0)}),
+        activations.intervene(model, {name: activations.Add(0.5)}),
+    ):
         seen = run(model)[1]
         cached = model.generate(IDS, max_new_tokens=4, do_sample=False)
         plain = model.generate(IDS, max_new_tokens=4, do_sample=False, use_cache=False)
@@ -158,6 +162,6 @@ def test_edits_of_gates_nest_reach_generation_and_are_refused_where_wrong() -> N
     }
     for pattern, message in wrong.items():
         with pytest.raises(ValueError, match=message):
-            relinear.intervene(model, {pattern: relinear.Replace([0.0] * 3)})
+            activations.intervene(model, {pattern: activations.Patch([0.0] * 3)})
     with pytest.raises(ValueError, match=r"q_proj\.output"):
-        relinear.intervene(make_tiny_llama(), {"q_proj": relinear.Replace(0.0)})
+        activations.intervene(make_tiny_llama(), {"q_proj": activations.Patch(0.0)})

@@ -83,7 +83,7 @@ PARTS = [
     relinear.ContextManager(dim=8),
     relinear.ContextManager(dim=8, mixer="ema", source="embeddings"),
     relinear.ContextManager(dim=8, mixer="gru"),
-    relinear.SecondEmbedding(dim=8),
+    relinear.residual.SecondEmbedding(dim=8),
     relinear.residual.LaurelLR(rank=4),
     relinear.residual.LaurelPA(rank=4),
     relinear.residual.SDPAGate(per="channel"),

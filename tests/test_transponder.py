@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear import residual
 from relinear.compare.recipe import apply_overrides, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.core.operator import NotLinearError
@@ -79,7 +80,7 @@ def test_identity_leaves_logits_unchanged_bit_for_bit(make, dtype):
 def test_identity_learns():
     model = make_tiny_llama().train()
     relinear.replace_(model, {"all-linear": relinear.Transponder(init="identity")})
-    trained = relinear.train_only_(model, "modulator")
+    trained = relinear.surgery.train_only_(model, "modulator")
     assert trained == sum(p.numel() for n, p in model.named_parameters() if ".modulator." in n)
     model(IDS, labels=IDS).loss.backward()
     for name, parameter in model.named_parameters():
@@ -124,7 +125,7 @@ def test_two_a_would_be_two_percent_and_biases_are_no_more_than_one(preset, shar
 
 @pytest.mark.parametrize("preset", SIZES)
 def test_gates_of_the_sdpa_baselines_size_are_those_on_q_k_v_and_o(preset):
-    placed = relinear.placement("attention", relinear.OutputGate())
+    placed = relinear.surgery.placement.placement("attention", relinear.OutputGate())
     assert round(added_percent(preset, **placed), 1) == SIZES[preset][2]
 
 
@@ -189,7 +190,7 @@ def test_variants_of_table_1_add_what_they_say():
 )
 def test_placements_of_table_5(name, expected):
     model = make_tiny_llama()
-    relinear.replace_(model, **relinear.placement(name, relinear.Transponder()))
+    relinear.replace_(model, **relinear.surgery.placement.placement(name, relinear.Transponder()))
     found = [n for n, m in model.named_modules() if type(m).__name__ == "TransponderLinear"]
     assert len(found) == expected
     assert name not in ("first", "last") or {n.split(".")[2] for n in found} == {"0" if name == "first" else "1"}
@@ -197,7 +198,7 @@ def test_placements_of_table_5(name, expected):
 
 def test_unknown_placement_names_the_nearest():
     with pytest.raises(ValueError, match="attention"):
-        relinear.placement("attn", relinear.Transponder())
+        relinear.surgery.placement.placement("attn", relinear.Transponder())
 
 
 def gates_by_hand(modulator, x: np.ndarray) -> np.ndarray:
@@ -474,7 +475,10 @@ def test_the_stream_is_seen_whichever_comes_first(method):
     logits = []
     for order in (0, 1):
         model = make_tiny_llama()
-        parts = [lambda m: relinear.residual_(m, method), lambda m: relinear.attach_(m, relinear.PathTransponder())]
+        parts = [
+            lambda m: residual.residual_(m, method),
+            lambda m: relinear.attach_(m, relinear.PathTransponder()),
+        ]
         torch.manual_seed(3)
         for part in parts if order else parts[::-1]:
             part(model)

@@ -16,7 +16,7 @@ VOCABULARY = 90  # no other size in these models
 #: what a model gets, each with something that is as large as the vocabulary or that sits on such a thing
 PARTS = {
     "context manager": [relinear.ContextManager(dim=8, mixer="ema")],
-    "second embedding": [relinear.SecondEmbedding(dim=8)],
+    "second embedding": [relinear.residual.SecondEmbedding(dim=8)],
     "head": [HeadBias(), ReadoutScale(factor=0.25)],
 }
 

@@ -122,7 +122,7 @@ def test_layer_uses_its_kernel(name: str, forced, monkeypatch) -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, 5, 32, device=DEVICE)
     width = getattr(config, "context_dim", None)
-    given = relinear.context(torch.randn(2, 5, width, device=DEVICE)) if width else contextlib.nullcontext()
+    given = relinear.activations.context(torch.randn(2, 5, width, device=DEVICE)) if width else contextlib.nullcontext()
 
     def outcome():
         torch.manual_seed(0)

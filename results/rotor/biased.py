@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--so-far", action="store_true", help="measure nothing; sum up what has all its seeds")
     parser.add_argument("--state", type=Path, default=Path("runs/rotor-biased"))
     options = parser.parse_args()
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     given = {key: getattr(options, key) for key in ("model", "tokens", "epochs", "eval_tokens")}
     begun = options.state / "options.json"
     if begun.is_file() and read_json(begun) != given:

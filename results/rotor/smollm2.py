@@ -58,7 +58,7 @@ def evaluate(model, tokenizer, data: Path, tokens: int, examples: int) -> dict:
         found = relinear.perplexity(model, text, tokenizer, sequence_length=256, max_tokens=tokens, batch_size=8)
         result[name] = found.loss
     file = next((data / "lambada").glob("*.jsonl"))
-    result["lambada"] = relinear.lambada(model, tokenizer, file, max_examples=examples, batch_size=16).accuracy
+    result["lambada"] = relinear.evaluate.lambada(model, tokenizer, file, max_examples=examples, batch_size=16).accuracy
     return result
 
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tune", action="store_true", help="find the learning rates, and nothing else")
     options = parser.parse_args()
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 
     original = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()

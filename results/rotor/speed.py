@@ -3,7 +3,7 @@
     python results/rotor/speed.py
 
 One double rotor (width=1, depth=0), in inference at every width, and forward and backward at 2048. Writes
-results/rotor/speed.json and prints it as it goes. The allocator is set up first (``relinear.tune_allocator``).
+results/rotor/speed.json and prints it as it goes. The allocator is set up first (``tune_allocator``).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,4096")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    allocator = relinear.tune_allocator()
+    allocator = relinear.system.allocator.tune_allocator()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     file = HERE / "speed.json"

@@ -50,7 +50,7 @@ def bounded(module: nn.Module, bounds: Dense) -> None:
 
 def main() -> None:
     """Print one line a dtype, number of tokens and size."""
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     machine = describe_machine()
     print(f"# {machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, allocator tuned")
     for dtype in (torch.float32, torch.bfloat16):

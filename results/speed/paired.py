@@ -26,7 +26,7 @@ def serve(threads: int) -> None:
     from relinear.kernels.native import build
 
     torch.set_num_threads(threads)
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     build.is_loaded()
     clock, run, values = time.process_time if threads == 1 else time.perf_counter, None, None
     for line in sys.stdin:

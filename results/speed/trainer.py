@@ -82,7 +82,7 @@ def relinear_train(options: argparse.Namespace) -> float:
     """``relinear train`` with compilation and the dtype that it chooses itself."""
     from relinear.train import TrainSettings, train
 
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     settings = TrainSettings(
         model=options.model,
         data=data_settings(options),
@@ -102,7 +102,7 @@ def relinear_train(options: argparse.Namespace) -> float:
 
 def bare_loop(options: argparse.Namespace) -> float:
     """What one would write by hand: packed batches, autocast to bfloat16, ``torch.compile``, fused AdamW."""
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     data = prepare_data(data_settings(options))
     model = model_of(options, data.vocab_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)

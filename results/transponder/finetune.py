@@ -31,7 +31,7 @@ def prepare(method: str, directory: str, rank: int, lora_rank: int, seed: int):
     torch.manual_seed(seed)
     if method == "modulators":
         relinear.replace_(model, {"all-linear": relinear.Transponder(rank=rank, init="identity")})
-        relinear.train_only_(model, "modulator")
+        relinear.surgery.train_only_(model, "modulator")
     elif method == "lora":
         model = get_peft_model(model, LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=PROJECTIONS))
     else:
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"))
     args = parser.parse_args()
 
-    relinear.tune_allocator()
+    relinear.system.allocator.tune_allocator()
     data = prepare_data(
         DataSettings(
             data=args.data,

@@ -32,8 +32,8 @@ def command(
 
     For every unit the page has the texts that move it most, its histogram and its effect on the next token, beside
     those of a random unit; a text that is typed is coloured by it; a slider changes it and shows what the model then
-    says, with the relinear.intervene code that repeats it. A model without operators shows what its linear layers put
-    out. The index of the texts is made once and kept.
+    says, with the relinear.activations.intervene code that repeats it. A model without operators shows what its linear
+    layers put out. The index of the texts is made once and kept.
 
     **Example:** `relinear explore runs/ccl/model --data books/`
 

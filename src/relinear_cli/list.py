@@ -81,7 +81,7 @@ def listed(what: str) -> dict[str, Any]:
     family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(what, AttachmentConfig)
     for name in plugins.offered(family.family):
         plugins.find(family.family, name)
-    return relinear.residual_methods() if what == "residual" else dict(sorted(family.kinds().items()))
+    return relinear.residual.residual_methods() if what == "residual" else dict(sorted(family.kinds().items()))
 
 
 def _line(thing: Any) -> str:

@@ -178,7 +178,9 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
         with torch.device("meta" if meta else "cpu"):
             return relinear.from_preset(name, **(overrides or {})).eval()
     if overrides:
-        raise ValueError(f"{name} is a saved model; only presets ({', '.join(relinear.preset_names())}) take --set")
+        raise ValueError(
+            f"{name} is a saved model; only presets ({', '.join(relinear.models.preset_names())}) take --set"
+        )
     path = Path(name).expanduser()
     return relinear.from_pretrained(path if path.exists() else name).eval()
 

@@ -73,7 +73,7 @@ TRAIN = {
 def examples() -> list[dict[str, Any]]:
     """A setting of every operator and attachment that can be made without arguments."""
     found = []
-    for family in (relinear.LowRank, relinear.ReZero):
+    for family in (relinear.LowRank, relinear.residual.ReZero):
         for cls in family.kinds().values():
             if not cls.__module__.startswith("relinear."):  # of another test
                 continue

@@ -36,7 +36,7 @@ class ModelBenchSettings(Settings):
     """What to measure of whole models.
 
     Attributes:
-        preset: name of a stock model (``relinear.preset_names()``).
+        preset: name of a stock model (``relinear.models.preset_names()``).
         passes: of "step" (training: forward, backward, AdamW), "prefill" (a prompt, which fills the cache) and "decode"
             (greedy, with the cache, from a prompt of 8 tokens on).
         modes: of "eager" and "compiled": training steps through ``torch.compile`` as ``fit`` does, decoding with a

@@ -24,7 +24,7 @@ class AttachmentConfig(Config):
     ``relinear.attach_`` puts the part into a model. A part of your own overrides ``check`` and ``attach``.
 
     Examples:
-        >>> relinear.AttachmentConfig.read("context_manager:dim=8")
+        >>> relinear.contract.AttachmentConfig.read("context_manager:dim=8")
         ContextManager(dim=8, source='tokens', mixer='token', timescales=(2.0, 8.0, 32.0, 128.0))
     """
 

@@ -20,8 +20,8 @@ from relinear.core.operator import check_model, named_operators
 
 _NO_LOSS = (
     "the auxiliary losses of the operators are in no loss: this trainer computes the loss itself (compute_loss_func, "
-    "label_smoothing_factor) and gives the model no labels. Add sum(relinear.aux_losses(model).values()) to that loss, "
-    "times the micro-batch's share of num_items_in_batch, or let the model compute the loss"
+    "label_smoothing_factor) and gives the model no labels. Add sum(relinear.contract.aux_losses(model).values()) to "
+    "that loss, times the micro-batch's share of num_items_in_batch, or let the model compute the loss"
 )
 
 IGNORED_LABEL = -100  # transformers' label of positions that do not count
@@ -43,7 +43,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=8)}, layers=0)
         >>> _ = model.train()(ids, labels=ids)
-        >>> list(relinear.aux_losses(model))
+        >>> list(relinear.contract.aux_losses(model))
         ['model.layers.0.self_attn.q_proj/latent']
     """
     check_model(model, "aux_losses")

@@ -47,7 +47,7 @@ class context:
 
     Examples:
         >>> layer = relinear.CCL(rank=8, context_dim=4).build(16, 32)
-        >>> with relinear.context(torch.randn(1, 6, 4)):
+        >>> with relinear.activations.context(torch.randn(1, 6, 4)):
         ...     layer(torch.randn(1, 6, 16)).shape
         torch.Size([1, 6, 32])
     """
@@ -88,8 +88,8 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     if value is None:
         raise ValueError(
             f"{kind} needs a context and there is none. In a model: relinear.attach_(model, "
-            f"relinear.ContextManager(dim={context_dim})); alone: with relinear.context(c): ... If the model has a "
-            "manager, this layer lies outside of its decoder layers and cannot be conditioned"
+            f"relinear.ContextManager(dim={context_dim})); alone: with relinear.activations.context(c): ... If the "
+            "model has a manager, this layer lies outside of its decoder layers and cannot be conditioned"
         )
     if value.shape[-1] != context_dim:
         raise ValueError(
@@ -158,7 +158,9 @@ def check_carries_context(model: Any) -> nn.Module:
     name = type(model).__name__
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "base_model") or not hasattr(model, "get_input_embeddings"):
-        raise ValueError(f"a context manager needs a Hugging Face decoder, not {name}; use relinear.context by hand")
+        raise ValueError(
+            f"a context manager needs a Hugging Face decoder, not {name}; use relinear.activations.context by hand"
+        )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(
             f"{name} is an encoder-decoder or has cross-attention: encoder and decoder tokens differ, and one causal "

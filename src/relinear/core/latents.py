@@ -91,7 +91,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
-        >>> with relinear.latents(model) as z:
+        >>> with relinear.activations.latents(model) as z:
         ...     _ = model(ids)
         >>> z["model.layers.0.self_attn.q_proj"].mu.shape
         torch.Size([1, 8, 4])
@@ -184,7 +184,7 @@ class Clamp(_OnDims):
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
-        >>> with relinear.intervene(model, {"o_proj.output": relinear.Clamp(-0.1, 0.1)}):
+        >>> with relinear.activations.intervene(model, {"o_proj.output": relinear.activations.Clamp(-0.1, 0.1)}):
         ...     logits = model(ids).logits
     """
 
@@ -217,7 +217,8 @@ class Add(_OnDims):
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
-        >>> with relinear.intervene(model, {"down_proj.output": relinear.Add(torch.randn(128), scale=4.0)}):
+        >>> steer = relinear.activations.Add(torch.randn(128), scale=4.0)
+        >>> with relinear.activations.intervene(model, {"down_proj.output": steer}):
         ...     logits = model(ids).logits
     """
 
@@ -230,7 +231,7 @@ class Add(_OnDims):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Replace(_OnDims):
+class Patch(_OnDims):
     """Set z, or some of its dimensions, to given values.
 
     Args:
@@ -243,7 +244,7 @@ class Replace(_OnDims):
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"up_proj": relinear.Transponder()})
-        >>> with relinear.intervene(model, {"modulator.scalar": relinear.Replace(1.0)}):
+        >>> with relinear.activations.intervene(model, {"modulator.scalar": relinear.activations.Patch(1.0)}):
         ...     logits = model(ids).logits
     """
 
@@ -268,7 +269,8 @@ class Inject(Edit):
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
-        >>> with relinear.intervene(model, {"q_proj": relinear.Inject(lambda latent: latent.mu + 1)}):
+        >>> shift = relinear.activations.Inject(lambda latent: latent.mu + 1)
+        >>> with relinear.activations.intervene(model, {"q_proj": shift}):
         ...     logits = model(ids).logits
     """
 
@@ -305,7 +307,7 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> A
 
     Args:
         model: any model, compiled or not.
-        edits: name of a site -> an edit (``Clamp``, ``Add``, ``Replace``, ``Inject``) or a sequence of them, applied in
+        edits: name of a site -> an edit (``Clamp``, ``Add``, ``Patch``, ``Inject``) or a sequence of them, applied in
             order. An operator with a latent has its own name, a gate its module's and its own
             ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel", "modulator.scalar"; a CGT's y is
             "transformer.context"), what a linear layer puts out the layer's and "output" ("o_proj.output").
@@ -323,7 +325,8 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> A
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> plain = model(ids).logits
-        >>> with relinear.intervene(model, {"layers.0.self_attn.o_proj.output": relinear.Replace(0.0)}):
+        >>> ablate = {"layers.0.self_attn.o_proj.output": relinear.activations.Patch(0.0)}
+        >>> with relinear.activations.intervene(model, ablate):
         ...     torch.equal(model(ids).logits, plain)
         False
     """
@@ -338,7 +341,9 @@ def _chosen_edits(
 ) -> dict[str, list[Edit]]:
     """The edits of ``intervene`` by the full names of sites, checked against their sizes."""
     if not isinstance(edits, Mapping):
-        raise ValueError(f"intervene takes a mapping such as {{'q_proj': relinear.Clamp(-1, 1)}}, got {shown(edits)}")
+        raise ValueError(
+            f"intervene takes a mapping such as {{'q_proj': relinear.activations.Clamp(-1, 1)}}, got {shown(edits)}"
+        )
     inside = [name for name, site in places.items() if site.kind != OUTPUT]
     if not inside and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in edits):
         raise ValueError(
@@ -353,7 +358,7 @@ def _chosen_edits(
             raise ValueError(f"no operator with a latent and no gate is named {shown(pattern)}; {near}")
         for edit in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
             if not isinstance(edit, Edit):
-                raise ValueError(f"{pattern}: expected Clamp, Add, Replace or Inject, got {shown(edit)}")
+                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {shown(edit)}")
             for name in names:
                 edit.check(name, places[name].size)
                 chosen.setdefault(name, []).append(edit)
@@ -388,8 +393,8 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     one under ``no_grad`` to align the other to it).
 
     Args:
-        a, b: models within ``relinear.latents`` blocks that have run a forward, what those blocks returned, or moments
-            by operator name (``relinear.read_moments``).
+        a, b: models within ``latents`` blocks that have run a forward, what those blocks returned, or moments by
+            operator name (``relinear.train.read_moments``).
         names: operator name in ``a`` -> name in ``b``; by default equal names.
 
     Returns:
@@ -401,9 +406,9 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
-        >>> with relinear.latents(model) as z:
+        >>> with relinear.activations.latents(model) as z:
         ...     _ = model(ids)
-        >>> relinear.moment_alignment(z, z)
+        >>> relinear.activations.moment_alignment(z, z)
         tensor(0., grad_fn=...)
     """
     first, second = _recorded(a), _recorded(b)
@@ -440,5 +445,7 @@ def _recorded(source: Recorded) -> Mapping[str, Any]:
                 if isinstance(observer, _Recorder):
                     record = observer.record
     if not record:
-        raise ValueError("no latents were recorded: run the model within `with relinear.latents(model):` first")
+        raise ValueError(
+            "no latents were recorded: run the model within `with relinear.activations.latents(model):` first"
+        )
     return record

@@ -25,7 +25,7 @@ class ObjectiveConfig(Config):
     ``relinear.register`` makes a subclass known; ``prepare`` gives the function that training minimises.
 
     Examples:
-        >>> relinear.ObjectiveConfig.read("distill:teacher=runs/big,temperature=2.0")
+        >>> relinear.contract.ObjectiveConfig.read("distill:teacher=runs/big,temperature=2.0")
         Distill(teacher='runs/big', temperature=2.0, cross_entropy=0.0)
     """
 

@@ -31,7 +31,7 @@ class NotLinearError(ValueError):
     Examples:
         >>> try:
         ...     relinear.HDPL(rank=4).build(16, 16).to_dense()
-        ... except relinear.NotLinearError:
+        ... except relinear.contract.NotLinearError:
         ...     print("no matrix")
         no matrix
     """
@@ -51,7 +51,7 @@ class OperatorConfig(Config):
 
     family: ClassVar[str] = "operator"
     module_class: ClassVar[Callable[..., Operator]]
-    #: reads the context of ``relinear.context`` / ``ContextManager``
+    #: reads the context of ``relinear.activations.context`` / ``ContextManager``
     conditioned: ClassVar[bool] = False
     #: ``from_linear`` can fit a given weight
     fits_weight: ClassVar[bool] = True

@@ -111,7 +111,7 @@ def prepare_data(
     Examples:
         >>> from pathlib import Path
         >>> _ = Path("text.txt").write_text("Once upon a time there was a layer. " * 50)
-        >>> data = relinear.prepare_data({"data": "text.txt", "tokenizer": "bytes", "sequence_length": 64})
+        >>> data = relinear.data.prepare_data({"data": "text.txt", "tokenizer": "bytes", "sequence_length": 64})
         >>> data.train[0]["input_ids"].shape
         torch.Size([64])
     """

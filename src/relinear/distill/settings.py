@@ -51,7 +51,7 @@ class DistillSettings(Settings):
         ValueError: for an unknown key (names the nearest) or a value out of range.
 
     Examples:
-        >>> settings = relinear.DistillSettings(tokens=4096, loss="cosine")
+        >>> settings = relinear.distill.DistillSettings(tokens=4096, loss="cosine")
         >>> settings.loss
         'cosine'
     """

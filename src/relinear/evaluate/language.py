@@ -141,7 +141,7 @@ def lambada(
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
-        >>> found = relinear.lambada(relinear.from_preset("tiny"), byte_tokenizer(), ["She read a good book"])
+        >>> found = relinear.evaluate.lambada(relinear.from_preset("tiny"), byte_tokenizer(), ["She read a good book"])
         >>> found.examples
         1
     """
@@ -193,7 +193,8 @@ def lm_eval(
         >>> from transformers import AutoTokenizer
         >>> model = relinear.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
         >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M-Instruct")
-        >>> relinear.lm_eval(model, tokenizer, ["arc_easy", "piqa"], limit=100)["piqa"]["acc,none"]  # doctest: +SKIP
+        >>> scores = relinear.evaluate.lm_eval(model, tokenizer, ["arc_easy", "piqa"], limit=100)  # doctest: +SKIP
+        >>> scores["piqa"]["acc,none"]  # doctest: +SKIP
     """
     _check_positive(batch_size=batch_size)
     try:

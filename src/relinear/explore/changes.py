@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relinear.core.latents import Add, Clamp, Edit, Replace
+from relinear.core.latents import Add, Clamp, Edit, Patch
 from relinear.core.sites import sites
 from relinear.explore.subject import SHOWN, Subject
 from relinear.explore.units import values_of
@@ -22,7 +22,7 @@ MOST_NEW_TOKENS = 100
 EFFECT_TEXTS = 5
 #: what may be done to a unit: name -> the edit and its argument
 ACTIONS: dict[str, tuple[type[Edit], str]] = {
-    "set": (Replace, "value"),
+    "set": (Patch, "value"),
     "add": (Add, "direction"),
     "at least": (Clamp, "minimum"),
     "at most": (Clamp, "maximum"),
@@ -38,7 +38,7 @@ class Change(NamedTuple):
     value: float
 
     def edits(self) -> dict[str, Edit]:
-        """For ``relinear.intervene``. Raises ValueError for an unknown action."""
+        """For ``relinear.activations.intervene``. Raises ValueError for an unknown action."""
         if self.action not in ACTIONS:
             raise ValueError(f"unknown action {self.action!r}; there are: {', '.join(ACTIONS)}")
         edit, argument = ACTIONS[self.action]

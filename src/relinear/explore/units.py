@@ -41,7 +41,7 @@ def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site
 
     Args:
         model: any model.
-        wanted: names of sites, exact or dotted suffixes as in ``relinear.intervene``, in place of these.
+        wanted: names of sites, exact or dotted suffixes as in ``relinear.activations.intervene``, in place of these.
 
     Raises:
         ValueError: if nothing is found, or the index would take more than a GiB.

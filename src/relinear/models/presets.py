@@ -85,7 +85,7 @@ def preset_names() -> tuple[str, ...]:
         Names, such as "tiny".
 
     Examples:
-        >>> relinear.preset_names()[:2]
+        >>> relinear.models.preset_names()[:2]
         ('tiny', 'gpt2-ccl-64')
     """
     return tuple(_PRESETS)

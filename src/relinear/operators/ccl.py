@@ -34,9 +34,9 @@ class CCLLinear(Gated, Operator):
 
     Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
     (the gate network's hidden layers), ``basis_gate`` (R, G) and ``output_gate`` (O, G) with biases, its last layer;
-    with templates ``basis_gate`` is (E, G). Needs a context (``relinear.ContextManager`` or ``relinear.context``)
-    unless both gates are off. The gates can be read and changed as ``basis_gate`` (with templates one value each) and
-    ``output_gate``.
+    with templates ``basis_gate`` is (E, G). Needs a context (``relinear.ContextManager`` or
+    ``relinear.activations.context``) unless both gates are off. The gates can be read and changed as ``basis_gate`` (with
+    templates one value each) and ``output_gate``.
     """
 
     config: CCL
@@ -179,7 +179,7 @@ class CCLLinear(Gated, Operator):
         With templates "basis" is the share of the template that each feature belongs to.
 
         Args:
-            context: by default that of the forward pass or ``relinear.context`` block which is running.
+            context: by default that of the forward pass or ``relinear.activations.context`` block which is running.
         """
         if not self.config.conditioned:
             return {}

@@ -39,7 +39,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
     Examples:
         >>> model = relinear.from_preset("tiny")
         >>> relinear.attach_(model, relinear.PathTransponder(mlp=False))
-        >>> relinear.train_only_(model, "relinear_modulator")
+        >>> relinear.surgery.train_only_(model, "relinear_modulator")
         8232
     """
 

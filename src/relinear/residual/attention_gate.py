@@ -70,7 +70,7 @@ class SDPAGate(AttachmentConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual_(model, relinear.SDPAGate(per="channel"))
+        >>> relinear.residual.residual_(model, relinear.residual.SDPAGate(per="channel"))
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """

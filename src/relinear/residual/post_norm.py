@@ -42,7 +42,7 @@ class PostLN(ResidualConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual_(model, relinear.PostLN())
+        >>> relinear.residual.residual_(model, relinear.residual.PostLN())
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """
@@ -82,7 +82,7 @@ class DeepNorm(PostLN):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual_(model, relinear.DeepNorm())
+        >>> relinear.residual.residual_(model, relinear.residual.DeepNorm())
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """

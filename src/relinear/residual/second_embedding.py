@@ -70,7 +70,7 @@ class SecondEmbedding(AttachmentConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.attach_(model, relinear.SecondEmbedding(dim=16))
+        >>> relinear.attach_(model, relinear.residual.SecondEmbedding(dim=16))
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """

@@ -17,10 +17,10 @@ def residual_methods() -> dict[str, type[AttachmentConfig]]:
     """Return every residual method and attention gate by kind.
 
     Returns:
-        Settings classes by kind: ``{"rezero": relinear.ReZero, ...}``.
+        Settings classes by kind: ``{"rezero": relinear.residual.ReZero, ...}``.
 
     Examples:
-        >>> relinear.residual_methods()["rezero"]()
+        >>> relinear.residual.residual_methods()["rezero"]()
         ReZero(shared=True, keep_norms=False)
     """
     known: dict[str, Any] = AttachmentConfig.kinds()
@@ -43,7 +43,7 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual_(model, "laurel_lr:rank=16")  # as relinear.LaurelLR(rank=16)
+        >>> relinear.residual.residual_(model, "laurel_lr:rank=16")  # as relinear.residual.LaurelLR(rank=16)
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """
@@ -56,7 +56,9 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
             raise ValueError(f"unknown residual method {shown(written)}; {nearest(kind, known)}")
         method = AttachmentConfig.read(kind + colon + settings)
     if not isinstance(method, AttachmentConfig):
-        raise ValueError(f"expected a residual method such as relinear.ReZero() or its kind, got {shown(method)}")
+        raise ValueError(
+            f"expected a residual method such as relinear.residual.ReZero() or its kind, got {shown(method)}"
+        )
     refuse_quantized(model)
     method.apply_(model)
     sync_record(model)

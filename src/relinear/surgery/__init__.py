@@ -1,1 +1,6 @@
 """Plan, replace, checkpoint, fold: changing a model and bringing it back."""
+
+from relinear.surgery.freeze import train_only_
+from relinear.surgery.lora import lora_on_operators_
+
+__all__ = ["lora_on_operators_", "train_only_"]

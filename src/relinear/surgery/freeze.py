@@ -28,7 +28,7 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
     Examples:
         >>> model = relinear.from_preset("tiny")
         >>> _ = relinear.replace_(model, {"all-linear": relinear.Transponder(init="identity")})
-        >>> relinear.train_only_(model, "modulator")
+        >>> relinear.surgery.train_only_(model, "modulator")
         94488
     """
     check_model(model, "train_only_")

@@ -29,7 +29,7 @@ def lora_on_operators_(config: Any) -> Any:
 
     Examples:
         >>> from peft import LoraConfig
-        >>> config = relinear.lora_on_operators_(LoraConfig(r=4, target_modules=["q_proj"]))
+        >>> config = relinear.surgery.lora_on_operators_(LoraConfig(r=4, target_modules=["q_proj"]))
         >>> config.r
         4
     """

@@ -22,7 +22,7 @@ def tune_allocator() -> dict[str, int]:
         glibc or refused.
 
     Examples:
-        >>> isinstance(relinear.tune_allocator(), dict)  # at the start of a program
+        >>> isinstance(relinear.system.allocator.tune_allocator(), dict)  # at the start of a program
         True
     """
     libc = _glibc()

@@ -7,8 +7,10 @@ from relinear.train.fit import TrainResult as TrainResult
 from relinear.train.fit import fit as fit
 
 if TYPE_CHECKING:
+    from relinear.train.callbacks import LatentMoments as LatentMoments
     from relinear.train.callbacks import Progress as Progress
     from relinear.train.callbacks import read_metrics as read_metrics
+    from relinear.train.callbacks import read_moments as read_moments
     from relinear.train.run import build_model as build_model
     from relinear.train.run import read_result as read_result
     from relinear.train.run import train as train
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 # Imported on first use: transformers' Trainer takes seconds to import, and settings can be checked without it.
 _LAZY = {
-    "callbacks": ("Progress", "read_metrics"),
+    "callbacks": ("LatentMoments", "Progress", "read_metrics", "read_moments"),
     "run": ("build_model", "read_result", "train"),
     "settings": ("FitSettings", "TrainSettings"),
     "trainer": ("NonFiniteLossError", "RelinearTrainer"),

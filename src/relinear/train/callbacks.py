@@ -203,7 +203,7 @@ class LatentMoments(TrainerCallback):
         ValueError: if ``every`` is below 1 or ``decay`` outside of (0, 1].
 
     Examples:
-        >>> moments = relinear.LatentMoments(every=1)  # relinear.fit(model, data, callbacks=[moments], out_dir="run")
+        >>> moments = relinear.train.LatentMoments(every=1)  # for relinear.fit(..., callbacks=[moments])
         >>> moments.moments()
         {}
     """
@@ -276,9 +276,9 @@ def read_moments(path: str | Path) -> dict[str, Moments]:
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (8, 32))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)}, layers=0)
-        >>> rows, moments = [{"input_ids": row, "labels": row} for row in ids], relinear.LatentMoments(every=1)
+        >>> rows, moments = [{"input_ids": row, "labels": row} for row in ids], relinear.train.LatentMoments(every=1)
         >>> _ = relinear.fit(model, rows, relinear.train.FitSettings(steps=2), out_dir="run", callbacks=[moments])
-        >>> list(relinear.read_moments("run"))
+        >>> list(relinear.train.read_moments("run"))
         ['model.layers.0.self_attn.q_proj']
     """
     path = Path(path)
