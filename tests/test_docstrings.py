@@ -10,11 +10,14 @@ import torch
 
 import relinear
 from relinear.core import config as registry
+from relinear.deprecated import MOVED
 
 #: names whose example needs more than this machine has: they are read, not run
-NOT_RUN = {"lm_eval": "network"}
-NAMES = [name for name in relinear.__all__ if name != "__version__"]
+NOT_RUN = {"evaluate.lm_eval": "network"}
+ROOMS = [name for name in relinear.__all__ if inspect.ismodule(getattr(relinear, name))]
+NAMES = ["clifford", *(name for name in relinear.__all__ if name not in [*ROOMS, "__version__"])]
 NAMES += [f"clifford.{name}" for name in relinear.clifford.__all__]
+NAMES += [f"{room.removeprefix('relinear.')}.{name}" for room, name in MOVED.values() if room != "relinear.compress"]
 #: what first lines begin with; a new verb is added here, in the imperative
 VERBS = """
 Add Attach Change Describe Divide Freeze Gate Give Hold Keep Let Load Make Map Modulate Normalise Predict Put Raise Read

@@ -174,11 +174,6 @@ def test_an_index_is_kept_and_made_again_where_anything_changed(subject, tmp_pat
     whole = (tmp_path / "index" / "units.safetensors").read_bytes()
     (tmp_path / "index" / "units.safetensors").write_bytes(whole[: len(whole) // 2])
     assert read_index(tmp_path / "index", made_from) is None
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").write_text("dear")
-    (tmp_path / "mine" / "index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index\.json would be replaced"):
-        subject.index.save(tmp_path / "mine")
 
 
 def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:

@@ -125,7 +125,7 @@ def test_two_a_would_be_two_percent_and_biases_are_no_more_than_one(preset, shar
 
 @pytest.mark.parametrize("preset", SIZES)
 def test_gates_of_the_sdpa_baselines_size_are_those_on_q_k_v_and_o(preset):
-    placed = relinear.surgery.placement.placement("attention", relinear.OutputGate())
+    placed = relinear.surgery.placement("attention", relinear.OutputGate())
     assert round(added_percent(preset, **placed), 1) == SIZES[preset][2]
 
 
@@ -190,7 +190,7 @@ def test_variants_of_table_1_add_what_they_say():
 )
 def test_placements_of_table_5(name, expected):
     model = make_tiny_llama()
-    relinear.replace_(model, **relinear.surgery.placement.placement(name, relinear.Transponder()))
+    relinear.replace_(model, **relinear.surgery.placement(name, relinear.Transponder()))
     found = [n for n, m in model.named_modules() if type(m).__name__ == "TransponderLinear"]
     assert len(found) == expected
     assert name not in ("first", "last") or {n.split(".")[2] for n in found} == {"0" if name == "first" else "1"}
@@ -198,7 +198,7 @@ def test_placements_of_table_5(name, expected):
 
 def test_unknown_placement_names_the_nearest():
     with pytest.raises(ValueError, match="attention"):
-        relinear.surgery.placement.placement("attn", relinear.Transponder())
+        relinear.surgery.placement("attn", relinear.Transponder())
 
 
 def gates_by_hand(modulator, x: np.ndarray) -> np.ndarray:

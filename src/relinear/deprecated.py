@@ -14,8 +14,7 @@ _HOMES = {
     "relinear.models": "preset_names",
     "relinear.residual": "DeepNorm LaurelLR LaurelPA LaurelRW LayerNormScaling PostLN ReZero SDPAGate SecondEmbedding "
     "residual_ residual_methods",
-    "relinear.surgery": "lora_on_operators_ train_only_",
-    "relinear.surgery.placement": "placement placement_names",
+    "relinear.surgery": "lora_on_operators_ placement placement_names train_only_",
     "relinear.system.allocator": "tune_allocator",
     "relinear.train": "LatentMoments read_moments",
 }

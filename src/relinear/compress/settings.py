@@ -78,7 +78,8 @@ class CompressSettings(Settings):
         ValueError: for an unknown key (names the nearest) or a value out of range.
 
     Examples:
-        >>> settings = relinear.CompressSettings(bits=4.25, tokens=16384)
+        >>> from relinear.compress import CompressSettings
+        >>> settings = CompressSettings(bits=4.25, tokens=16384)
         >>> settings.bits
         4.25
     """

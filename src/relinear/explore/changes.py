@@ -47,7 +47,7 @@ class Change(NamedTuple):
     def code(self) -> str:
         """Return the same as Python source."""
         edit, argument = ACTIONS[self.action]
-        return f"{{{self.site!r}: relinear.{edit.__name__}({argument}={self.value!r}, dims=[{self.unit}])}}"
+        return f"{{{self.site!r}: relinear.activations.{edit.__name__}({argument}={self.value!r}, dims=[{self.unit}])}}"
 
 
 def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class CCLLinear(Gated, Operator):
     Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
     (the gate network's hidden layers), ``basis_gate`` (R, G) and ``output_gate`` (O, G) with biases, its last layer;
     with templates ``basis_gate`` is (E, G). Needs a context (``relinear.ContextManager`` or
-    ``relinear.activations.context``) unless both gates are off. The gates can be read and changed as ``basis_gate`` (with
-    templates one value each) and ``output_gate``.
+    ``relinear.activations.context``) unless both gates are off. The gates can be read and changed as ``basis_gate``
+    (with templates one value each) and ``output_gate``.
     """
 
     config: CCL

@@ -26,7 +26,7 @@ def placement_names() -> tuple[str, ...]:
         Names, such as "attention"; ``placement`` says what each means.
 
     Examples:
-        >>> relinear.surgery.placement.placement_names()[:3]
+        >>> relinear.surgery.placement_names()[:3]
         ('all', 'attention', 'mlp')
     """
     return tuple(_PLACEMENTS)
@@ -49,7 +49,7 @@ def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> arguments = relinear.surgery.placement.placement("attention", relinear.Transponder())
+        >>> arguments = relinear.surgery.placement("attention", relinear.Transponder())
         >>> report = relinear.replace_(model, **arguments)
         >>> report.parameters - report.parameters_before
         32928
