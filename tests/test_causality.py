@@ -7,12 +7,15 @@ from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import relinear
 from conftest import make_tiny_llama
 from relinear.analysis.causality import CausalityError
+from relinear.core.causal import check_predicts_next_token
 from relinear.operators.context_manager import SharedContext
+from tiny_models import make_family
 
 
 class MeanPooled(SharedContext):
@@ -101,3 +104,55 @@ def test_inspect_reports_causality(tmp_path, capsys) -> None:
     conditioned(relinear.ContextManager(dim=8, mixer="ema")).save_pretrained(tmp_path)
     assert main(["inspect", str(tmp_path), "--causality"]) == 0
     assert "causal: every suffix" in capsys.readouterr().out
+
+
+# What compares each token with the next refuses other models
+
+
+def of_text(kind: str, auto_class=transformers.AutoModelForMaskedLM, **more):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return auto_class.from_config(transformers.CONFIG_MAPPING[kind](**sizes, num_attention_heads=4, **more)).eval()
+
+
+ROWS = torch.arange(1600).view(100, 16) % 96
+USERS = {
+    "perplexity": lambda model: relinear.perplexity(model, Samples({"input_ids": r, "labels": r} for r in ROWS)),
+    "distill_": lambda model: relinear.distill_(
+        model, {r".*layers?\.0\..*": "low_rank:rank=2"}, ROWS, settings={"tokens": 512, "validation_tokens": 256}
+    ),
+    "compress": lambda model: relinear.compress(
+        model, ROWS, targets=r".*layers?\.0\..*", settings={"bits": 4.5, "tokens": 256, "sequence_length": 16}
+    ),
+}
+
+
+class Samples(list, torch.utils.data.Dataset):
+    """A list of samples as a dataset."""
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: of_text("bert"), "BertForMaskedLM sees later tokens"),
+        (lambda: of_text("modernbert", pad_token_id=0), "ModernBertForMaskedLM sees later tokens"),
+        (lambda: conditioned(LeakingManager(dim=8)), "LlamaForCausalLM sees later tokens"),
+        (lambda: make_family("t5"), "T5ForConditionalGeneration is an encoder-decoder"),
+    ],
+)
+def test_models_that_see_later_tokens_are_refused(make, message: str, user: str) -> None:
+    with pytest.raises(ValueError, match=f"{message}.*; {user} needs a causal language model"):
+        USERS[user](make())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3_moe", "mamba"])
+def test_decoders_pass_in_every_dtype(kind: str, dtype: torch.dtype) -> None:
+    check_predicts_next_token(make_family(kind).to(dtype).train(), "this")
+
+
+def test_models_without_logits_of_tokens_are_refused_by_their_class() -> None:
+    classifier = of_text("llama", transformers.AutoModelForSequenceClassification)
+    for model in (classifier, make_tiny_llama().model):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} returns no logits of each token"):
+            USERS["perplexity"](model)

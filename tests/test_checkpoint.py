@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 from peft.tuners.lora.model import LoraModel
@@ -541,6 +542,18 @@ def test_a_record_that_was_lost_is_noticed(saved):
     as_of_old(directory)
     with pytest.raises(ValueError, match=r"not fully rebuilt.*missing keys"):
         relinear.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "LlamaForSequenceClassification", "LlamaModel"])
+def test_checkpoints_of_other_tasks_are_refused_by_their_class(tmp_path, kind):
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "d_ff": 64, "d_kv": 8, "num_layers": 1}
+    cls = getattr(transformers, kind)
+    model = cls(cls.config_class(**sizes))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"holds a {kind}, which is not a causal language model") as raised:
+        relinear.from_pretrained(tmp_path)
+    assert len(str(raised.value)) < 300
+    assert type(relinear.from_pretrained(tmp_path, auto_class=cls)) is cls
 
 
 def test_a_directory_without_a_model(tmp_path):

@@ -1,6 +1,8 @@
 """Compression refuses what it cannot work on, in words and before anything is computed or changed."""
 
+import ast
 import json
+import re
 
 import pytest
 import torch
@@ -36,12 +38,24 @@ def refused(model, ids, message: str, folder, **more) -> None:
         (lambda: spoilt(float("nan")), r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
         (lambda: spoilt(float("inf")), r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
         (lambda: tiny().to("meta"), "embed_tokens.weight has no values"),
-        (encoder_decoder, "has an encoder beside its decoder"),
-        (lambda: tiny().model, r"has no logits: load it with its head"),
+        (encoder_decoder, "T5ForConditionalGeneration is an encoder-decoder; compress needs a causal language model"),
+        (lambda: tiny().model, "LlamaModel returns no logits of each token; compress needs a causal language model"),
     ],
 )
 def test_models_that_cannot_be_compressed(make, message: str, tmp_path) -> None:
     refused(make(), tokens(), message, tmp_path, settings=SETTINGS)
+
+
+def test_layers_outside_of_the_decoder_are_named_by_a_pattern_that_leaves_them_out(tmp_path) -> None:
+    model = tiny()
+    model.model.tower = torch.nn.ModuleList(torch.nn.ModuleDict({"fc": torch.nn.Linear(8, 8)}) for _ in range(5))
+    model.layer = torch.nn.Linear(8, 8)
+    message = r"model.tower.0.fc and 5 more lie outside of the decoder layers.* exclude=(.*)"
+    with pytest.raises(ValueError, match=message) as raised:
+        compress(model, tokens(), out_dir=tmp_path, settings=SETTINGS)
+    excluded = ast.literal_eval(re.search(message, str(raised.value)).group(1))
+    assert excluded == ["model.tower.*", "layer"]
+    compress(model, tokens(), out_dir=tmp_path, settings=SETTINGS, exclude=excluded, plan_only=True)
 
 
 @pytest.mark.parametrize(

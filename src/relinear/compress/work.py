@@ -18,9 +18,10 @@ from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.checksums import is_edited
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_finder
+from relinear.core.causal import check_predicts_next_token
 from relinear.core.operator import Operator, OperatorConfig, linear_features
 from relinear.core.vocabulary import check_length_fits, entries_of
-from relinear.surgery.patterns import ALL_LINEAR
+from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan, replace_
 from relinear.system.written import check_ours
 
@@ -57,11 +58,16 @@ class Work:
 
     def __post_init__(self) -> None:
         find = layer_finder(self.model)
-        for name, module in self.modules.items():
-            index = find(name)
-            if index is None:
-                raise ValueError(f"{name} lies outside of the decoder layers, all that is compressed: exclude it")
-            self.by_layer.setdefault(index, {})[name] = module
+        found = {name: find(name) for name in self.modules}
+        if outside := [name for name, index in found.items() if index is None]:
+            inside = [name for name, index in found.items() if index is not None]
+            more = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
+            raise ValueError(
+                f"{outside[0]}{more} outside of the decoder layers, all that is compressed: write "
+                f"exclude={patterns_of(outside, inside)}"
+            )
+        for name, index in found.items():
+            self.by_layer.setdefault(index, {})[name] = self.modules[name]
         widest = max(linear_features(module)[0] for module in self.modules.values())
         seen = self.settings.blocks * self.settings.sequence_length
         if seen < widest:
@@ -146,9 +152,7 @@ def check_directory(folder: Path, plan: str | Path | None = None, proposes: bool
 @torch.no_grad()
 def check_model(model: Any, sequence_length: int) -> None:
     """Raise ValueError unless ``model`` is a decoder whose weights are all there, for sequences of this length."""
-    kind, config = type(model).__name__, getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{kind} has an encoder beside its decoder; decoders alone are compressed")
+    kind = type(model).__name__
     if getattr(model, "peft_config", None):
         what = "holds adapters of PEFT, which would be saved in the place of the compressed model"
         raise ValueError(f"{kind} {what}: merge them first (merge_and_unload), or compress the model without them")
@@ -158,6 +162,7 @@ def check_model(model: Any, sequence_length: int) -> None:
             raise ValueError(f"{kind}: {name} has no values (it is on the meta device, or off-loaded); load the model")
         if not bool(torch.isfinite(parameter).all()):
             raise ValueError(f"{kind}: {name} holds values that are not finite, so there is nothing to fit to")
+    check_predicts_next_token(model, "compress")
 
 
 def check_ids(ids: Tensor, model: Any, what: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import layer_index, model_name, stock_name
+from relinear.core.causal import check_predicts_next_token
 from relinear.core.config import first_settings
 from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, is_linear
@@ -80,8 +81,8 @@ def distill_(
         not fitted on. A layer that ends worse than an output of zeros is warned of.
 
     Raises:
-        ValueError: as ``replace_``; if the corpus is too short; if the tokenizer has ids that the model does not embed;
-            if ``out_dir`` holds another distillation.
+        ValueError: as ``replace_``; if the model sees later tokens, or is an encoder-decoder; if the corpus is too
+            short; if the tokenizer has ids that the model does not embed; if ``out_dir`` holds another distillation.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (4, 256))
@@ -100,6 +101,7 @@ def distill_(
         _check_biases(whole)
     if tokenizer is not None:
         check_tokenizer_fits(tokenizer, model)
+    check_predicts_next_token(model, "distill_", needs_logits=settings.loss == "kl")
     length = settings.sequence_length
     train_blocks = settings.tokens // length
     blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.core.aux import IGNORED_LABEL, without_padding
+from relinear.core.causal import check_predicts_next_token
 from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
@@ -75,7 +76,8 @@ def perplexity(
         ``loss`` (nats a token), ``perplexity`` (its exponential) and the number of ``tokens`` that were predicted.
 
     Raises:
-        ValueError: if there is nothing to predict, or an argument is missing or does not fit.
+        ValueError: if there is nothing to predict, an argument is missing or does not fit, or ``model`` is no causal
+            language model (its logits see later tokens, say).
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -83,8 +85,8 @@ def perplexity(
         >>> 100 < found.perplexity < 1000  # of a model of 258 tokens that has learnt nothing
         True
     """
-    check_model(model, "perplexity")
     _check_positive(batch_size=batch_size, max_tokens=max_tokens)
+    check_predicts_next_token(model, "perplexity")
     if isinstance(text, Dataset):
         if (tokenizer, sequence_length, stride) != (None, None, None):
             raise ValueError("a dataset is tokenised and cut already: give no tokenizer, sequence_length or stride")

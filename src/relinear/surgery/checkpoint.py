@@ -314,16 +314,32 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
         check_files(directory)
     loader: Any = auto_class or transformers.AutoModelForCausalLM
     with reading_config(directory):
-        model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
+        try:
+            model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
+        except ValueError as error:
+            if auto_class is None and "Unrecognized configuration class" in str(error):  # all that it knows follow
+                _check_task(directory, transformers.PreTrainedConfig.get_config_dict(directory, **kwargs)[0])
+            raise
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
     if getattr(model.config, "quantization_config", None) is None or config_record(model.config) is not None:
         found["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
     problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in found.items() if keys]
+    if problems and auto_class is None and _has_another_head(model):
+        _check_task(directory, model.config.to_dict())
     if problems:
         raise ValueError(
             f"{directory} was not fully rebuilt ({'; '.join(problems)}): its config.json does not describe its weights"
         )
     return model
+
+
+def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if a config names the class that was saved, where ``AutoModelForCausalLM`` found none of it."""
+    if saved := config.get("architectures"):
+        raise ValueError(
+            f"{directory} holds a {saved[0]}, which is not a causal language model; give a checkpoint that "
+            "AutoModelForCausalLM loads, or the class as auto_class"
+        )
 
 
 @contextlib.contextmanager

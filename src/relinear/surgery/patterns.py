@@ -67,6 +67,17 @@ def listed(patterns: Any, what: str) -> list[str]:
     return wanted
 
 
+def patterns_of(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return a few patterns that match ``names`` and none of ``others``: of whole modules that hold none of these."""
+    others, found = list(others), dict[str, None]()
+    for name in names:
+        parts = name.split(".")
+        prefixes = [".".join(parts[:stop]) for stop in range(1, len(parts))]
+        module = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
+        found[name if module is None else f"{module}.*"] = None
+    return list(found)
+
+
 def check_misspelt(patterns: Iterable[str], model_type: str) -> None:
     """Raise ValueError for what no name is as long as, and for what is nearly the name of a layer of common types.
 

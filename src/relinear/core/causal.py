@@ -1,0 +1,56 @@
+"""Whether a model predicts next tokens: what its perplexity, its distillation and its compression rest on."""
+
+# Legend: T tokens, V vocabulary
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relinear.core.modes import evaluating
+from relinear.core.operator import check_model
+from relinear.core.vocabulary import most_positions
+
+_NEEDED = "needs a causal language model, one that AutoModelForCausalLM loads"
+_TOKENS = 8
+
+
+@torch.no_grad()
+def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = True) -> None:
+    """Raise ValueError, on behalf of the function ``user``, unless ``model`` predicts each token from those before it.
+
+    Two short passes tell: later tokens are changed, and earlier logits may then move by rounding alone, which is taken
+    as the square root of the dtype's precision, relative to the largest logit.
+
+    Args:
+        model: called with ``input_ids`` (1, T).
+        user: for the message.
+        needs_logits: False accepts a model that returns no ``logits``.
+    """
+    check_model(model, user)
+    kind = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{kind} is an encoder-decoder; {user} {_NEEDED}")
+    length = min(_TOKENS, most_positions(model) or _TOKENS)
+    ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
+    ids[:, 1 : length // 2 : 2] = 1
+    other = ids.clone()
+    other[:, length // 2 :] = 1
+    inside = getattr(model, "_orig_mod", model)  # a compiled model would compile these lengths, too
+    with evaluating(model):
+        logits = _logits(inside, ids)
+        if logits is None and not needs_logits:
+            return
+        if logits is None or logits.shape[:-1] != ids.shape:
+            raise ValueError(f"{kind} returns no logits of each token; {user} {_NEEDED}")
+        moved = (_logits(inside, other) - logits).float()[:, : length // 2].abs().max()
+    if moved > torch.finfo(logits.dtype).eps ** 0.5 * logits.abs().max():
+        raise ValueError(
+            f"{kind} sees later tokens: its logits move by {float(moved):.2g} where only tokens after them change; "
+            f"{user} {_NEEDED}"
+        )
+
+
+def _logits(model: Any, ids: Tensor) -> Any:
+    options = {"use_cache": False} if hasattr(model, "generate") else {}
+    return getattr(model(input_ids=ids, **options), "logits", None)
