@@ -15,8 +15,7 @@ WANTED = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2",
     "mixtral", "smollm3", "bloom", "gptj", "falcon",
 ]  # fmt: skip
-SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4, "evaluate": False}
-SETTINGS |= {"allow_slower": True}
+SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "evaluate": False}
 
 ELSEWHERE = """
 import json, sys

@@ -12,8 +12,7 @@ from relinear.compress import CompressSettings, compress, heal
 from relinear.compress.heal import original_copy
 from tiny_models import VOCABULARY, make_family
 
-SETTINGS = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "batch_size": 4, "menu": ["low_rank"]}
-SETTINGS |= {"allow_slower": True}
+SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "menu": ["low_rank"]}
 HEALED = SETTINGS | {"heal_tokens": 4096, "heal_held_out_tokens": 256, "heal_learning_rate": 3e-3}
 
 
@@ -165,7 +164,7 @@ def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "original_copy", copy_and_keep)
-        settings = HEALED | {"anchor": True, "heal_tokens": 64, "heal_learning_rate": 1e-4}
+        settings = HEALED | {"heal_tokens": 64, "heal_learning_rate": 1e-4}
         report = compress(model, tokens(), keep=0.6, settings=settings)
     dense = [name for name, layer in report.plan.layers.items() if layer.operator is None]
     assert any(not torch.equal(model.get_submodule(n).weight, kept[0].get_submodule(n).weight) for n in dense)

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -143,7 +142,7 @@ def test_a_killed_calibration_without_its_fingerprint_is_refused(tmp_path) -> No
 
 
 def test_what_a_run_keeps_is_refused_or_made_anew_where_it_is_damaged(tmp_path) -> None:
-    settings = SETTINGS | {"bits": 4.25, "anchor": False, "measured_points": 1, "heal_tokens": 128}
+    settings = SETTINGS | {"bits": 4.25, "heal_tokens": 128}
     settings |= {"heal_held_out_tokens": 64, "heal_batch": 2}
     good, bad, asked = tmp_path / "good", tmp_path / "bad", {"settings": settings, "targets": "down_proj"}
 
@@ -159,7 +158,7 @@ def test_what_a_run_keeps_is_refused_or_made_anew_where_it_is_damaged(tmp_path) 
     (healed,) = (path for path in files if path.name == "healed.json")
     assert {"best.safetensors", "calibration.json"} <= {path.name for path in files}
     rng = random.Random(0)
-    for number, file in enumerate(rng.sample(files * 3, 18) + 6 * [Path("points.json"), healed]):
+    for number, file in enumerate(rng.sample(files * 3, 18) + 6 * [healed]):
         shutil.copytree(good, bad)
         content = bytearray((bad / file).read_bytes())
         if number % 3 == 0:

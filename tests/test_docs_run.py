@@ -63,7 +63,6 @@ CUTS = {
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
     "compress": ["--tokens", "512", "--allow-slower"],
-    "atlas": ["--tokens", "512"],
     "distill": ["--tokens", "256", "--set", "validation_tokens=256"],
 }
 #: sizes that are cut in the text of a block before it runs

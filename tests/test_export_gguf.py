@@ -54,14 +54,6 @@ def test_the_file_gives_the_same_logits(tied: bool, dtype, tmp_path) -> None:
     assert path.stat().st_size < 80_000 * dtype.itemsize // 2 + 40_000
 
 
-def test_narrowed_models_are_exported(tmp_path) -> None:
-    model, settings = llama(), {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256, "menu": ["neurons"]}
-    ids = [torch.randint(0, 320, (256,), generator=torch.Generator().manual_seed(0))]
-    compress(model, ids, keep=0.8, settings=settings, tokenizer=tokenizer_of(), out_dir=tmp_path, export="gguf")
-    assert model.config.intermediate_size < 64
-    assert_same(tmp_path / "model.gguf", model)
-
-
 def test_operators_of_one_matrix_are_exported(tmp_path) -> None:
     model = llama()
     relinear.replace_(model, {"q_proj": relinear.Monarch(blocks=4)})
@@ -219,7 +211,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path) -> None:
 
 
 def test_refusals_before_anything_is_computed(tmp_path) -> None:
-    settings = {"tokens": 256, "sequence_length": 16, "anchor_tokens": 256}
+    settings = {"tokens": 256, "sequence_length": 16}
     ids = [torch.randint(0, 320, (256,), generator=torch.Generator().manual_seed(0))]
 
     def refused(match: str, model, tokenizer, **further):

@@ -56,7 +56,6 @@ COMMANDS = {
         ["compress", "{model}", "--keep", "0.9", "--data", "{data}", "--out", "."],
         ["model", "plain", "plan.json"],
     ),
-    "atlas": (["atlas", "{model}", "--data", "{data}", "--out", "."], ["atlas.json", "calibration", "report.html"]),
     "analyze": (["analyze", "{model}", "--out", "."], ["gates.json", "report.html"]),
     "bench": (["bench", "--out", "."], ["bench.json", "bench.png"]),
     "report": (["report", str(FIXTURES / "run"), "--out", "page.html"], ["page.html"]),
@@ -280,7 +279,6 @@ def test_a_plan_that_was_edited_is_given_as_plan_or_stays(tmp_path):
         ("models", "models.json", {"settings": {}, "rows": [1]}),
         ("coordinates", "coordinates.json", {"base_width": 3}),
         ("analyze", "analyze.json", {"model": "mine"}),
-        ("atlas", "atlas.json", {"title": "map", "operators": ["T-Mobile"], "layers": ["roads"]}),
         ("sweep", "sweep.json", {"parameters": [1]}),
     ],
 )
@@ -322,7 +320,6 @@ def test_an_analysis_replaces_its_own_files_alone(saved, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("work", "record", "name"),
     [
-        ("atlas", '{"operators": [], "settings": {}, "layers": {}}', "costs.png"),
         ("bench", '{"settings": {}, "rows": [{"contender": "hdpl"}]}', "bench.svg"),
         ("coordinates", '{"base_width": 8, "parametrizations": {}}', "coordinates.png"),
     ],

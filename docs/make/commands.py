@@ -24,7 +24,6 @@ from typer.models import ArgumentInfo, OptionInfo
 from relinear.bench.run import BenchSettings
 from relinear.compare.settings import CompareSettings
 from relinear.compress import CompressSettings
-from relinear.compress.atlas import AtlasSettings
 from relinear.core.settings import Settings
 from relinear.distill import DistillSettings
 from relinear.train import TrainSettings
@@ -163,7 +162,6 @@ def made() -> dict[str, Any]:
         "compress": CompressSettings,
         "distill": DistillSettings,
         "bench": BenchSettings,
-        "atlas": AtlasSettings,
     }
     return {name: dict(_fields(settings)) for name, settings in classes.items()}
 

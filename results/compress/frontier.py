@@ -19,7 +19,6 @@ many as a row says ("@48"); scales and zero points are counted.
     bits        bits (or ranks) chosen for each layer by 0.5 tr(G D A D^T) under one price: ``compress --bits``
     bits-order  the same bits, of integers alone, rounded as gptq-order rounds
     integers    the same from bits alone, without ranks
-    in-order    as bits, fitted from the first layer to the last on what the compressed model feeds them
     heal        as bits, then scales are trained towards the original's logits: bits and tokens, "heal:3.5@65536"
     keep        ``compress --keep``: pivoted low rank
     embedding   embedding and head alone in so many bits, symmetric, as ``compress`` stores them beside such layers
@@ -284,9 +283,9 @@ def main() -> None:
             round_to_half_(model)
         else:
             size, _, healed = number.partition("@")
-            budget = {"keep": float(size), "allow_slower": True} if method == "keep" else {"bits": float(size)}
+            budget = {"keep": float(size)} if method == "keep" else {"bits": float(size)}
             budget |= {"heal_tokens": int(healed)} if healed else {}
-            settings = base | budget | {"anchor": method == "in-order"}
+            settings = base | budget
             settings |= {"menu": ("quantized",)} if method == "integers" else {}
             predicted = compress(model, corpora, tokenizer=tokenizer, settings=settings, out_dir=state).plan.nats
         seconds = time.monotonic() - start

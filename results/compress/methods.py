@@ -15,8 +15,6 @@ where two are given, and differs in what it is about only:
     allocated   the same, sizes chosen over the whole model, layers dense where that is cheaper
     pivoted     the same, and no parameter is spent on what a change of basis can make an identity: our default
     healed      the same, then trained to give the original's logits on --heal-tokens more of the texts, in turns
-    in-order    pivoted, fitted from the first layer to the last on what the compressed model feeds them
-    neurons     MLPs narrower by whole neurons, as wide in every layer: a stock model
     int8, int4  round to nearest, per row and group of 64 inputs: not the same bytes, which are stated
     pivoted+int8, pivoted+int4, allocated+int8, allocated+int4: both, the factors rounded like weights
 
@@ -59,8 +57,6 @@ COMPRESSED = {
     "allocated": {"menu": ("low_rank",)},
     "pivoted": {"menu": ("pivoted_low_rank",)},
     "healed": {"menu": ("pivoted_low_rank",), "heal_held_out_tokens": 4096},
-    "in-order": {"menu": ("pivoted_low_rank",), "anchor": True},
-    "neurons": {"menu": ("neurons",)},
 }
 #: those with their factors rounded
 BOTH = {f"{name}+{rounded}": (name, bits) for name in ("pivoted", "allocated") for rounded, bits in ROUNDED.items()}
@@ -202,7 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     tokenizer = load_tokenizer(given.model)
-    settings = CompressSettings(tokens=given.tokens, evaluate=False, allow_slower=True)
+    settings = CompressSettings(tokens=given.tokens, evaluate=False)
     length, parts = settings.sequence_length, len(given.calibrate)
     each = given.tokens // length // parts
     healing = -(-(given.heal_tokens + COMPRESSED["healed"]["heal_held_out_tokens"]) // length // parts)

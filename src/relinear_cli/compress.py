@@ -14,19 +14,13 @@ Corpora = Annotated[list[str], typer.Option(help=_DATA)]
 
 @from_settings(
     "compress",
-    *("bits", "keep", "budget_of", "speed", "speed_for", "allow_slower", "menu", "tokens", "fisher", "heal_tokens"),
-    *("heal", "evaluate"),
-    batch="speed_batch",
+    *("bits", "keep", "budget_of", "menu", "tokens", "fisher", "heal_tokens", "heal", "evaluate"),
 )
 def command(
     given: dict[str, Any],
     model: options.PretrainedModel,
     data: Corpora,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
-    speed_table: Annotated[
-        Path | None,
-        typer.Option(help="A DIR/speed.json to go by, such as one of the machine the model is for; else measured."),
-    ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers to replace; by default all.")] = None,
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
@@ -55,7 +49,6 @@ def command(
     """
     from relinear.compress import CompressSettings, compress
     from relinear.compress.plan import read_layers
-    from relinear.compress.speed import SpeedTable
     from relinear.compress.work import check_directory
     from relinear_cli.progress import watch_compression
 
@@ -64,11 +57,10 @@ def command(
     check_directory(out, plan, plan_only or frontier)
     if plan is not None:
         read_layers(plan)
-    table = None if speed_table is None else SpeedTable.load(speed_table)
     options.check_patterns(model, [*(target or []), *(exclude or [])])
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     reader = options.load_model_tokenizer(model, tokenizer)
-    which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings, "speed_table": table}
+    which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings}
     what: Any = {"plan_file": plan, "plan_only": plan_only, "frontier": frontier, "export": export, "out_dir": out}
     loaded = options.load_model(model)
     texts: Any = {"tokenizer": reader, "evaluate_on": _read(judges)}

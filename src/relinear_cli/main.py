@@ -21,7 +21,7 @@ from relinear_cli.errors import USER_ERROR, exit_code
 #: group in ``relinear --help`` -> its commands; NAME is the function ``command`` of relinear_cli/NAME.py, which has an
 #: underscore where the command has a hyphen
 _COMMANDS = {
-    "A smaller model": "compress distill atlas",
+    "A smaller model": "compress distill",
     "Training and comparing": "compare train",
     "Looking inside and measuring": "inspect explore analyze eval bench report specialize",
     "Around": "list new doctor",
@@ -38,11 +38,11 @@ _GROUPS = {
     "Model": "model replace attach objective layers exclude target menu operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "fisher evaluate",
-    "Budget": "bits keep allow_slower budget_of speed speed_for batch steps tokens trials seeds widths base_width "
+    "Budget": "bits keep budget_of batch steps tokens trials seeds widths base_width "
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only frontier as_json report index static check",
     "Cases": "shapes dtypes modes passes inference_batches",
-    "Speed": "threads on_disk share parallel rounds repeats for_inference peers untuned speed_table",
+    "Speed": "threads on_disk share parallel rounds repeats for_inference peers untuned",
 }
 
 

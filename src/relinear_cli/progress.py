@@ -147,16 +147,13 @@ def watch_distillation(view: Any) -> Callable[..., None]:
 def watch_compression(view: Any) -> Callable[..., None]:
     """A callback for ``compress(on_progress=...)``, likewise."""
     titles = {
-        "speed": "timing layers",
         "forward": "calibrating, forward",
         "backward": "calibrating, backward",
         "candidates": "planning",
-        "points": "trying single layers",
         "frontier": "measuring budgets",
         "original": "running the original",
         "evaluation": "running the compressed model",
         "heal": "healing",
-        "atlas": "fitting operators to layers",
     }
     return lambda phase, done, total: view.show(titles.get(phase, "fitting layers"), done, total, "")
 

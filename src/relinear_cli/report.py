@@ -18,7 +18,7 @@ def command(
         typer.Argument(
             metavar="RUN...",
             exists=True,
-            help="Directories of compare, train, compress, atlas, distill, bench or analyze.",
+            help="Directories of compare, train, compress, distill, bench or analyze.",
         ),
     ],
     out: Annotated[
@@ -154,8 +154,6 @@ def _section(run: Path) -> Section:
     from relinear.bench.report import layers_section, models_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
-    from relinear.compress.atlas import RECORD as ATLAS
-    from relinear.compress.atlas import atlas_section
     from relinear.compress.report import report_section
     from relinear.distill.report import distill_section
     from relinear.pages.records import picture_of, read_values
@@ -164,9 +162,8 @@ def _section(run: Path) -> Section:
     for name, of_directory in ((SCALE, scale_section), (RESULTS, results_section)):
         if (run / name).is_file():
             return of_directory(run)
-    for name, of_values in ((ATLAS, atlas_section), ("models.json", models_section)):
-        if (run / name).is_file():
-            return of_values(read_values(run / name))
+    if (run / "models.json").is_file():
+        return models_section(read_values(run / "models.json"))
     if (run / "report.json").is_file():
         values = read_values(run / "report.json")
         return distill_section(values) if isinstance(values["layers"], list) else report_section(values)
@@ -178,5 +175,5 @@ def _section(run: Path) -> Section:
         return analyses_section(run)
     raise FileNotFoundError(
         f"{run} holds nothing to report: no {RESULTS} (no comparison has finished there), nor what train, "
-        "compress, atlas, distill, bench or analyze leave; give the directory that was their --out"
+        "compress, distill, bench or analyze leave; give the directory that was their --out"
     )

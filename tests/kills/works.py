@@ -77,7 +77,7 @@ def _distill(data: Path, out: Path) -> None:
 
 
 def _compress(data: Path, out: Path) -> None:
-    chosen = {"tokens": 256, "sequence_length": 32, "anchor_tokens": 128, "allow_slower": True}
+    chosen = {"tokens": 256, "sequence_length": 32}
     relinear.compress(_model(), _ids(10), keep=0.8, settings=chosen, out_dir=out)
 
 
@@ -87,9 +87,7 @@ def _tokenizer() -> Any:
     return train_bpe([text], 300, len(text))
 
 
-def _compress_by(
-    anchor: bool, heal: str, points: bool, plan: str, export: str, bits: float | None = None
-) -> Callable[[Path, Path], None]:
+def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -> Callable[[Path, Path], None]:
     """A compression with all that it keeps state of; its figures are compared, times are not waited for.
 
     With ``bits`` it is by bytes: integers, the embedding among them. The plan "frontier" is made by a second command,
@@ -97,9 +95,8 @@ def _compress_by(
     """
     # a GGUF file has no layers of two matrices
     operator = "monarch:blocks=4" if export == "gguf" else "low_rank:rank=4"
-    chosen = {"tokens": 128, "sequence_length": 16, "batch_size": 4, "anchor": anchor, "anchor_tokens": 64}
-    chosen |= {"menu": [operator], "measured_points": int(points), "evaluation_tokens": 32, "sample_tokens": 2}
-    chosen |= {"keep": 0.8, "allow_slower": True}
+    chosen = {"tokens": 128, "sequence_length": 16, "batch_size": 4, "keep": 0.8}
+    chosen |= {"menu": [operator], "evaluation_tokens": 32, "sample_tokens": 2}
     if bits is not None:
         del chosen["keep"], chosen["menu"]
         chosen |= {"bits": bits} | ({"menu": ["quantized:symmetric=true"]} if export == "gguf" else {})
@@ -148,29 +145,22 @@ WORKS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-_AXES = itertools.product((False, True), ("", "operators", "all", "lora"), (False, True), ("made", "given"),
-                          ("", "plain", "gguf"))  # fmt: skip
+_AXES = itertools.product(("", "operators", "all", "lora"), ("made", "given"), ("", "plain", "gguf"))
 #: every way of compressing: its axes in words -> as in ``WORKS``
 COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
-    f"compress anchor={anchor} heal={heal or None} points={points} plan={plan} export={export or None}": _compress_by(
-        anchor, heal, points, plan, export
-    )
-    for anchor, heal, points, plan, export in _AXES
+    f"compress heal={heal or None} plan={plan} export={export or None}": _compress_by(heal, plan, export)
+    for heal, plan, export in _AXES
 }
 
 
-#: of integers: every way of healing, with anchor or measured points or both, the plan made or behind a frontier;
-#: and of exporting without them. No adapters: they go on layers that stay dense, and none does
-_INTEGERS = [
-    *((anchor, heal, points, "frontier" if anchor and points else "made", "")
-      for heal in ("operators", "", "all") for anchor, points in ((True, True), (True, False), (False, True))),
-    *((False, heal, False, plan, export) for export, plan, heal in itertools.product(
-        ("", "gguf", "plain"), ("frontier", "made"), ("operators", "", "all"))),
-]  # fmt: skip
+#: of integers: every way of healing and of exporting, the plan made or behind a frontier. No adapters: they go on
+#: layers that stay dense, and none does
+_INTEGERS = itertools.product(("operators", "", "all"), ("frontier", "made"), ("", "gguf", "plain"))
 COMPRESSIONS |= {
-    f"compress bits=4.25 anchor={way[0]} heal={way[1] or None} points={way[2]} plan={way[3]} "
-    f"export={way[4] or None}": _compress_by(*way, bits=4.25)
-    for way in _INTEGERS
+    f"compress bits=4.25 heal={heal or None} plan={plan} export={export or None}": _compress_by(
+        heal, plan, export, bits=4.25
+    )
+    for heal, plan, export in _INTEGERS
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compress.speed import timed
 from relinear.core.inference import build_for_inference
 from relinear.core.operator import linear_features
 from relinear.core.vocabulary import entries_of, most_positions
 from relinear.data.tokenizers import encode, text_start
 from relinear.evaluate.losses import token_losses
 from relinear.system.student import half_width
+from relinear.system.timing import Timing, interleave
 
 #: bytes of random stand-ins: more than processors cache, less than a large model
 STAND_IN_BYTES = 256 * 2**20
@@ -306,9 +307,18 @@ def measure_speed(original: Any, compressed: Any, batch: int, text: Tensor | Non
     found: dict[str, Any] = {"batch": batch, "prefill_tokens": ids.shape[1], "decoded_tokens": decoded}
     for what, make, count in (("prefill", prefill, ids.shape[1]), ("decode", decode, decoded)):
         calls = {name: make(one) for name, one in contenders.items()}
-        timings = timed(calls, "compressed", SPEED_SECONDS, ROUNDS)
+        timings = _in_turns(calls)
         before, after = timings["original"], timings["compressed"]
         ratios = {name: getattr(before, name) for name in ("ratio", "ratio_low", "ratio_high")}
         found[what] = ratios | {"original_tokens_per_second": batch * count / before.seconds}
         found[what]["compressed_tokens_per_second"] = batch * count / after.seconds
     return found
+
+
+def _in_turns(calls: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
+    """Time calls in turns for about ``SPEED_SECONDS``, in as many ``ROUNDS`` as that allows."""
+    start = time.perf_counter()
+    for call in 2 * [*calls.values()]:
+        call()
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(2 * SPEED_SECONDS / (time.perf_counter() - start))))
+    return interleave(calls, "compressed", rounds=rounds, min_seconds=0.0, warmup=1)

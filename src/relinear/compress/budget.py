@@ -1,4 +1,4 @@
-"""What a plan may cost, in parameters, stored bytes, FLOPs a token or time, and the least predicted loss under that."""
+"""What a plan may cost, in parameters, stored bytes or FLOPs a token, and the least predicted loss under that."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from relinear.compress.settings import CompressSettings
-from relinear.compress.speed import SpeedTable
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_flops, module_parameters
 
@@ -20,8 +19,8 @@ from relinear.surgery.summary import module_flops, module_parameters
 class Candidate:
     """What a layer could become.
 
-    config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes, FLOPs, seconds). nats:
-    predicted increase of the loss per token.
+    config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes, FLOPs). nats: predicted
+    increase of the loss per token.
     """
 
     config: OperatorConfig | None
@@ -31,11 +30,6 @@ class Candidate:
 
 #: of every layer, by name
 Choices = Mapping[str, Sequence[Candidate]]
-
-
-def amount(value: float) -> str:
-    """Return a cost in words: whole numbers in full, fractions of a second to three digits."""
-    return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
 
 
 def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> dict[str, Candidate]:
@@ -50,7 +44,7 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
     least = sum(min(c.cost for c in options) for options in candidates.values())
     if least > budget:
         raise ValueError(
-            f"the budget of {amount(budget)} {unit} cannot be met: the smallest choices take {amount(least)}; keep more"
+            f"the budget of {budget:,.0f} {unit} cannot be met: the smallest choices take {least:,.0f}; keep more"
         )
 
     def at(price: float) -> dict[str, Candidate]:
@@ -189,9 +183,9 @@ class Budget:
                 )
         elif sum(least.values()) > self.limit:
             raise ValueError(
-                f"{self.what} cannot be met: of {amount(self.whole)} {self.unit} of the layers that may be replaced "
-                f"it allows {amount(self.limit)}, and the smallest choices of the menu take "
-                f"{amount(sum(least.values()))}; ask for less, replace more layers, or give another menu"
+                f"{self.what} cannot be met: of {self.whole:,.0f} {self.unit} of the layers that may be replaced "
+                f"it allows {self.limit:,.0f}, and the smallest choices of the menu take "
+                f"{sum(least.values()):,.0f}; ask for less, replace more layers, or give another menu"
             )
 
 
@@ -201,7 +195,6 @@ _UNITS = {
     "model": ("parameters", "parameters"),
     "bytes": ("bytes", "stored"),
     "flops": ("FLOPs a token", "flops"),
-    "speed": ("seconds", ""),
 }
 
 
@@ -209,7 +202,6 @@ def budget_of(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     settings: CompressSettings,
-    table: SpeedTable | None = None,
     use: Mapping[str, float] | None = None,
     saved: int = 0,
 ) -> Budget:
@@ -219,26 +211,20 @@ def budget_of(
         model: the original.
         modules: the layers that may be replaced, by name.
         settings: of the compression.
-        table: seconds of layers, where a speed is asked for.
-        use: share of the tokens that a layer sees, where it is not 1 (an expert's); counts in FLOPs and time.
+        use: share of the tokens that a layer sees, where it is not 1 (an expert's); counts in FLOPs.
         saved: bytes by which what lies outside of the layers becomes smaller.
 
     Raises:
         ValueError: if what lies outside of the layers already exceeds the budget.
     """
-    counted = "speed" if settings.speed else "bytes" if settings.bits else settings.budget_of
+    counted = "bytes" if settings.bits else settings.budget_of
     unit, number = _UNITS[counted]
-    shares = (use or {}) if counted in ("flops", "speed") else {}
+    shares = (use or {}) if counted == "flops" else {}
 
     def cost(name: str, config: OperatorConfig | None) -> float:
-        if table is not None and counted == "speed":
-            return table.seconds(linear_features(modules[name]), config) * shares.get(name, 1.0)
         return getattr(size_of(modules[name], config), number) * shares.get(name, 1)
 
     layers = sum(cost(name, None) for name in modules)
-    if settings.speed is not None:
-        assert table is not None, "a budget of time needs a table"
-        return Budget(f"speed={settings.speed} of {table.conditions}", unit, layers / settings.speed, layers, cost)
     if settings.bits is not None:
         weights = sum(math.prod(linear_features(module)) for module in modules.values())
         limit = settings.bits / 8 * weights + layers - 2 * weights  # biases as they are
@@ -251,7 +237,7 @@ def budget_of(
         limit = settings.keep * total - others
         if limit <= 0:
             raise ValueError(
-                f"{what} of the model's {amount(total)} {unit} is less than the {amount(others)} outside of the layers "
+                f"{what} of the model's {total:,.0f} {unit} is less than the {others:,.0f} outside of the layers "
                 "that may be replaced (embeddings, head, norms); keep more, or give budget_of=layers"
             )
     return Budget(what, unit, limit, layers, cost)

@@ -69,7 +69,7 @@ def check_gguf_operator(name: str, config: OperatorConfig, shape: tuple[int, int
     elif len(operator.dense_chain()) > 1:
         raise ValueError(
             f"{name} as {config} is a product of matrices, and no layer of a GGUF file is one; give the menu "
-            "neurons or quantized:symmetric=true, or export it as plain"
+            "quantized:symmetric=true, or export it as plain"
         )
 
 
@@ -130,7 +130,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     """Write ``model`` and its tokenizer as a GGUF file, all of it or nothing; weights keep their precision.
 
     Args:
-        model: a ``LlamaForCausalLM``, after ``neurons`` or as it was. ``Quantized`` layers stay integers, other
+        model: a ``LlamaForCausalLM``. ``Quantized`` layers stay integers, other
             operators with one dense matrix become it.
         path: the file to write.
         tokenizer: of the model: byte-level BPE.

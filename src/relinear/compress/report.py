@@ -8,12 +8,11 @@ from typing import Any
 from relinear.compress.budget import Budget
 from relinear.compress.corpus import Corpus
 from relinear.compress.heal import HealReport
-from relinear.compress.plan import CompressPlan, MeasuredPoint, by_type, holds_integers, layer_type
-from relinear.compress.speed import PlannedSpeed
+from relinear.compress.plan import CompressPlan, by_type, holds_integers, layer_type
 from relinear.core.operator import OperatorConfig
 from relinear.pages import page as pages
 from relinear.pages.blocks import Chart, Part, Section
-from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series, blend
+from relinear.pages.figures import PALETTE, REFERENCE, Axis, Panel, Series, blend
 from relinear.pages.records import about, what_ran
 from relinear.system.files import understood
 from relinear.system.machine import circumstances
@@ -27,12 +26,11 @@ class CompressReport:
     """What a compression did; printing it shows the plan by type of layer and the sizes.
 
     plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats a token. seconds:
-    by phase, of this call. budget: what was allowed; None for a plan that was given. speed: of the layers by the table,
-    None where it was not measured. points: predictions held against measurements. evaluation: the compressed model
-    beside the original (loss, agreement, samples, speed), None where it was not measured. peak_memory_bytes: of this
-    call. settings: all of them. healing: None where there was none. left: what no target could name, such as experts
-    that are held as one tensor, in words. corpus: the texts.
-    bytes, bytes_before: of the whole model, floats at no more than half precision; None where nothing counts them.
+    by phase, of this call. bytes, bytes_before: of the whole model, floats at no more than half precision. budget: what
+    was allowed; None for a plan that was given. evaluation: the compressed model compared with the original (loss,
+    agreement, samples, speed), None where it was not measured. peak_memory_bytes: of this call. settings: all of them.
+    healing: None where there was none. left: what no target could name, such as experts that are held as one tensor, in
+    words. corpus: the texts.
     budgets: rows of the frontier. model: its name.
     """
 
@@ -40,15 +38,13 @@ class CompressReport:
     calibration_tokens: int
     calibration_loss: float | None
     seconds: dict[str, float]
+    bytes: int
+    bytes_before: int
     corpus: Corpus | None = None
-    bytes: int | None = None
-    bytes_before: int | None = None
     budgets: tuple[dict[str, Any], ...] = ()
     model: str = ""
     healing: HealReport | None = None
     budget: Budget | None = None
-    speed: PlannedSpeed | None = None
-    points: tuple[MeasuredPoint, ...] = ()
     evaluation: dict[str, Any] | None = None
     peak_memory_bytes: int | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,12 +63,7 @@ class CompressReport:
     @property
     def verdict(self) -> str:
         """The result in a sentence; that its text degenerates stands first."""
-        if self.bytes is not None and self.bytes_before:
-            said = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
-        else:
-            said = [f"{self.parameters / self.parameters_before:.2f} of the parameters"]
-        if self.speed is not None and self.evaluation is None:
-            said.append(f"its linear layers {self.speed.ratio:.1f} times as fast by the table")
+        said = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
         if self.evaluation is None:
             nats = self.plan.nats
             return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+.2f} nats predicted"])
@@ -98,8 +89,7 @@ class CompressReport:
         nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 5e-4)  # less is not printed
         if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
             found.append(
-                f"the plan's prediction of {predicted:+.3f} nats is off by more than half: {nats:+.3f} were measured; "
-                "measured_points=3 corrects predictions"
+                f"the plan's prediction of {predicted:+.3f} nats is off by more than half: {nats:+.3f} were measured"
             )
         return found
 
@@ -107,7 +97,7 @@ class CompressReport:
         """Return JSON values."""
         copied = ["parameters", "parameters_before", "remarks", "model", "verdict", "bytes", "bytes_before", "budgets"]
         copied += ["evaluation", "peak_memory_bytes", "left", "seconds", "settings"]
-        parts = {"budget": self.budget, "planned_speed": self.speed, "healing": self.healing}
+        parts = {"budget": self.budget, "healing": self.healing}
         corpus = {} if self.corpus is None else self.corpus.to_dict()
         return {
             **{name: getattr(self, name) for name in copied},
@@ -115,7 +105,6 @@ class CompressReport:
             "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss} | corpus,
             "predicted_nats": self.plan.nats,
             "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
-            "points": [point.to_dict() for point in self.points],
             "layers": self.plan.rows,
             **circumstances(),
         }
@@ -125,11 +114,9 @@ class CompressReport:
         lines = [f"{self.verdict}.", str(self.plan)]
         if not holds_integers(self.plan.rows):
             lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
-        elif self.bytes is not None and self.bytes_before:
+        else:
             lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB"]
         lines += [f"left as they are: {what}" for what in self.left]
-        if self.speed is not None:
-            lines.append(str(self.speed))
         if self.healing is not None:
             lines.append(str(self.healing))
         if self.evaluation is not None:
@@ -147,9 +134,8 @@ def _budget_line(row: Mapping[str, Any]) -> str:
         f", {found['nats']:+.3f} ± {found['interval'] or 0:.3f} measured on {name}"
         for name, found in ({"the corpus": row["measured"]} | row["elsewhere"] if "measured" in row else {}).items()
     )
-    speed = "" if row["speed"] is None else f", linear layers {row['speed']:.2f} times as fast by the table"
     share = f"{row['bits']:.2f} bits a weight ({row['share_of_bytes']:.2f} of the bytes)"
-    return f"{share}{speed}: {row['predicted']:+.3f} nats predicted{measured}"
+    return f"{share}: {row['predicted']:+.3f} nats predicted{measured}"
 
 
 def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
@@ -192,56 +178,29 @@ def report_section(report: Mapping[str, Any]) -> Section:
             "report": report,
             "picture": _picture(report["layers"]),
             "types": by_type(report["layers"]),
-            "chart": _chart(report["points"]) if report["points"] else None,
             "frontier": _frontier(report.get("budgets") or []),
         }
     note = about(report, report.get("model"))
     return Section("Compression", "compress", [Part(TEMPLATE, values), *what_ran(report)], note=note)
 
 
-def _chart(points: Sequence[Mapping[str, Any]]) -> Chart:
-    """Predicted against measured nats on logarithmic axes; what did not rise has no place on them."""
-    shown = [point for point in points if point["predicted"] > 0 and point["measured"] > 0]
-    x, y = [point["predicted"] for point in shown], [point["measured"] for point in shown]
-    texts = [f"{p['name']}: predicted {p['predicted']:.4g}, measured {p['measured']:.4g}" for p in shown]
-    ends = min([*x, *y], default=0.1), max([*x, *y], default=1.0)
-    axes = [Axis(title=f"{what} nats a token", log=True, bounds=ends) for what in ("predicted", "measured")]
-    dots = Series(name="layers", colour=PALETTE[0], x=x, y=y, texts=texts, mode="points", legend=False)
-    panel = Panel([dots], axes[0], axes[1], [Guide()])
-    return Chart(
-        "Single layers tried by themselves: on the dashed line the prediction was right, above it too low. "
-        "Layers that did not rise are in the table alone.",
-        panel,
-    )
-
-
-def _frontier(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Loss against bytes, and against speed where a table told it."""
+def _frontier(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
+    """Loss against bits a weight; None without rows."""
     if not rows:
-        return []
+        return None
+    y = [row["predicted"] for row in rows]
+    series = [Series(name="predicted", colour=REFERENCE, x=[row["bits"] for row in rows], y=y, mode="plain")]
     measured = [row for row in rows if "measured" in row]
-    corpora = {"the corpus": [row["measured"] for row in measured]}
-    corpora |= {
-        name: [row["elsewhere"][name] for row in measured] for name in (measured[0]["elsewhere"] if measured else ())
-    }
-    charts = []
-    for key, title, what in (
-        ("bits", "bits a weight", "bytes"),
-        ("speed", "linear layers, times as fast, by the table", "speed"),
-    ):
-        if rows[0][key] is None:
-            continue
-        y = [row["predicted"] for row in rows]
-        shown = [Series(name="predicted", colour=REFERENCE, x=[row[key] for row in rows], y=y, mode="plain")]
-        for at, (name, found) in enumerate(corpora.items()):
-            low, high = ([f["nats"] + sign * (f["interval"] or 0) for f in found] for sign in (-1, 1))
-            x, y = [row[key] for row in measured], [f["nats"] for f in found]
-            named = f"measured on {name}"
-            shown.append(Series(name=named, colour=PALETTE[at], x=x, y=y, low=low, high=high, mode="points", number=at))
-        panel = Panel(shown, Axis(title=title), Axis(title="nats a token above the original", from_zero=True))
-        text = f"Loss against {what}, from one calibration: predicted for many budgets, measured for some (95 %)."
-        charts.append(Chart(text, panel))
-    return charts
+    corpora = {"the corpus": [row["measured"] for row in measured]} if measured else {}
+    corpora |= {name: [row["elsewhere"][name] for row in measured] for row in measured[:1] for name in row["elsewhere"]}
+    x = [row["bits"] for row in measured]
+    for at, (name, results) in enumerate(corpora.items()):
+        low, high = ([r["nats"] + sign * (r["interval"] or 0) for r in results] for sign in (-1, 1))
+        shown: dict[str, Any] = {"name": f"measured on {name}", "colour": PALETTE[at], "mode": "points", "number": at}
+        series.append(Series(x=x, y=[r["nats"] for r in results], low=low, high=high, **shown))
+    panel = Panel(series, Axis(title="bits a weight"), Axis(title="nats a token above the original", from_zero=True))
+    text = "Loss against bytes, from one calibration: predicted for many budgets, measured for some (95 %)."
+    return Chart(text, panel)
 
 
 def _depth(name: str) -> tuple[int, str]:

@@ -16,20 +16,19 @@ import torch
 from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
 from relinear.compress.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
 from relinear.compress.calibrate import Calibration
+from relinear.compress.candidates import SearchSpace, replace_layers_
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compress.export import check_packable, check_stock, export_compressed_tensors, export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operator, export_gguf
 from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
-from relinear.compress.menu import Operators, menu_of
-from relinear.compress.plan import CompressPlan, MeasuredPoint
+from relinear.compress.plan import CompressPlan
 from relinear.compress.report import CompressReport, write_page
 from relinear.compress.settings import CompressSettings
-from relinear.compress.speed import PlannedSpeed, SpeedConditions, SpeedTable, planned_speed, speed_table
 from relinear.compress.work import OnProgress, Work, check_directory, check_ids, check_model, linear_layers
 from relinear.core.anatomy import model_name
-from relinear.core.config import check_choice, check_type
+from relinear.core.config import check_choice
 from relinear.core.modes import evaluating
-from relinear.core.operator import OperatorConfig, linear_features
+from relinear.core.operator import linear_features
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
@@ -42,10 +41,6 @@ from relinear.system.machine import PeakMemory, command_line
 MODEL, GGUF = "model", "model.gguf"
 EXPORTS: dict[str, Callable[..., Path]]
 EXPORTS = {"plain": export_plain, "gguf": export_gguf, "compressed-tensors": export_compressed_tensors}
-#: layers that take less than these seconds together are not refused for their speed: a call costs as much as its work
-LEAST_SECONDS = 1e-3
-#: what two measurements of one speed may differ by
-NOISE = 0.02
 
 
 def compress(
@@ -60,7 +55,6 @@ def compress(
     plan_file: str | Path | None = None,
     plan_only: bool = False,
     frontier: bool = False,
-    speed_table: SpeedTable | str | Path | None = None,
     out_dir: str | Path | None = None,
     export: Literal["plain", "gguf", "compressed-tensors"] | None = None,
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
@@ -82,8 +76,6 @@ def compress(
             are put beside its own as ``proposed-*``.
         frontier: stop after the plan as well, and say in the report and in ``frontier.json`` what other budgets would
             cost: predicted for many, measured for a few, each of which takes a fit of the whole model.
-        speed_table: seconds of layers to go by, in place of ones that are measured here: a table, or the ``speed.json``
-            that another call left, perhaps on the machine that the model is for.
         evaluate_on: texts of other kinds, by name, that the result is also judged on; of each ``evaluation_tokens``.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``); "compressed-tensors"
@@ -99,8 +91,8 @@ def compress(
 
     Raises:
         ValueError: if the budget cannot be met, the corpus is too short or of another vocabulary, the model is
-            quantised, has weights without finite values or cannot be run layer by layer, ``out_dir`` holds the work on
-            another model, corpus or plan, or the plan would run slower than the original.
+            quantised, has weights without finite values or cannot be run layer by layer, or ``out_dir`` holds the work
+            on another model, corpus or plan.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny", num_hidden_layers=1), torch.randint(258, (8, 128))
@@ -120,8 +112,6 @@ def compress(
         check_gguf(model, tokenizer)
     elif export is not None:
         check_stock(model)
-    table = SpeedTable.load(speed_table) if isinstance(speed_table, str | Path) else speed_table
-    check_type("speed_table", table, SpeedTable, type(None))
     if out_dir is not None:
         check_directory(Path(out_dir), plan_file, plan_only or frontier)
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
@@ -133,13 +123,13 @@ def compress(
         writing(folder),
         evaluating(model),
     ):
-        job = _Job(Work(model, modules, chosen, Path(folder), on_progress), table, export)
-        if frontier and (plan_file is not None or not isinstance(job.menu, Operators) or not chosen.fisher):
-            raise ValueError("frontier weighs operators by budgets: leave out plan_file, menu=neurons and fisher=False")
+        job = _Job(Work(model, modules, chosen, Path(folder), on_progress), export)
+        if frontier and (plan_file is not None or not chosen.fisher):
+            raise ValueError("frontier weighs operators by budgets: leave out plan_file and fisher=False")
         plan_only = plan_only or frontier
-        given_plan = None if plan_file is None else job.menu.read_plan(plan_file)
+        given_plan = None if plan_file is None else job.space.load_plan(plan_file)
         if given_plan is None:
-            job.menu.check(job.budget({}))
+            job.space.check(job.budget({}))
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
         own = torch.cat([corpus.blocks, corpus.further, corpus.judging])
@@ -166,12 +156,12 @@ def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
 
 
 class _Job:
-    """One compression: its menu, what is known of speeds, and the steps."""
+    """One compression: its search space and the steps."""
 
-    def __init__(self, work: Work, given_table: SpeedTable | None, export: str | None) -> None:
-        self.work, self.given_table, self.export = work, given_table, export
+    def __init__(self, work: Work, export: str | None) -> None:
+        self.work, self.export = work, export
         self.model, self.modules, self.settings, self.folder = work.model, work.modules, work.settings, work.folder
-        self.menu = menu_of(work)
+        self.space = SearchSpace(work)
         #: when each phase ended
         self.ends: dict[str, float] = {}
 
@@ -189,29 +179,22 @@ class _Job:
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self.export is not None:
             self._check_export(given_plan)
-        if self._asks_for_speed:
-            self._prepare_speed(given_plan, plan_only)
-        self._lap("speed")
         calibration = self.work.calibrate(corpus.blocks)
         self._lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
-        points, budget, budgets = list[MeasuredPoint](), None, list[dict[str, Any]]()
+        budget, budgets = None, list[dict[str, Any]]()
         if given_plan is None:
             budget = self.budget(use)
-            whole, points = self.menu.plan(calibration, budget, corpus.judging)
-            if frontier and isinstance(self.menu, Operators):
-                budgets = self.menu.frontier(budget, calibration, corpus, self._table({}))
+            whole = self.space.plan(calibration, budget)
+            if frontier:
+                budgets = self.space.frontier(budget, calibration, corpus)
                 write_json(self.folder / "frontier.json", {"budgets": budgets, "command": command_line()})
         else:
             whole = given_plan
         whole.save(proposal(self.folder, "plan.json"))
         self._lap("plan")
-        speed = None
-        if whole.replaced and self._asks_for_speed:
-            which = f"the plan ({proposal(self.folder, 'plan.json')})"
-            speed = self._speed(whole.replaced, use) if plan_only else self._fast_enough(whole.replaced, use, which)
         healing, evaluation = None, None
-        if not plan_only and whole.changed:
+        if not plan_only and (whole.replaced or self.work.tables):
             healing, evaluation = self._make(corpus, calibration, whole, tokenizer)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
             proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
@@ -224,11 +207,9 @@ class _Job:
             model=model_name(self.model),
             healing=healing,
             budget=budget,
-            speed=speed,
-            points=tuple(points),
             budgets=tuple(budgets),
             bytes_before=bytes_before,
-            bytes=bytes_before - saved_bytes(self.modules, whole.replaced) - tables_saved if self.menu.timed else None,
+            bytes=bytes_before - saved_bytes(self.modules, whole.replaced) - tables_saved,
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
@@ -242,7 +223,7 @@ class _Job:
 
     def _check_export(self, given_plan: CompressPlan | None) -> None:
         """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them."""
-        offered = ((n, c) for n, layer in self.modules.items() for c in self.menu.sizes(linear_features(layer)))
+        offered = ((n, c) for n, layer in self.modules.items() for c in self.space.sizes(linear_features(layer)))
         becomes = offered if given_plan is None else given_plan.replaced.items()
         if self.export == "gguf":
             for name, config in itertools.chain(self.work.tables.items(), becomes):
@@ -265,7 +246,7 @@ class _Job:
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
         self.work.round_tables_()
-        self.menu.carry_out_(whole, calibration, corpus.blocks)
+        replace_layers_(self.work, whole, calibration)
         self._lap("fit")
         healing = None
         if teacher is not None:
@@ -288,81 +269,7 @@ class _Job:
 
     def budget(self, use: Mapping[str, float]) -> Budget:
         """Return what the plan may cost, each layer weighed by the share of tokens that it sees."""
-        table = None if self.settings.speed is None else self._table({})
-        return budget_of(self.model, self.modules, self.settings, table, use, self.work.bytes_of_tables)
-
-    def _table(self, replaced: Mapping[str, OperatorConfig]) -> SpeedTable:
-        """Speeds of the layers, of the menu and of ``replaced``; measured once a directory and machine."""
-        settings = self.settings
-        shapes = {name: linear_features(module) for name, module in self.modules.items()}
-        configs = {shape: self.menu.sizes(shape) for shape in dict.fromkeys(shapes.values())}
-        for name, config in replaced.items():
-            configs[shapes[name]].append(config)
-        conditions = SpeedConditions(settings.speed_for, settings.speed_batch, settings.sequence_length)
-        if self.given_table is not None:
-            self.given_table.check(configs, conditions)
-            return self.given_table
-        path, told = self.folder / "speed.json", self.work.told("speed")
-        return speed_table(self.modules.values(), configs, conditions, path, told)
-
-    @property
-    def _asks_for_speed(self) -> bool:
-        return self.menu.timed and not (self.settings.allow_slower and self.settings.speed is None)
-
-    def _prepare_speed(self, given_plan: CompressPlan | None, plan_only: bool) -> None:
-        """Say before the hours of calibration what shapes tell: a plan that is given is refused if it is slower.
-
-        As if every layer saw every token: which do, calibration tells. Where the plan is still to be made, one that
-        keeps the same share everywhere stands for it, so that is a warning.
-        """
-        replaced = self._uniform() if given_plan is None else given_plan.replaced
-        speed = self._speed(replaced, {})
-        if plan_only or not replaced:
-            return
-        if given_plan is not None:
-            self._fast_enough(replaced, {}, "the plan that was given")
-        elif self._slower(speed):
-            warnings.warn(
-                f"a plan that keeps the same share of every layer would be slower than the original ({speed}), and a "
-                "slower plan is refused after calibration; allow_slower or a budget of speed avoids that",
-                stacklevel=2,
-            )
-
-    def _uniform(self) -> dict[str, OperatorConfig]:
-        """Of the sizes that were timed, by layer the largest within the budget's share."""
-        table, budget, found = self._table({}), self.budget({}), {}
-        for name, module in self.modules.items():
-            shape = linear_features(module)
-            offered = table.rows[shape].keys() & set(self.menu.sizes(shape))
-            costs = {config: budget.cost(name, config) for config in offered if config is not None}
-            most = budget.limit / budget.whole * budget.cost(name, None)
-            if fitting := [config for config, cost in costs.items() if cost <= most]:
-                found[name] = max(fitting, key=lambda config: costs[config])
-        return found
-
-    def _speed(self, replaced: Mapping[str, OperatorConfig], use: Mapping[str, float]) -> PlannedSpeed:
-        return planned_speed(self._table(replaced), self.modules, replaced, use)
-
-    def _slower(self, speed: PlannedSpeed) -> bool:
-        if self.settings.allow_slower:
-            return False
-        return speed.ratio < 1 - NOISE and speed.before >= LEAST_SECONDS
-
-    def _fast_enough(
-        self, replaced: Mapping[str, OperatorConfig], use: Mapping[str, float], which: str
-    ) -> PlannedSpeed:
-        """The plan's speed. Raises ValueError if it is slower than the original, measured a second time, too."""
-        path, speed = self.folder / "speed.json", self._speed(replaced, use)
-        if self._slower(speed) and self.given_table is None:
-            path.unlink(missing_ok=True)  # it may have been measured under load
-            speed = self._speed(replaced, use)
-        if not self._slower(speed):
-            return speed
-        by = "the table that was given" if self.given_table is not None else f"{path}, measured twice on this machine"
-        raise ValueError(
-            f"{which} would run slower than the original: {speed} ({by}). Give a budget of speed (speed=1.2), exclude "
-            "small layers, or accept it with allow_slower"
-        )
+        return budget_of(self.model, self.modules, self.settings, use, self.work.bytes_of_tables)
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
         """What the model does, as it now is; None where nothing is to be evaluated."""

@@ -25,8 +25,8 @@ from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan, replace_
 from relinear.system.written import check_ours
 
-#: told the phase ("speed", "forward", "backward", "candidates", "points", "frontier", "original", "fit", "heal",
-#: "evaluation"), how much of it is done, and how much there is
+#: told the phase ("forward", "backward", "candidates", "frontier", "original", "fit", "heal", "evaluation"), how much
+#: of it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
 #: what other work leaves in its directory, in which nothing is put beside it

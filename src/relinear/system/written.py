@@ -81,10 +81,6 @@ _WORKS = {
         },
         (*_STATE, "model", "model.gguf", "report.json", _PAGE),
     ),
-    "atlas": _Work(
-        {"calibration/fingerprint.json": '"fingerprint"', "atlas.json": '"operators" & "settings" & "layers"'},
-        ("atlas.json", "calibration", "costs.*", "cheapest.*", _PAGE),
-    ),
     "analyze": _Work(
         {"analyze.json": '"model" & "control" & "sequences"'},
         ("analyze.json", *(f"{name}{end}" for name in _LOOKS for end in (".*", "_*")), _PAGE),
