@@ -64,7 +64,7 @@ ecosystem: ## lm-eval, TRL, PEFT, torchao, Trainer, pipeline and torch.export on
 	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ecosystem]" pytest pytest-timeout
 	OMP_NUM_THREADS=1 $(ECOSYSTEM_VENV)/bin/python -m pytest -m "slow or not slow" tests/test_ecosystem.py
-	OMP_NUM_THREADS=1 $(ECOSYSTEM_VENV)/bin/python results/ecosystem/outside_programs.py
+	OMP_NUM_THREADS=1 $(ECOSYSTEM_VENV)/bin/python results/ecosystem/outside_programs.py --out results/ecosystem
 
 versions: ## the lowest torch and transformers that are allowed, the pinned and the newest: a table in results/ecosystem
 	$(PYTHON) tests/versions.py

@@ -3,13 +3,14 @@
     python results/costs.py [NAME ...]
 
 Nothing is learnt: a run ends after two steps. CGT, the fits to SmolLM2 and HDPL's narrower control have their FLOPs
-counted and are not timed. The record is results/costs.json, where what is not named stays; the gaps of
+counted and are not timed. The record is --out (runs/costs.json), where what is not named stays; the gaps of
 results/README.md stand beside it.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -102,13 +103,15 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(_MADE))
-    names, record = parser.parse_args().names, HERE / "costs.json"
+    parser.add_argument("--out", type=Path, default=Path("runs/costs.json"), help="other entries in it stay")
+    names, record = (options := parser.parse_args()).names, options.out
     found = {name: _MADE[name]() for name in names or _MADE}
     head = {"command": "python results/costs.py", "machine": describe_machine()}
-    if names:
+    if names and record.is_file():
         head = read_json(record)
         head["machine"] = describe_machine() if {*names} & {*PLANS} else head["machine"]
     write_json(record, head | found)
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -344,7 +344,7 @@ def parse(arguments=None):
     parser.add_argument("--plan", type=Path, default=_PLAN, help="what ``plan`` carries out")
     parser.add_argument("--column", choices=list(COLUMNS), default="aux")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/cgt/arithmetic"))
+    parser.add_argument("--out", type=Path, default=Path("runs/cgt/arithmetic"))
     parser.add_argument("--save", action="store_true", help="keep the model")
     parser.add_argument("--tasks", type=int, default=1)
     parser.add_argument("--examples", type=int, default=4)

@@ -47,7 +47,7 @@ PAPER_SETTINGS = {
 
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/cgt/regression"))
+    parser.add_argument("--out", type=Path, default=Path("runs/cgt/regression"))
     parser.add_argument("--inputs", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=26)
     parser.add_argument("--noise", type=float, default=1.0)

@@ -272,7 +272,7 @@ def parse(arguments=None):
     parser.add_argument("--name", choices=NAMES_AND_CONTROLS, default="aux")
     parser.add_argument("--source", action="append", default=[], metavar="NAME=DATA", help="repeat it")
     parser.add_argument("--plan", type=Path, default=_PLAN, help="what ``plan`` carries out")
-    parser.add_argument("--out", type=Path, default=Path("results/cgt/sources"))
+    parser.add_argument("--out", type=Path, default=Path("runs/cgt/sources"))
     parser.add_argument("--characters", type=int, default=2_000, help="of a document")
     parser.add_argument("--documents", type=int, default=500, help="of a source, held-out ones among them")
     parser.add_argument("--length", type=int, default=192)

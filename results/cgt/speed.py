@@ -25,7 +25,7 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/cgt/speed"))
+    parser.add_argument("--out", type=Path, default=Path("runs/cgt/speed"))
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=11)

@@ -241,7 +241,7 @@ def parse(arguments=None):
     parser.add_argument("what", choices=("prepare", "run", "figures"))
     parser.add_argument("--name", choices=list(NAMES), default="aux+reg")
     parser.add_argument("--books", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("results/cgt/text"))
+    parser.add_argument("--out", type=Path, default=Path("runs/cgt/text"))
     parser.add_argument("--characters", type=int, default=40_000, help="of each book")
     parser.add_argument("--per-author", type=int, default=6)
     parser.add_argument("--held-out", type=int, default=2)

@@ -141,7 +141,8 @@ def _lines() -> Iterator[str]:
 
 
 def main() -> None:
-    """Write the table."""
+    """Write the table, and print it."""
+    print(table())
     text = DOCS.read_text(encoding="utf-8")
     marked = f"<!-- estimate -->\n{table()}\n<!-- end -->"
     DOCS.write_text(re.sub(r"<!-- estimate -->.*?<!-- end -->", lambda _: marked, text, flags=re.S))

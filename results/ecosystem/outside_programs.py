@@ -12,6 +12,7 @@ writes ``outside_programs.json`` beside this file, the table of ``docs/checkpoin
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -185,6 +186,9 @@ def main() -> None:
     import torch
     import transformers
 
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/ecosystem"), help="folder; results/ecosystem: docs, too")
+    out = parser.parse_args().out
     rows = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
@@ -204,9 +208,12 @@ def main() -> None:
         "transformers": transformers.__version__,
     }
     record = {"command": "python results/ecosystem/outside_programs.py", "versions": versions, "programs": rows}
-    (HERE / "outside_programs.json").write_text(json.dumps(record, indent=2) + "\n")
-    _write("checkpoints.md", "outside programs", table(rows))
-    _write("ecosystem.md", "printed", printed(rows))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "outside_programs.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(table(rows))
+    if out.resolve() == HERE:
+        _write("checkpoints.md", "outside programs", table(rows))
+        _write("ecosystem.md", "printed", printed(rows))
     if not all(r["same"] and r["refused_without_flag"] for r in rows):
         raise SystemExit("a program was not refused without the flag, or computed something else with it")
 

@@ -7,9 +7,9 @@ q, k and v of layer 12 one by one, and all three, trained together until the att
 has its own learning rate for each of the four: the one of the least fit error, on a seed of its own. Losses are over
 windows of 256 tokens of WikiText-2 test and of PTB test, half of --eval-tokens each; intervals of 95 % over three
 seeds (Student's t), paired, widened by the error of the windows. What has been measured stays in --state, where the
-same command goes on; several of them at a time share the work, and write results/rotor/biased.json in the end. With
---fresh low rank starts from fresh matrices, as in the authors' code, and is held against rotors in q, k and v; the
-record is results/rotor/fresh.json.
+same command goes on; several of them at a time share the work, write biased.json there in the end and print its gaps.
+With --fresh low rank starts from fresh matrices, as in the authors' code, and is held against rotors in q, k and v; the
+record is fresh.json.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from relinear.data import DataSettings, iter_texts
 from relinear.distill.record import record, token_blocks
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
-from smollm2 import HERE, TUNING_SEED, fit, interleaved
 from smollm2 import METHODS as WITHOUT_BIAS
+from smollm2 import TUNING_SEED, fit, interleaved
 
 LAYER, LENGTH = 12, 256
 _PLACE = f"model.layers.{LAYER}.self_attn.{{}}_proj"
@@ -215,7 +215,12 @@ def main() -> None:
         "original": original,
     } | given
     rows = summary(work.measured, work.projections, list(work.methods))
-    write_json(HERE / ("fresh.json" if options.fresh else "biased.json"), head | {"rows": rows})
+    write_json(options.state / ("fresh.json" if options.fresh else "biased.json"), head | {"rows": rows})
+    for row in rows:
+        gaps = {
+            text: {name: round(found["mean"], 4) for name, found in row[text].items()} for text in ("wikitext2", "ptb")
+        }
+        print(row["projection"], row["method"], gaps, sep="  ")
 
 
 if __name__ == "__main__":

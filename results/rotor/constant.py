@@ -3,7 +3,7 @@
     python results/rotor/constant.py --model models/smollm2 --data data
 
 The mean is that of the tokens that smollm2.py fits on, the error (squared, relative to the squares) that of those it
-holds out. Rows go to results/rotor/constant.jsonl.
+holds out. Rows go to constant.jsonl in --out, and to the screen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relinear.distill.record import record, token_blocks
-from smollm2 import HERE, interleaved
+from smollm2 import interleaved
 
 LENGTH, TRAIN, HELD_OUT = 256, 8192, 2048
 
@@ -28,7 +28,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--layers", default="12,20")
+    parser.add_argument("--out", type=Path, default=Path("runs/rotor"))
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     texts = list(itertools.islice(interleaved(options.data), 12))
@@ -40,13 +42,14 @@ def main() -> None:
     modules = {name: model.get_submodule(name) for name in names}
     with (
         record(model, blocks, modules, batch=8, outputs=names) as recording,
-        (HERE / "constant.jsonl").open("w") as out,
+        (options.out / "constant.jsonl").open("w") as out,
     ):
         for name in names:
             values = recording.inputs(name).double()
             mean, wanted = values[:TRAIN].mean(0), values[TRAIN:]
             error = ((wanted - mean).square().sum() / wanted.square().sum()).item()
             out.write(json.dumps({"name": name, "numbers": len(mean), "error": error}) + "\n")
+            print(f"{name}: {error:.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python results/rotor/init.py
 
 The tiny preset on the standard library's source text, q, k and v as the paper's network (width 3, depth 2). Rows go to
-results/rotor/init.jsonl as they are measured (a row that is there is not measured again).
+init.jsonl in --out as they are measured (a row that is there is not measured again), all of them to the screen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import relinear
 from relinear.system.machine import describe_machine
 from relinear.train import TrainSettings, train
 
-HERE = Path(__file__).resolve().parent
 CASES = {
     "dense": None,
     "nearly the identity, std 0.02": relinear.Rotor(init_std=0.02),
@@ -32,8 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--out", type=Path, default=Path("runs/rotor"))
     options = parser.parse_args()
-    log = HERE / "init.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = options.out / "init.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     done = {(row["case"], row["seed"], row["steps"]) for row in rows}
     for seed in map(int, options.seeds.split(",")):
@@ -61,7 +62,10 @@ def main() -> None:
             row |= {"parameters": result.parameters, "machine": describe_machine()["processor"]}
             with log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            rows.append(row)
             print(json.dumps(row), flush=True)
+    for row in rows:
+        print(f"{row['case']}, seed {row['seed']}, {row['steps']} steps: {row['validation_loss']:.4f}")
 
 
 if __name__ == "__main__":

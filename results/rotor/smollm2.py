@@ -4,9 +4,9 @@
     python results/rotor/smollm2.py --model models/smollm2 --data data --layers 12
 
 The first finds every method's learning rate: the one of the least fit error on q of layer 12, with a seed of its own.
-Rows go to results/rotor/smollm2.jsonl as they are measured (a row that is there is not measured again), the table to
-results/rotor/smollm2.md; those of --tune to results/rotor/smollm2_rates.jsonl. --data is a folder with books/,
-wikitext2/, ptb/ and lambada/.
+Rows go to smollm2.jsonl in --out as they are measured (a row that is there is not measured again), the table to
+smollm2.md and the screen; those of --tune to smollm2_rates.jsonl. Without rates in --out, those of results/rotor hold.
+--data is a folder with books/, wikitext2/, ptb/ and lambada/.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from relinear.data import DataSettings, iter_texts
 from relinear.system.machine import describe_machine
 
 HERE = Path(__file__).resolve().parent
+RATES_FILE = "smollm2_rates.jsonl"
 RATES = (0.01, 0.03, 0.1, 0.3)
 TUNING_SEED = 1000
 METHODS = {
@@ -84,9 +85,8 @@ def fit(original, config, projection: str, layers: list[int], texts: list[str], 
     return model, report
 
 
-def tune(fitted) -> None:
+def tune(fitted, file: Path) -> None:
     """The fit error of every method at every rate, on q of layer 12."""
-    file = HERE / "smollm2_rates.jsonl"
     done = {(row["method"], row["learning_rate"]) for row in read_rows(file)}
     for method, rate in itertools.product(METHODS, RATES):
         if (method, rate) not in done:
@@ -122,7 +122,9 @@ def main() -> None:
     parser.add_argument("--lambada", type=int, default=40)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tune", action="store_true", help="find the learning rates, and nothing else")
+    parser.add_argument("--out", type=Path, default=Path("runs/rotor"))
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     relinear.system.allocator.tune_allocator()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
 
@@ -135,14 +137,15 @@ def main() -> None:
         return fit(original, METHODS[method], projection, layers, texts, tokenizer, **settings)
 
     if options.tune:
-        tune(fitted)
+        tune(fitted, options.out / RATES_FILE)
         return
-    errors = {(row["error"], row["method"], row["learning_rate"]) for row in read_rows(HERE / "smollm2_rates.jsonl")}
+    tried = read_rows(options.out / RATES_FILE) or read_rows(HERE / RATES_FILE)
+    errors = {(row["error"], row["method"], row["learning_rate"]) for row in tried}
     rates = {method: rate for _, method, rate in sorted(errors, reverse=True)}
     missing = [method for method in METHODS if method not in rates]
     if missing:
         parser.error(f"no learning rate for {', '.join(missing)}: run with --tune first")
-    log = HERE / "smollm2.jsonl"
+    log = options.out / "smollm2.jsonl"
     rows = read_rows(log)
     key = ("projection", "layers", "method", "seed")
     done = {tuple(row[k] for k in key) for row in rows}
@@ -150,7 +153,6 @@ def main() -> None:
     def add(row: dict) -> None:
         rows.append(row)
         append_row(log, row)
-        (HERE / "smollm2.md").write_text(table(rows))
 
     def judged(model) -> dict:
         return evaluate(model, tokenizer, options.data, options.eval_tokens, options.lambada)
@@ -175,6 +177,8 @@ def main() -> None:
             "learning_rate": rates[method],
         }
         add(head | found | judged(model) | budget)
+    (options.out / "smollm2.md").write_text(table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":

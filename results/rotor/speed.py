@@ -3,7 +3,7 @@
     python results/rotor/speed.py
 
 One double rotor (width=1, depth=0), in inference at every width, and forward and backward at 2048. Writes
-results/rotor/speed.json and prints it as it goes. The allocator is set up first (``tune_allocator``).
+speed.json in --out and prints it as it goes. The allocator is set up first (``tune_allocator``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import torch
 
 import relinear
 from relinear.system.machine import describe_machine
-
-HERE = Path(__file__).resolve().parent
 
 
 def ratio(dense, ours, seconds: float) -> dict[str, float]:
@@ -81,11 +79,13 @@ def main() -> None:
     parser.add_argument("--widths", default="64,128,256,512,1024,2048,4096")
     parser.add_argument("--tokens", default="1,4096")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/rotor"))
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     allocator = relinear.system.allocator.tune_allocator()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    file = HERE / "speed.json"
+    file = options.out / "speed.json"
     rows = json.loads(file.read_text())["rows"] if file.is_file() else []  # widths may be measured one after another
     key = ("what", "width", "tokens", "dtype", "basis")
 

@@ -23,7 +23,6 @@ from relinear.system.files import write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.system.timing import interleave
 
-HERE = Path(__file__).resolve().parent
 RELINEAR = [str(Path(sys.executable).parent / "relinear")]
 DEMO = ["compare", "--recipe", "quick"]
 
@@ -66,7 +65,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--demo", type=int, choices=(0, 1), default=1)
-    parser.add_argument("--out", type=Path, default=HERE / "beside.json")
+    parser.add_argument("--out", type=Path, default=Path("runs/speed/beside.json"))
     options = parser.parse_args()
     tune_allocator()
     seconds_of(["--help"])  # files are read from disk once

@@ -24,7 +24,6 @@ from relinear.data import DataSettings, iter_texts, prepare_data
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
 
-HERE = Path(__file__).resolve().parent
 CONTENDERS = ("transformers' Trainer, defaults", "relinear train", "bare compiled loop")
 SKIPPED = 4
 
@@ -133,6 +132,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/speed/trainer.json"))
     parser.add_argument("--contender", type=int, help="run this one alone and print its tokens a second")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -152,10 +152,10 @@ def main() -> None:
         "tokens_per_second": rates,
         "relinear / defaults": ours / medians[CONTENDERS[0]],
         "relinear / bare loop": ours / medians[CONTENDERS[2]],
-        "settings": vars(options),
+        "settings": vars(options) | {"out": str(options.out)},
         "machine": describe_machine(),
     }
-    write_json(HERE / "trainer.json", result)
+    write_json(options.out, result)
     print({key: round(value, 3) for key, value in result.items() if "/" in key})
 
 

@@ -22,8 +22,11 @@ _LONGEST = 500
 _LONGEST_TEXT = 100_000
 #: values in a file of settings, and how deep they are nested
 _MOST, _DEEPEST = 100_000, 64
-#: settings that say how long a run is: one that is given replaces those of a recipe
-_BUDGETS = ("tokens", "budgets", "train.steps", "sizes.tokens_per_parameter")
+#: settings that say the same in several ways: one that is given replaces those of a recipe
+_ALTERNATIVES = (
+    ("tokens", "budgets", "train.steps", "sizes.tokens_per_parameter"),
+    ("train.warmup_steps", "train.warmup_ratio"),
+)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -126,14 +129,15 @@ def _set(values: dict[str, Any], key: str, whole: str, value: Any) -> None:
 def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe with dotted keys set on the command line, and a description that says which.
 
-    A budget among the changes, in tokens or in steps, replaces whatever the recipe says of it.
+    A budget among the changes, in tokens or in steps, replaces whatever the recipe says of it; so does a warm-up.
 
     Raises:
         ValueError: as ``apply_overrides``.
     """
-    if not changes.keys().isdisjoint(_BUDGETS):
-        for key in _BUDGETS:
-            values = _without(values, key)
+    for keys in _ALTERNATIVES:
+        if not changes.keys().isdisjoint(keys):
+            for key in keys:
+                values = _without(values, key)
     changed = apply_overrides(values, changes)
     if changes and "description" not in changes:
         listed = ", ".join(f"{k}={cut(v) if isinstance(v, str) else shown(v)}" for k, v in changes.items())
