@@ -5,6 +5,7 @@ import copy
 import inspect
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,12 +36,9 @@ from transformers import (
     QuantoConfig,
     ViTConfig,
 )
-from transformers.quantizers.auto import AutoHfQuantizer
 
 import relinear
-from relinear.core.record import config_record
 from relinear.data.tokenizers import load_tokenizer
-from relinear.surgery.checkpoint import RelinearConfig
 from test_surgery import IDS, LOW, gpt2, llama, replaced
 
 
@@ -256,7 +254,7 @@ def test_a_config_by_a_name_is_read_and_one_that_quantizes_is_refused(saved, tmp
     with pytest.raises(ValueError, match="knows nothing"):
         LlamaForCausalLM.from_pretrained(directory, config={"vocab_size": 8})
     quantizing = own_config_of(model, quantization_config=QuantoConfig(weights="int8"))
-    with pytest.raises(ValueError, match=r"holds relinear operators.*torchao.*fold_"):
+    with pytest.raises(ValueError, match=r"holds relinear operators.*torchao.*fold and save"):
         AutoModelForCausalLM.from_pretrained(directory, config=quantizing)
 
 
@@ -269,9 +267,9 @@ def test_a_folder_of_weights_alone_still_takes_the_callers_config(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [BitsAndBytesConfig(load_in_8bit=True), QuantoConfig(weights="int8")])
-def test_a_second_quantization_says_what_to_do(saved, settings):
+def test_a_second_quantization_is_refused(saved, settings):
     for load in (AutoModelForCausalLM.from_pretrained, relinear.from_pretrained):
-        with pytest.raises(ValueError, match=r"holds relinear operators.*torchao.*fold_"):
+        with pytest.raises(ValueError, match="quantized with RelinearConfig"):
             load(saved[1], quantization_config=settings)
 
 
@@ -622,7 +620,7 @@ def test_a_stock_model_made_by_its_class_from_the_config_of_another_is_saved_as_
     assert hasattr(model.config, "quantization_config")
 
 
-def test_operators_of_a_part_with_a_config_of_its_own_are_saved_with_the_whole(tmp_path):
+def test_operators_of_a_part_are_saved_with_the_whole(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     vision = CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=32)
     text = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=100)
@@ -635,14 +633,11 @@ def test_operators_of_a_part_with_a_config_of_its_own_are_saved_with_the_whole(t
 
 def calls_by_name(model, directory, folder):
     """Everything that is wrapped of transformers and PEFT: (class, name) -> object, all that it is called with."""
-    record = RelinearConfig(**config_record(model.config))
     lora = LoraModel(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"]), "default")
     target = {"adapter_name": "other", "target": torch.nn.Linear(4, 4), "r": 2, "lora_alpha": 2}
     sizes = {"new_num_tokens": 60, "pad_to_multiple_of": None, "mean_resizing": False}
-    both = {"quantization_config": record, "quantization_config_from_args": None}
     return {
         (PreTrainedConfig, "to_json_file"): (model.config, {"json_file_path": folder / "a.json", "use_diff": True}),
-        (AutoHfQuantizer, "merge_quantization_configs"): (AutoHfQuantizer, both),
         (PreTrainedModel, "save_pretrained"): (model, {"save_directory": folder, "is_main_process": True}),
         (PreTrainedModel, "_from_config"): (type(model), {"config": model.config}),
         (PreTrainedModel, "from_pretrained"): (type(model), {"pretrained_model_name_or_path": directory}),
@@ -661,3 +656,25 @@ def test_what_is_wrapped_is_called_by_the_names_of_the_original(saved, tmp_path)
         wrapped = inspect.getattr_static(owner, name)
         assert inspect.signature(getattr(wrapped, "__func__", wrapped)) == inspect.signature(original)
         getattr(called, name)(**arguments)
+
+
+#: what is wrapped -> the test that fails without
+SHOWN_BY = {
+    (PreTrainedConfig, "to_json_file"): "checkpoint_elsewhere::without_the_flag_every_way_of_loading_is_refused",
+    (PreTrainedModel, "save_pretrained"): "checkpoint::operators_of_a_part_are_saved_with_the_whole",
+    (PreTrainedModel, "_from_config"): "checkpoint::a_model_from_the_config_of_a_checkpoint_has_its_operators",
+    (PreTrainedModel, "from_pretrained"): "checkpoint::a_config_of_the_callers_own_does_not_hide_the_operators",
+    (PreTrainedModel, "_resize_token_embeddings"): "vocabulary::all_parts_follow_the_vocabulary",
+    (PreTrainedModel, "_initialize_weights"): "initial_values::parts_made_on_meta_are_initialised_with_the_model",
+    (LoraModel, "_create_new_module"): "outside_tools::adapters_on_folded_operators_merge",
+}
+
+
+def test_the_page_names_all_that_is_wrapped_and_tests_show_why(saved, tmp_path):
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "ecosystem.md").read_text(encoding="utf-8").split("## What is wrapped")[1].split("\n## ")[0]
+    said = {tuple(found) for found in re.findall(r"(?m)^\| `(\w+)\.(\w+)` \|", text)}
+    assert said == {(owner.__name__, name) for owner, name in SHOWN_BY}
+    assert SHOWN_BY.keys() == calls_by_name(*saved, tmp_path).keys()
+    for file, test in (place.split("::") for place in SHOWN_BY.values()):
+        assert f"def test_{test}(" in (root / "tests" / f"test_{file}.py").read_text(encoding="utf-8")

@@ -250,7 +250,8 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
             f"{type(config).__name__}(...).convert(linear, init={init!r})"
         )
     head = tied_head(model, target.module)
-    reader = reader_of_weight(model, target.name)
+    names = [target.name, *(name for name, module in model.named_modules() if module is head)]
+    reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)
     if reader is not None:
         raise ValueError(
             f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "

@@ -20,7 +20,7 @@ _LONGEST_NAME = 200  # of a pattern that is compared with names
 #: layers of transformers' whose weight their parent reads, as "class of the parent.layer"
 _READ = re.compile(
     r".*(ActDense\.(wo|fc2)|(Mixer|MambaLayer)\.(dt|x|out)_proj|Indexer\.weights_proj)"
-    r"|RwkvSelfAttention\.output|RwkvFeedForward\.value"
+    r"|RwkvSelfAttention\.output|RwkvFeedForward\.value|.*Mamba2?ForCausalLM\.lm_head"
 )
 _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"})
 

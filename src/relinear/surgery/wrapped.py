@@ -1,6 +1,7 @@
 """Where transformers and PEFT have no hook for a third party, a few of their functions are wrapped, once.
 
-Each leaves alone whatever has no operators: a config without our record goes straight to the function as it was.
+Each leaves alone whatever has no operators: a config without our record goes straight to the function as it was. Which
+promise needs which, and why no hook does: ``docs/ecosystem.md``.
 """
 
 import copy
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import is_peft_available
 
 from relinear.core.config import shown
@@ -37,7 +37,6 @@ _MARK = "_relinear_original"
 def install() -> None:
     """Wrap them (idempotent). This cannot wait for a record: a caller's config may stand in for the one that has it."""
     _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
-    _wrap(AutoHfQuantizer, "merge_quantization_configs", _merge_quantization_configs)
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
@@ -176,7 +175,10 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
         )
     other = getattr(config, "quantization_config", None)
     if other is not None and own_record(other) is None:
-        raise ValueError(_quantized_twice(other))
+        raise ValueError(
+            f"{name} holds relinear operators and cannot be loaded with {type(other).__name__} on top; load it without "
+            "and quantize in place what is still dense (torchao.quantization.quantize_), or fold and save it first"
+        )
     config = copy.copy(config)
     config.quantization_config = stored
     return original(cls, name, *args, config=config, **kwargs)
@@ -224,19 +226,3 @@ def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
     except OSError:  # there is none: the caller's config is all there is
         return None
     return own_record(values.get("quantization_config"))
-
-
-def _merge_quantization_configs(original: Any, cls: Any, quantization_config: Any, from_args: Any) -> Any:
-    ours = own_record(quantization_config) is not None
-    if ours and from_args is not None and not isinstance(from_args, RelinearConfig):
-        raise ValueError(_quantized_twice(from_args))
-    return original(cls, quantization_config, from_args)
-
-
-def _quantized_twice(other: Any) -> str:
-    return (
-        f"the checkpoint holds relinear operators and cannot be loaded with {type(other).__name__} on top. "
-        "Either load it without, and quantize in place what is still dense (with torchao: "
-        "torchao.quantization.quantize_(model, ...)), or relinear.fold_ the operators into dense layers, save that "
-        "stock model, and load it with the quantization_config"
-    )
