@@ -19,6 +19,7 @@ from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
+from relinear.compress import CompressSettings
 from relinear.distill import DistillSettings
 from relinear.train import TrainSettings
 from relinear_cli import progress
@@ -76,6 +77,7 @@ def options_in(printed):
 FIELDS = {
     "train": (TrainSettings, "model data.data data.tokenizer steps batch_size learning_rate seed"),
     "distill": (DistillSettings, "tokens epochs learning_rate loss target seed"),
+    "compress": (CompressSettings, "budget_of menu tokens fisher heal_tokens heal evaluate"),
     "bench": (BenchSettings, "shapes tokens dtypes modes rounds repeats for_inference peers untuned"),
 }
 

@@ -412,8 +412,10 @@ def test_text_of_corpus_and_file_names_is_escaped_in_the_file(subject) -> None:
 
 def test_a_file_beyond_the_limit_is_refused(subject, monkeypatch) -> None:
     monkeypatch.setattr("relinear.explore.page.LIMIT", 10_000)
+    measured = []
     with pytest.raises(ValueError, match="--sites"):
-        static_page([subject])
+        static_page([subject], effects=2, on_progress=lambda *done: measured.append(done))
+    assert not measured
 
 
 def view_of(browser, url, home):

@@ -6,27 +6,47 @@ from typing import Annotated, Any, Literal
 import typer
 
 from relinear_cli import options
-from relinear_cli.fields import from_settings
 
 _DATA = "Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name; several times: as many tokens of each."
 Corpora = Annotated[list[str], typer.Option(help=_DATA)]
 
 
-@from_settings(
-    "compress",
-    *("bits", "keep", "budget_of", "menu", "tokens", "fisher", "heal_tokens", "heal", "evaluate"),
-)
 def command(
-    given: dict[str, Any],
     model: options.PretrainedModel,
     data: Corpora,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
+    bits: Annotated[
+        float | None, typer.Option(help="Of a weight on average, scales included; in place of --keep.")
+    ] = None,
+    keep: Annotated[
+        float | None, typer.Option(help="Share that is left; by default 0.8 where no --bits are given.")
+    ] = None,
+    budget_of: Annotated[
+        Literal["layers", "model", "bytes", "flops"] | None,
+        typer.Option(help="What --keep is a share of: parameters, stored bytes or FLOPs.", show_default="layers"),
+    ] = None,
+    menu: Annotated[
+        list[str] | None,
+        typer.Option(help="Operators that a layer may become; may be repeated.", show_default="pivoted_low_rank"),
+    ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers to replace; by default all.")] = None,
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
-    plan: Annotated[Path | None, typer.Option(help="A plan to carry out, such as an edited DIR/plan.json.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="That calibrate.", show_default="32768")] = None,
+    fisher: Annotated[
+        bool | None, typer.Option(help="Weigh layers' errors by gradients at their outputs.", show_default="--fisher")
+    ] = None,
+    heal_tokens: Annotated[
+        int | None, typer.Option(min=0, help="That train the compressed model on the original's.", show_default="0")
+    ] = None,
+    heal: Annotated[
+        Literal["operators", "all", "lora"] | None, typer.Option(help="What they train.", show_default="operators")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(exists=True, help="A plan to carry out, such as an edited DIR/plan.json.")
+    ] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="Print and draw the loss at many budgets, some measured, and stop.")
@@ -38,7 +58,11 @@ def command(
     evaluate_on: Annotated[
         list[str] | None, typer.Option(help="Other data to judge the result on, given like --data; several times.")
     ] = None,
+    evaluate: Annotated[
+        bool | None, typer.Option(help="Compare the result with the original.", show_default="--evaluate")
+    ] = None,
     threads: options.Threads = None,
+    overrides: options.Overrides = None,
 ) -> None:
     """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
 
@@ -52,7 +76,18 @@ def command(
     from relinear.compress.work import check_directory
     from relinear_cli.progress import watch_compression
 
-    settings = CompressSettings.load(given, "settings")
+    written = {
+        "bits": bits,
+        "keep": keep,
+        "budget_of": budget_of,
+        "menu": menu,
+        "tokens": tokens,
+        "fisher": fisher,
+        "heal_tokens": heal_tokens,
+        "heal": heal,
+        "evaluate": evaluate,
+    }
+    settings = CompressSettings.load(options.given_settings(written, overrides), "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
     check_directory(out, plan, plan_only or frontier)
     if plan is not None:

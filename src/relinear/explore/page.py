@@ -48,23 +48,26 @@ def static_page(
         on_progress: called with what is done and the total of these measurements.
 
     Raises:
-        ValueError: if the page would have more than 1 MB.
+        ValueError: if the page would have more than 1 MB, without the effects before they are measured.
     """
     overviews = [subject.overview() for subject in subjects]
-    chosen = [(subject, _most_spread(subject, effects)) for subject in subjects]
-    total, done = sum(len(units) for _, units in chosen), 0
-    indices = []
-    for subject, units in chosen:
-        packed: dict[str, Any] = {"effects": {}}
+    indices: list[dict[str, Any]] = [{"effects": {}} | _packed(subject) for subject in subjects]
+    data = {"models": overviews, "index": indices}
+    _checked(_page(overviews, _STATIC, data))
+    chosen = [_most_spread(subject, effects) for subject in subjects]
+    total, done = sum(map(len, chosen)), 0
+    for subject, units, packed in zip(subjects, chosen, indices, strict=True):
         for site, unit in units:
             packed["effects"][f"{site} #{unit}"] = effect(subject, site, unit)
             done += 1
             on_progress(done, total)
-        indices.append(packed | _packed(subject))
-    page = _page(overviews, _STATIC, {"models": overviews, "index": indices})
+    return _checked(_page(overviews, _STATIC, data))
+
+
+def _checked(page: str) -> str:
     if len(page.encode()) > LIMIT:
         raise ValueError(
-            f"the file would have {len(page.encode()) / 1e6:.0f} MB, more than {LIMIT / 1e6:.0f}: name fewer sites "
+            f"the file would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}: name fewer sites "
             "with --sites, or take fewer or shorter texts"
         )
     return page
