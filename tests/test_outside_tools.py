@@ -196,6 +196,18 @@ def test_adapters_on_folded_operators_merge(make, way: str, lora) -> None:
     assert relative(logits(tuned), expected) < 1e-5
 
 
+def test_an_operator_with_an_adapter_inside_is_not_folded(lora) -> None:
+    peft = pytest.importorskip("peft")
+    model = make_tiny_llama()
+    relinear.replace_(model, {"up_proj": relinear.Transponder(), "q_proj": relinear.LowRank(rank=4)})
+    tuned = peft.get_peft_model(model, lora(r".*up_proj\.base", init_lora_weights=False)).eval()
+    expected = logits(tuned)
+    report = relinear.fold_(tuned, verbose=False)
+    assert all(name.endswith("q_proj") for name in report.folded)
+    assert {"an adapter is inside of it; merge that first"} == set(report.left.values())
+    assert relative(logits(tuned.merge_and_unload()), expected) < 1e-5
+
+
 def test_adapters_keep_the_operators_dtype_losses_and_roles(lora) -> None:
     peft = pytest.importorskip("peft")
     model = make_tiny_llama().bfloat16()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from relinear.core.modes import evaluating
 from relinear.core.operator import NotLinearError, check_model, named_operators, plain_linear
 from relinear.core.record import sync_record
+from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import settle_head_, swap_layer
 
 
@@ -63,6 +64,9 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     plain: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, operator in found.items():
+        if any(map(is_adapted, operator.modules())):
+            left[name] = "an adapter is inside of it; merge that first"
+            continue
         try:
             plain[name] = plain_linear(operator)
         except NotLinearError as error:
