@@ -20,6 +20,7 @@ from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse
 from relinear.compare.settings import CompareSettings
 from relinear.compare.worker import InProcess
 from relinear.compress import CompressSettings
+from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill import DistillSettings
 from relinear.train import TrainSettings
 from relinear_cli import progress
@@ -206,6 +207,22 @@ def test_train_and_eval(capfd, tmp_path):
     assert main(["eval", str(out), "--json"]) == 0
     measured = json.loads(capfd.readouterr().out)["perplexity"]
     assert measured["perplexity"] == pytest.approx(record["result"]["perplexity"], rel=0.02)  # bf16 against fp32
+
+
+def test_evaluation_prints_json_or_fails(tmp_path, capfd, monkeypatch):
+    model = relinear.from_preset("tiny", num_hidden_layers=1)
+    model.model.norm.weight.data[0] = float("nan")
+    relinear.save_pretrained(model, tmp_path / "model", tokenizer=byte_tokenizer())
+    (tmp_path / "text.txt").write_text("some text " * 99)
+    command = ["eval", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--split", "all", "--json"]
+    assert main(command) == 2
+    printed = capfd.readouterr()
+    assert not printed.out
+    assert "model.norm.weight holds values that are not finite" in printed.err
+    found = relinear.evaluate.Perplexity(800.0, float("inf"), 9)
+    monkeypatch.setattr(relinear.evaluate, "perplexity", lambda *args, **options: found)
+    assert main(command) == 0
+    assert json.loads(capfd.readouterr().out, parse_constant=pytest.fail)["perplexity"]["perplexity"] is None
 
 
 def test_the_size_of_an_operator_is_always_shown(capfd):

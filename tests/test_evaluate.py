@@ -167,6 +167,19 @@ def test_tokens_that_a_mask_leaves_out_are_not_read(side):
         perplexity(model, torch.utils.data.TensorDataset(torch.zeros(2, 2)))
 
 
+def test_a_model_that_gives_nan_has_no_perplexity(tokenizer):
+    model = make_tiny_llama(vocab_size=258)
+    model.lm_head.weight.data[97, 3] = torch.nan  # of a token that few texts have
+    with pytest.raises(ValueError, match=r"lm_head\.weight holds values that are not finite"):
+        perplexity(model, TEXT, tokenizer)
+    with pytest.raises(ValueError, match=r"lm_head\.weight holds values that are not finite"):
+        relinear.evaluate.lambada(model, tokenizer, ["a cat and a dog"])
+    model = make_tiny_llama(vocab_size=258)
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits * torch.tensor(3e38) * 0.0 * torch.inf)
+    with pytest.raises(ValueError, match="gives NaN though its weights are finite"):
+        perplexity(model, TEXT, tokenizer)
+
+
 def test_modes_and_gradients_are_left_as_they_were(model, tokenizer):
     model.train()
     model.model.layers[0].eval()

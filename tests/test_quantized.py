@@ -232,3 +232,23 @@ def test_checkpoints_hold_the_codes_and_refuse_other_ones(tmp_path) -> None:
 def test_settings_that_cannot_be(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         relinear.Quantized(**settings)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rounding_follows_the_size_of_weights_group_by_group(bits: int, symmetric: bool) -> None:
+    """Rows times powers of two have the same codes, and scales times these; a group of zeros stays one."""
+    torch.manual_seed(0)
+    weight, sizes = torch.randn(6, 100) * 0.02, torch.tensor([0, -10, -14, -40, 8, 3])
+    weight[1, :64] = 0
+    config = relinear.Quantized(bits=bits, symmetric=symmetric)
+    for factors in (2.0 ** sizes[:, None], torch.full((6, 1), 2.0**-20)):
+        plain, scaled = (config.build(100, 6, bias=False) for _ in range(2))
+        with torch.no_grad():
+            plain.fit_(weight)
+            scaled.fit_(weight * factors)
+        assert torch.equal(plain.codes, scaled.codes)
+        assert torch.equal(plain.to_dense() * factors, scaled.to_dense())
+        error = (scaled.to_dense() - weight * factors).norm(dim=1) / (weight * factors).norm(dim=1)
+        assert error.max() < (0.6, 0.12, 0.008)[(2, 4, 8).index(bits)]
+        assert not scaled.to_dense()[1, :64].any()

@@ -11,7 +11,7 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.core.operator import dense_weight
 from relinear.operators.low_rank import LowRankLinear
-from relinear.surgery.patterns import _ENDS, check_misspelt
+from relinear.surgery.patterns import _ENDS, check_misspelt, patterns_of
 from relinear.surgery.states import flat_states, load_states_, place_
 from tiny_models import make_family
 
@@ -267,3 +267,28 @@ def test_names_that_are_known_without_a_model_are_those_of_its_layers(kind):
         with pytest.raises(ValueError, match=f"pattern '{end[:-1]}' matches no module; nearest: .*{end}"):
             check_misspelt([end[:-1]], kind)
     check_misspelt([ends[0][:-1]], "another type, or one with operators")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "operator", ["quantized", "low_rank:rank=4", "pivoted_low_rank:rank=4", "block_hadamard", "transponder", "monarch"]
+)
+def test_weights_that_are_not_finite_are_fitted_to_by_name_or_not_at_all(operator, value):
+    model = llama()
+    up = model.model.layers[1].mlp.up_proj
+    up.weight.data[0, 0] = value
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"):
+        relinear.replace_(model, {"up_proj": operator}, init="from_weight")
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    relinear.replace_(model, {"up_proj": operator}, layers=0, init="from_weight")
+    if operator != "transponder":
+        config = relinear.contract.OperatorConfig.read(operator)
+        with pytest.raises(ValueError, match="weight holds values that are not finite"):
+            config.build(up.in_features, up.out_features).from_linear(up)
+
+
+def test_names_of_layers_as_few_patterns():
+    names, others = ["a.b.c", "a.b.d", "a.x", "head"], ["a.layers.0.q", "a.bb"]
+    assert patterns_of(names, others) == ["a.b.c", "a.b.d", "a.x", "head"]
+    assert patterns_of(names, ["a.layers.0.q"]) == ["a.b.*", "a.x", "head"]
+    assert patterns_of(["vision.a.b", "vision.c"], others) == ["vision.*"]

@@ -69,7 +69,9 @@ def command(
 def _print(results: dict[str, Any], as_json: bool) -> None:
     """The figures of every task, in a line each or as JSON."""
     if as_json:
-        print(json.dumps(results, indent=2, default=str))
+        # JSON has no NaN (a deviation over one example, in lm-eval) and no infinity: null
+        values = json.loads(json.dumps(results, default=str), parse_constant=lambda name: None)
+        print(json.dumps(values, indent=2))
         return
     for task, figures in results.items():
         stated = [f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items()]

@@ -19,7 +19,7 @@ from relinear.compress.checksums import is_edited
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_finder
 from relinear.core.causal import check_predicts_next_token
-from relinear.core.operator import Operator, OperatorConfig, linear_features
+from relinear.core.operator import Operator, OperatorConfig, check_finite, linear_features
 from relinear.core.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan, replace_
@@ -160,8 +160,7 @@ def check_model(model: Any, sequence_length: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{kind}: {name} has no values (it is on the meta device, or off-loaded); load the model")
-        if not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"{kind}: {name} holds values that are not finite, so there is nothing to fit to")
+    check_finite(model)
     check_predicts_next_token(model, "compress")
 
 

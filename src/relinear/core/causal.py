@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from relinear.core.modes import evaluating
-from relinear.core.operator import check_model
+from relinear.core.operator import check_finite, check_model
 from relinear.core.vocabulary import most_positions
 
 _NEEDED = "needs a causal language model, one that AutoModelForCausalLM loads"
@@ -43,11 +43,21 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
             return
         if logits is None or logits.shape[:-1] != ids.shape:
             raise ValueError(f"{kind} returns no logits of each token; {user} {_NEEDED}")
+        check_numbers(model, logits, user)
         moved = (_logits(inside, other) - logits).float()[:, : length // 2].abs().max()
     if moved > torch.finfo(logits.dtype).eps ** 0.5 * logits.abs().max():
         raise ValueError(
             f"{kind} sees later tokens: its logits move by {float(moved):.2g} where only tokens after them change; "
             f"{user} {_NEEDED}"
+        )
+
+
+def check_numbers(model: Any, values: Tensor, user: str) -> None:
+    """Raise ValueError if ``values`` of ``model`` have a NaN, by the name of a weight that is not finite if one is."""
+    if bool(values.isnan().any()):
+        check_finite(model)
+        raise ValueError(
+            f"{user}: {type(model).__name__} gives NaN though its weights are finite: compute in float32 or bfloat16"
         )
 
 

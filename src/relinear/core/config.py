@@ -302,6 +302,8 @@ def _check_hint(name: str, value: Any, hint: Any) -> None:
         check_at_least(name, value, bounds.minimum, integer=kind is int, most=bounds.most)
     elif hint in (bool, int, float, str):
         check_type(name, value, hint)
+        if hint is float and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
 
 
 def check_type(name: str, value: Any, *types: type) -> None:

@@ -285,13 +285,14 @@ class Operator(TokenTerms, CachingModule):
         descend_(self, weight, moments, steps)
 
     def source_weight(self, linear: nn.Module) -> Tensor:
-        """Return the matrix that ``from_linear`` is to fit, checked: of this shape, and no bias that would be lost."""
+        """Return the matrix that ``from_linear`` is to fit, checked: of this shape, finite, no bias that is lost."""
         sizes = linear_features(linear)
         if sizes != (self.in_features, self.out_features):
             own = (self.in_features, self.out_features)
             raise ValueError(f"cannot fit a layer of (in, out) sizes {sizes} by an operator of sizes {own}")
         if self.bias is None and dense_bias(linear) is not None:
             raise ValueError("the layer to fit has a bias and this operator has none; build it with bias=True")
+        check_finite(linear)
         return dense_weight(linear).detach()
 
     @torch.no_grad()
@@ -386,6 +387,13 @@ def check_model(model: Any, user: str) -> None:
         return
     hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
     raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
+
+
+def check_finite(module: nn.Module, name: str = "") -> None:
+    """Raise ValueError if a parameter of ``module``, which is called ``name``, holds NaN or infinite values."""
+    for key, parameter in module.named_parameters(name):
+        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"{key} holds values that are not finite: load the model again, or restore its checkpoint")
 
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.core.aux import IGNORED_LABEL, without_padding
-from relinear.core.causal import check_predicts_next_token
+from relinear.core.causal import check_numbers, check_predicts_next_token
 from relinear.core.inference import caching_for_inference
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_model
@@ -76,8 +76,8 @@ def perplexity(
         ``loss`` (nats a token), ``perplexity`` (its exponential) and the number of ``tokens`` that were predicted.
 
     Raises:
-        ValueError: if there is nothing to predict, an argument is missing or does not fit, or ``model`` is no causal
-            language model (its logits see later tokens, say).
+        ValueError: if there is nothing to predict, an argument is missing or does not fit, the loss is NaN, or
+            ``model`` is no causal language model (its logits see later tokens, say).
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -107,7 +107,9 @@ def perplexity(
             ids = torch.stack([ids for ids, _ in batch]).to(device)
             labels = torch.stack([labels for _, labels in batch]).to(device)
             logits = model(input_ids=ids, use_cache=False).logits
-            total += token_losses(logits, labels).double().sum().item()
+            losses = token_losses(logits, labels)
+            check_numbers(model, losses, "perplexity")
+            total += losses.double().sum().item()
             count += int((labels[:, 1:] != IGNORED_LABEL).sum())
     if not count:
         raise ValueError("there is no token to predict: the text has fewer than two tokens")
@@ -167,6 +169,7 @@ def lambada(
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             for row, (tokens, word) in zip(logits, batch, strict=True):
                 scores = row[len(tokens) - word - 1 : len(tokens) - 1].float()
+                check_numbers(model, scores, "lambada")
                 target = torch.tensor(tokens[-word:], device=device)
                 right += bool((scores.argmax(-1) == target).all())
                 total += F.cross_entropy(scores, target, reduction="sum").item()

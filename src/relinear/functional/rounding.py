@@ -40,7 +40,10 @@ class Grid(NamedTuple):
 
 
 def _stored(scale: Tensor, zero: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """The nearest scales of 8 significant bits, which bfloat16 and half precision hold, and zero points of a byte."""
+    """The nearest scales of 8 significant bits, which bfloat16 holds, and zero points of a byte.
+
+    Scales are of weights whose largest is about 1, and least 2^-17: a group of zeros, or of codes 0, has one, too.
+    """
     scale = torch.where(scale.abs() < 2.0**-17, torch.where(scale < 0, -1, 1) * 2.0**-17, scale)
     if symmetric:
         return scale.bfloat16().to(scale), torch.full_like(zero, 2.0 ** (bits - 1))
@@ -63,6 +66,9 @@ def nearest_grid(
     pad = -inputs % group
     share = torch.ones(inputs).to(weight) if importance is None else importance.to(weight)
     w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, share))
+    # in units of the group's largest weight, a power of two, so that the size of weights changes nothing
+    unit = torch.ldexp(torch.ones_like(w[..., 0]), torch.frexp(w.abs().amax(2)).exponent.clamp_min(-100))
+    w = w / unit[..., None]
     h = h + 1e-6 * share.mean().clamp_min(1e-30) * (torch.arange(inputs + pad, device=w.device) < inputs).view_as(h)
     low, high = w.amin(2).clamp_max(0), w.amax(2).clamp_min(0)
     top = 2**bits - 1
@@ -100,7 +106,7 @@ def nearest_grid(
             given = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
             given = torch.where(variance > 1e-9 * mass, given, scale)
             keep_better(*_stored(given, (mean_c - mean_w / given) / mass, bits, False))
-    return Grid(scale, zero, torch.full((len(weight), 1), float(top)).to(weight))
+    return Grid(scale * unit, zero, torch.full((len(weight), 1), float(top)).to(weight))
 
 
 def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:

@@ -12,7 +12,7 @@ from relinear.core.anatomy import say_adapters_leave_out, train_new_parameters, 
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import check_choice, shown
 from relinear.core.context import check_conditioned
-from relinear.core.operator import Init, Operator, OperatorConfig, check_model, linear_features
+from relinear.core.operator import Init, Operator, OperatorConfig, check_finite, check_model, linear_features
 from relinear.core.record import refuse_quantized, sync_record
 from relinear.core.wrapper import WrapperConfig
 from relinear.surgery.coverage import warn_of_gaps
@@ -270,6 +270,8 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
         raise ValueError(
             f"{config.kind} cannot be fitted to a weight in closed form ({target.name}); {config.fit_hint}"
         )
+    if init == "from_weight":
+        check_finite(target.module, target.name)
     try:
         config.check_shape(*linear_features(target.module))
     except ValueError as error:
