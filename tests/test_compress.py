@@ -493,4 +493,3 @@ def test_command_line(tmp_path, capsys) -> None:
 
 def test_the_function_and_its_room_go_by_one_name() -> None:
     assert callable(relinear.compress)
-    assert relinear.CompressSettings is CompressSettings

@@ -26,5 +26,5 @@ MOVED["Replace"] = ("relinear.activations", "Patch")
 def moved(name: str) -> Any:
     """Return what ``relinear.<name>``, one of ``MOVED``, is now, and warn on behalf of the caller's caller."""
     module, new = MOVED[name]
-    warnings.warn(f"relinear.{name} is now {module}.{new}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"relinear.{name} has moved: from {module} import {new}", DeprecationWarning, stacklevel=3)
     return getattr(import_module(module), new)
