@@ -34,12 +34,12 @@ def command(
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
-    tokens: Annotated[int | None, typer.Option(min=1, help="That calibrate.", show_default="32768")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to calibrate on.", show_default="32768")] = None,
     fisher: Annotated[
         bool | None, typer.Option(help="Weigh layers' errors by gradients at their outputs.", show_default="--fisher")
     ] = None,
     heal_tokens: Annotated[
-        int | None, typer.Option(min=0, help="That train the compressed model on the original's.", show_default="0")
+        int | None, typer.Option(min=0, help="Tokens to train the result on afterwards.", show_default="0")
     ] = None,
     heal: Annotated[
         Literal["operators", "all", "lora"] | None, typer.Option(help="What they train.", show_default="operators")

@@ -21,8 +21,8 @@ def command(
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
-    tokens: Annotated[int | None, typer.Option(min=1, help="To fit on.", show_default="65536")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over these tokens.", show_default="1")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on.", show_default="65536")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over them.", show_default="1")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Of Adam, at first.", show_default="0.01")] = None,
     loss: Annotated[
         Literal["mse", "cosine", "kl"] | None,
