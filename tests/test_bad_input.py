@@ -20,7 +20,7 @@ from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
 from relinear.core.attachment import AttachmentConfig
 from relinear.core.config import UnknownSettingError, nearest, parse_setting, shown
 from relinear.core.operator import Operator, OperatorConfig
-from relinear.data.sources import local_sources
+from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import model_place
 from relinear.models.cgt import CGTModel
@@ -299,19 +299,7 @@ def test_a_comparison_with_other_settings_of_long_names(tmp_path):
 
 def test_columns_of_long_names(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({LONG: "x", "n": 1}))
-    refused(lambda: list(local_sources(tmp_path, "text")["all"].documents()), "no column 'text'")
-
-
-def test_a_parquet_file_of_types_that_are_not_there(tmp_path, monkeypatch):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    def of_strange_integers(*_):
-        raise pa.ArrowNotImplementedError("Integers with more than 64 bits not implemented")
-
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    monkeypatch.setattr(pq, "ParquetFile", of_strange_integers)
-    refused(lambda: list(local_sources(tmp_path, None)["all"].documents()), "no readable parquet file", "64 bits")
+    refused(lambda: list(iter_texts(DataSettings(data=str(tmp_path), text_column="text"), "all")), "no column 'text'")
 
 
 def test_sizes_whose_squares_are_no_sizes():

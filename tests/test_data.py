@@ -1,5 +1,6 @@
 """Corpora, splits, packing and the cache of tokens."""
 
+import gzip
 import json
 import multiprocessing
 import pickle
@@ -13,6 +14,7 @@ import torch
 
 import relinear.data.packing as packing
 from relinear.data import DataSettings, iter_texts, prepare_data
+from relinear.data.corpora import open_corpus
 
 
 def words(start, count=40):
@@ -119,14 +121,137 @@ def test_validation_is_held_out_where_only_test_is_given(tmp_path):
     assert set(train) | set(validation) <= set(rows)
 
 
-def test_a_folder_without_split_names_is_one_corpus(tmp_path):
+def test_a_folder_without_split_names_is_one_corpus_of_the_kind_that_takes_most_room(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "b.txt").write_text("text b")
-    (tmp_path / "deep" / "a.md").write_text("text a")
+    (tmp_path / "deep" / "a.md").write_text("text a, which is long")
     (tmp_path / "train-of-thought.html").write_text("no known kind")
     (tmp_path / ".hidden.txt").write_text("hidden")
-    write_jsonl(tmp_path / "c.jsonl", ["row 1", "", "row 2", " \n"])
-    assert texts(tmp_path, "all") == ["text b", "row 1", "row 2", "text a"]
+    write_jsonl(tmp_path / "c.jsonl", ["x"])
+    with pytest.warns(UserWarning, match=r"not read of .*: c\.jsonl, train-of-thought\.html$"):
+        assert texts(tmp_path, "all") == ["text b", "text a, which is long"]
+    data = prepare_data(settings(tmp_path, sequence_length=2, validation_fraction=0.5))
+    assert data.description["not_read"] == ["c.jsonl", "train-of-thought.html"]
+
+
+@pytest.mark.parametrize("folder", ["data", "some-config", "."])
+def test_a_downloaded_data_set_keeps_its_splits_and_its_card_is_no_text(tmp_path, folder):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nThe card.")
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        rows = {"text": [f"{split} {i}" for i in range(3)]}
+        pq.write_table(pa.table(rows), tmp_path / folder / f"{split}-00000-of-00001.parquet")
+    with pytest.warns(UserWarning, match="not read of .*: README.md"):
+        assert open_corpus(settings(tmp_path)).splits == ("train", "validation", "test")
+    assert set(texts(tmp_path) + texts(tmp_path, "validation")) == {"train 0", "train 1", "train 2"}
+    assert texts(tmp_path, "test") == ["test 0", "test 1", "test 2"]
+
+
+def test_a_card_may_say_what_the_data_are(tmp_path):
+    for name in ("a", "b", "t"):
+        write_jsonl(tmp_path / "data" / f"{name}.jsonl", [f"{name} 1", f"{name} 2"])
+    files = "\n".join(
+        f"  - split: {split}\n    path: data/{name}.jsonl" for split, name in [("train", "a"), ("test", "t")]
+    )
+    others = "- config_name: second\n  data_files: data/b.jsonl"
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: first\n  data_files:\n{files}\n{others}\n---\n")
+    assert sorted(texts(f"{tmp_path}:first") + texts(f"{tmp_path}:first", "validation")) == ["a 1", "a 2"]
+    assert texts(f"{tmp_path}:first", "test") == ["t 1", "t 2"]
+    assert sorted(texts(f"{tmp_path}:second") + texts(f"{tmp_path}:second", "validation")) == ["b 1", "b 2"]
+    for name in (tmp_path, f"{tmp_path}:third"):
+        with pytest.raises(ValueError, match=r":NAME chooses a configuration.*'first', 'second'"):
+            texts(name)
+
+
+@pytest.mark.parametrize("name", ["ptb.{}.txt", "{}.txt", "{}-00000-of-00001.txt", "{}/a.txt", "wiki_{}_2.txt"])
+def test_splits_are_named_by_files_and_folders(tmp_path, name):
+    for split in ("train", "valid", "test"):
+        path = tmp_path / name.format(split)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"text of {split}")
+    found = {split: texts(tmp_path, split) for split in open_corpus(settings(tmp_path)).splits}
+    assert found == {"train": ["text of train"], "validation": ["text of valid"], "test": ["text of test"]}
+
+
+def test_files_that_name_no_split_train_beside_a_test(tmp_path):
+    for name in ("notes.txt", "testament.txt", "test.txt"):
+        (tmp_path / name).write_text(f"the words of {name}")
+    assert set(open_corpus(settings(tmp_path)).splits) == {"train", "validation", "test"}
+    assert texts(tmp_path, "test") == ["the words of test.txt"]
+
+
+def test_links_are_followed_and_may_go_in_a_circle(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("text a")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "b.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
+    (tmp_path / "corpus" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus" / "again").symlink_to(tmp_path / "corpus")
+    assert texts(tmp_path / "corpus", "all") == ["text a", "text a"]
+    (tmp_path / "elsewhere" / "a.txt").write_text("text of another length")
+    assert texts(tmp_path / "corpus", "all") == ["text of another length"] * 2
+
+
+def test_patterns_and_names_that_look_like_patterns(tmp_path):
+    for name in ("a[1].txt", "b.txt", "c.md"):
+        (tmp_path / name).write_text(f"text {name}")
+    assert texts(tmp_path / "*.txt", "all") == ["text a[1].txt", "text b.txt"]
+    assert texts(tmp_path / "a[1].txt", "all") == ["text a[1].txt"]
+    assert len(texts(tmp_path, "all")) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')),
+        ("rows.csv", b"id,text\n1,one\n2,\n3,two\n"),
+        ("rows.tsv", b"id\ttext\n1\tone\n3\ttwo\n"),
+        ("rows.json", b'[{"text": "one"}, {"text": "two"}]'),
+    ],
+)
+def test_other_kinds_of_tables(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path, tmp_path / name):
+        assert texts(path, "all") == ["one", "two"]
+        assert texts(path, "all", max_documents=1) == ["one"]
+
+
+@pytest.mark.parametrize("first", [{"id": "a", "text": None}, {"id": "a"}, {"n": 1, "text": ""}])
+def test_the_first_row_decides_nothing(tmp_path, first):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (first, {"id": "b", "text": "one"}, {"text": "two"})))
+    for changes in ({}, {"text_column": "text"}, {"max_documents": 3}):
+        assert texts(path, "all", **changes) == ["one", "two"]
+
+
+def test_nothing_is_left_beside_the_text(tmp_path, no_network):
+    write_jsonl(tmp_path / "corpus" / "train.jsonl", ["one", "two"])
+    assert set(texts(tmp_path / "corpus") + texts(tmp_path / "corpus", "validation")) == {"one", "two"}
+    assert [path.name for path in (tmp_path / "corpus").rglob("*")] == ["train.jsonl"]
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(f"socket.socket.{name}", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+
+def test_a_document_beyond_what_a_string_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr("relinear.data.sources._LARGEST_DOCUMENT", 10)
+    (tmp_path / "a.txt").write_text("more than ten bytes")
+    with pytest.raises(ValueError, match=r"a\.txt is one document of .* cut it into several files"):
+        texts(tmp_path, "all")
+
+
+def test_what_datasets_says_is_not_printed(tmp_path, capfd):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text"\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl': JSON parse error"):
+        texts(tmp_path, "all")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_single_text_is_cut_in_two_at_a_paragraph(tmp_path):
@@ -150,7 +275,9 @@ def test_two_documents_are_never_both_held_out(tmp_path):
     assert texts(path) == [words(5, 500)]
 
 
-@pytest.mark.parametrize("type_", [pa.string(), pa.large_string()])
+@pytest.mark.parametrize(
+    "type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
 def test_parquet(tmp_path, type_):
     table = pa.table({"title": ["a", "b"], "body": pa.array([words(0), None], type_), "text": ["t1", "t2"]})
     pq.write_table(table, tmp_path / "rows.parquet")
@@ -168,10 +295,9 @@ def test_max_documents_reads_the_first(rows):
     assert texts(rows, "all", max_documents=7) == [words(i * 10) for i in range(7)]
 
 
-def test_lone_surrogates_and_byte_order_marks_are_cleaned(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": "a\\ud800b"}\n')
+def test_byte_order_marks_are_left_out(tmp_path):
     (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfwith mark")
-    assert texts(tmp_path, "all") == ["with mark", "a?b"]
+    assert texts(tmp_path, "all") == ["with mark"]
 
 
 # The Hub
@@ -185,7 +311,7 @@ def hub(monkeypatch):
     asked = []
     parts = {"train": [words(i) for i in range(30)], "validation": [words(100)]}
 
-    def load_dataset(name, config, streaming=False):
+    def load_dataset(name, config=None, streaming=False):
         asked.append((name, config, streaming))
         if name == "nobody/broken":
             raise ValueError("BuilderConfig 'x' not found. Available: ['y']\nmore")
@@ -220,7 +346,7 @@ def test_the_hub_out_of_reach_is_one_error(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("nobody/broken", r"BuilderConfig 'x' not found. Available: \['y'\]\. "), ("nobody/odd", "everything")],
+    [("nobody/broken", r"BuilderConfig 'x' not found. Available: \['y'\] more\. "), ("nobody/odd", "everything")],
 )
 def test_wrong_hub_data(hub, name, said):
     with pytest.raises(ValueError, match=said):
@@ -375,19 +501,22 @@ def test_progress_is_told(rows, tmp_path):
         ({"rows.jsonl": '{"body": "a", "title": "b"}\n'}, {}, r"no column 'text'.*body, title"),
         ({"rows.jsonl": '{"body": "a", "n": 1}\n'}, {"text_column": "bdy"}, r"no column 'bdy'; did you mean 'body'"),
         ({"rows.jsonl": '{"body": "a", "n": 1}\n'}, {"text_column": "n"}, r"'n' holds no text; columns of text: body"),
-        ({"rows.jsonl": '{"text": "a"}\n{"text": 1}\n'}, {}, r"line 2: 'text' is int"),
-        ({"rows.jsonl": '{"text": "a"}\n{"txt": "b"}\n'}, {}, r"line 2: no column 'text'; it has txt"),
-        ({"rows.jsonl": '{"text": "a"}\n{"text"\n'}, {}, r"line 2 is not valid JSON"),
-        ({"rows.jsonl": '["a"]\n'}, {}, r"line 1: expected an object, got list"),
-        ({"rows.jsonl": b'{"text": "\xff"}\n'}, {}, r"not UTF-8"),
-        ({"rows.parquet": b"PAR1 nothing"}, {}, r"no readable parquet"),
+        (
+            {"rows.jsonl": '{"text": "a", "id": "b"}\n{"text": 1, "id": "c"}\n'},
+            {},
+            r"'text' holds other things than text",
+        ),
+        ({"rows.jsonl": '{"text": "a"}\n{"text"\n'}, {}, r"rows\.jsonl': JSON parse error.* row 1"),
+        ({"rows.jsonl": b'{"text": "\xff"}\n'}, {}, r"'text' holds text that is not UTF-8"),
+        ({"rows.jsonl": '{"text": "a\\ud800b"}\n'}, {}, r"rows\.jsonl': .*surrogate"),
+        ({"rows.parquet": b"PAR1 nothing"}, {}, r"rows\.parquet'.*not a parquet file"),
         ({"a.txt": b"\xff\xfe\x00"}, {}, r"a.txt is not UTF-8 text \(byte 0\)"),
         ({"a.txt": ""}, {}, r"has no text"),
         ({"a.txt": " \n "}, {}, r"has no text"),
         ({"a.txt": "short"}, {}, r"train split .* has 6 tokens, too few for one sequence of 16"),
         ({"a.txt": words(0)}, {"validation_fraction": 0.01}, r"validation split .* raise validation_fraction"),
         ({"a.txt": words(0, 400)}, {"max_validation_tokens": 3}, r"max_validation_tokens=3 is less than"),
-        ({"a.html": "<p>"}, {}, r"has no \.txt, \.md, \.jsonl, \.parquet file"),
+        ({"a.html": "<p>"}, {}, r"no file can be read \(a\.html\); known: \.txt, "),
         ({"validation.txt": "a", "test.txt": "b"}, {}, r"no training split, only validation, test"),
         ({"train.txt": "same text", "test.txt": "same text"}, {}, r"every training document .* in its test split"),
         ({"train.txt": "same text", "validation.txt": "same text"}, {}, r"train split .* has 0 tokens"),
@@ -409,7 +538,9 @@ def test_wrong_places(tmp_path):
         texts(tmp_path / "boks")
     with pytest.raises(ValueError, match=r"did you mean 'stdlib'"):
         texts("stdlb")
-    with pytest.raises(ValueError, match=r"cannot read \.html"):
+    with pytest.raises(ValueError, match=r"^'/nonexistent' does not exist\."):
+        texts("/nonexistent")
+    with pytest.raises(ValueError, match=r"no file can be read \(page\.html\)"):
         texts(tmp_path / "page.html")
 
 

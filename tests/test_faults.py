@@ -20,7 +20,7 @@ from conftest import make_tiny_llama
 from relinear.compare.recipe import parse_overrides, read_yaml
 from relinear.compare.run import compare
 from relinear.compare.worker import Worker
-from relinear.data.sources import local_sources
+from relinear.data import DataSettings, iter_texts
 from relinear.distill.run import distill_
 from relinear.system import lock
 from relinear.system.files import check_manifest, read_json, write_manifest, writing
@@ -253,8 +253,8 @@ def test_values_nested_without_end(tmp_path):
     deep = "[" * 100_000
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": "a"}) + '\n{"text": ' + deep + "\n")
     (tmp_path / "other.json").write_text(deep)
-    with pytest.raises(ValueError, match=r"line 2 is nested too deeply"):
-        list(local_sources(tmp_path / "data.jsonl", None)["all"].documents())
+    with pytest.raises(ValueError, match=r"data\.jsonl cannot be read: .*depth"):
+        list(iter_texts(DataSettings(data=str(tmp_path / "data.jsonl"), cache_dir=tmp_path / "cache"), "all"))
     with pytest.raises(ValueError, match=r"other\.json is nested too deeply"):
         read_json(tmp_path / "other.json")
 

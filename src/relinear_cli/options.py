@@ -25,7 +25,7 @@ Attach = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; what is in the way in --out is renamed.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
-TextColumn = Annotated[str | None, typer.Option(help="Of jsonl, parquet and Hub data; by default `text`.")]
+TextColumn = Annotated[str | None, typer.Option(help="Of tables and Hub data; by default `text`.")]
 Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
 ]

@@ -28,6 +28,7 @@ from relinear.compare.settings import CompareSettings
 from relinear.compress import CompressSettings
 from relinear.compress.plan import CompressPlan
 from relinear.core.operator import OperatorConfig
+from relinear.data import DataSettings
 from relinear.data.sources import local_sources
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.language import _lambada_rows
@@ -336,7 +337,8 @@ def data(rng: random.Random, folder: Path) -> None:
     else:
         path.write_bytes(mutate.data(rng, b"\xef\xbb\xbfSome text. " * 20))
     column = rng.choice([None, None, "text", "n", "absent", mutate.text(rng, "text")])
-    for source in local_sources(folder, column).values():
+    settings = DataSettings(data=str(folder), text_column=column, cache_dir=folder / ".cache")
+    for source in local_sources(folder, None, settings)[0].values():
         list(source.documents())
 
 

@@ -83,8 +83,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
         lock = FileLock(folder.with_suffix(".lock"))
         lock.acquire()
     except OSError as error:
-        said = f"the cache {root} cannot be used ({error.filename or root}: {error.strerror or error})"
-        raise OSError(f"{said}; set cache_dir or RELINEAR_CACHE to a folder of your own") from error
+        raise _unusable(root, error) from error
     try:
         if (value := _read(folder)) is None:
             with writing(folder):
@@ -92,6 +91,19 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     finally:
         lock.release()
     return folder, value
+
+
+def usable_folder(root: Path, *names: str) -> Path:
+    """Return the folder ``names`` of the cache, made if need be. Raises OSError, as ``cached`` does."""
+    try:
+        return own_folder(root.joinpath(*names))
+    except OSError as error:
+        raise _unusable(root, error) from error
+
+
+def _unusable(root: Path, error: OSError) -> OSError:
+    said = f"the cache {root} cannot be used ({error.filename or root}: {error.strerror or error})"
+    return OSError(f"{said}; set cache_dir or RELINEAR_CACHE to a folder of your own")
 
 
 def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,11 @@ def as_document(value: Any) -> str | None:
     if isinstance(value, str):
         return value
     messages = value.get("messages") if isinstance(value, Mapping) else value
-    return Conversation(json.dumps([dict(m) for m in messages])) if is_conversation(messages) else None
+    if not is_conversation(messages):
+        return None
+    # Tables have every key in every row, as null where a message has none.
+    kept = [{key: part for key, part in m.items() if part is not None or key == "content"} for m in messages]
+    return Conversation(json.dumps(kept))
 
 
 def spoken(tokenizer: Any, documents: Iterable[str]) -> Iterator[str]:

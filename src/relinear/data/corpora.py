@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from relinear.data.cache import cache_folder
 from relinear.data.chat import Conversation, encodable
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
+from relinear.system.text import cut
 
 #: ``all`` is every document of a corpus that brings no splits of its own
 SPLITS = ("train", "validation", "test", "all")
@@ -26,19 +28,30 @@ def open_corpus(settings: DataSettings) -> Corpus:
     Raises:
         ValueError: if it is absent or no text can be had from it; the message says what was tried.
     """
-    if settings.data == "stdlib":
+    data = settings.data
+    if data == "stdlib":
         return Corpus(settings, {"all": stdlib_source()})
-    path = Path(settings.data).expanduser()
-    if path.exists():
-        return Corpus(settings, local_sources(path, settings.text_column))
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", settings.data) and not path.parent.is_dir():
-        cache = cache_folder(settings.cache_dir)
-        return Corpus(settings, hub_sources(settings.data, settings.text_column, settings.max_documents, cache))
+    path = Path(data).expanduser()
+    folder, _, config = data.rpartition(":")
+    if path.exists() or (glob.has_magic(data) and glob.glob(str(path), recursive=True)):
+        sources, unread = local_sources(path, None, settings)
+    elif folder and Path(folder).expanduser().is_dir():
+        sources, unread = local_sources(Path(folder).expanduser(), config, settings)
+    elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", data) and not path.parent.is_dir():
+        sources, unread = hub_sources(data, settings)
+    else:
+        raise _not_there(data, path)
+    if unread:
+        warnings.warn(f"not read of {data}: {cut(', '.join(unread))}", UserWarning, stacklevel=1)
+    return Corpus(settings, sources, unread)
+
+
+def _not_there(data: str, path: Path) -> ValueError:
     siblings = [entry.name for entry in path.parent.iterdir() if entry.exists()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, [*siblings, "stdlib"], n=1)
     hint = f"; did you mean {str(path.with_name(close[0])) if close[0] in siblings else close[0]!r}?" if close else "."
-    raise ValueError(
-        f"no data at {settings.data!r}{hint} Give 'stdlib', an existing file or folder, or a Hugging Face Hub name "
+    return ValueError(
+        f"{data!r} does not exist{hint} Give 'stdlib', an existing file, folder or pattern, or a Hugging Face Hub name "
         "(owner/name or owner/name:config)"
     )
 
@@ -85,9 +98,11 @@ class Corpus:
     training; those of validation that stand in test, out of validation.
     """
 
-    def __init__(self, settings: DataSettings, sources: dict[str, Source]) -> None:
+    def __init__(self, settings: DataSettings, sources: dict[str, Source], unread: Sequence[str] = ()) -> None:
         self.settings = settings
         self._sources = sources
+        #: what is there and is not read: names of files and splits
+        self.unread = unread
 
     @property
     def splits(self) -> tuple[str, ...]:

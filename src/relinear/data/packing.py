@@ -76,7 +76,7 @@ class PackedData:
     train, validation: blocks of tokens.
     tokenizer: a Hugging Face tokenizer, to be saved beside the model.
     vocab_size: entries the embedding needs.
-    description: JSON values: the settings, and documents, characters, UTF-8 bytes and tokens by split.
+    description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; what was not read.
     """
 
     train: PackedDataset
@@ -157,7 +157,12 @@ def prepare_data(
         validation=PackedDataset(folder / "validation.npy", settings.sequence_length, limit),
         tokenizer=tokenizer,
         vocab_size=vocabulary,
-        description={"settings": settings.model_dump(mode="json"), "vocab_size": vocabulary, "splits": counts},
+        description={
+            "settings": settings.model_dump(mode="json"),
+            "vocab_size": vocabulary,
+            "splits": counts,
+            "not_read": list(corpus.unread),
+        },
     )
 
 

@@ -13,9 +13,10 @@ class DataSettings(Settings):
     """Which text, cut and tokenised how. Unknown keys and values out of range are errors.
 
     Args:
-        data: ``stdlib``, a file or folder, or a Hub name. ``stdlib`` is the source text of Python's standard library,
-            files are txt, md, jsonl or parquet, Hub names ``owner/name`` or ``owner/name:config``.
-        text_column: column of jsonl, parquet and Hub data; by default ``text``, or the only column of strings.
+        data: ``stdlib``, a file, folder or pattern, or a Hub name. ``stdlib`` is the source text of Python's standard
+            library, files are txt, md, json, jsonl, csv, tsv, parquet or arrow, also compressed, Hub names
+            ``owner/name`` or ``owner/name:config``.
+        text_column: column of tables and Hub data; by default ``text``, or the only column of strings.
         tokenizer: ``bytes``, ``bpe:N``, or an AutoTokenizer name. ``bpe:N``, of N entries, is trained on the
             training split.
         sequence_length: tokens a block.

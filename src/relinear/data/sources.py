@@ -1,28 +1,55 @@
-"""Where documents come from: the standard library, local files, the Hugging Face Hub. Sources yield whole documents."""
+"""Where documents come from: the standard library, and all that ``datasets`` reads: local files, and the Hub's."""
 
-import contextlib
+from __future__ import annotations
+
 import dataclasses
+import functools
+import glob
+import itertools
 import json
+import logging
+import os
 import re
 import socket
 import sys
 import sysconfig
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relinear.core.config import nearest, shown
-from relinear.data.cache import cached
-from relinear.data.chat import as_document, is_conversation
-from relinear.system.files import parse_json, writing
+from relinear.data.cache import cache_folder, cached, digest, usable_folder
+from relinear.data.chat import Conversation, as_document
 from relinear.system.text import cut
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+if TYPE_CHECKING:
+    from relinear.data.settings import DataSettings
+
+#: kinds of files by the suffix of their names; a suffix of compression may follow
+KINDS = {".txt": "text", ".md": "text", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow"}
+KINDS |= dict.fromkeys((".jsonl", ".json", ".ndjson"), "json")
+_COMPRESSED = (".gz", ".bz2", ".xz")
+#: how ``datasets`` reads a kind: the name of its builder, and what that is given
+_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
+    "tsv": ("csv", {"sep": "\t"}),
+}
+#: what the Hub and ``datasets`` keep beside the data
+_NO_DATA = {"README.md", "config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
 #: what files and Hub splits are called, and what that is to us
-SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-_SPLIT_PATTERN = re.compile(rf"({'|'.join(SPLIT_NAMES)})(?:[-_.].*)?")
+SPLIT_NAMES = {name: split for split, names in _NAMES.items() for name in names}
+_SPLIT_PATTERN = re.compile(rf"(?:.*[-._0-9])?({'|'.join(SPLIT_NAMES)})(?:[-._0-9].*)?")
+#: bytes that one string of arrow holds
+_LARGEST_DOCUMENT = 2**31 - 1
+#: rows of a stream that decide the types of columns where the data set does not state them
+_ROWS_LOOKED_AT = 1000
 # Tests are half of the library and say little that the library does not; the codec tables and their like are near
 # copies of each other, which would let a model recite the validation split.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
@@ -65,112 +92,230 @@ def _file_keys(files: Sequence[Path]) -> list[Any]:
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def local_sources(path: Path, text_column: str | None) -> dict[str, Source]:
-    """Return the sources of a local file or folder by split; an undivided one has the split ``all``.
+# Local files
 
-    A folder whose files (or subfolders) are named train, validation and test, as the Hub names them, is divided by
-    them; otherwise all files of a folder make one corpus.
+
+def local_sources(path: Path, config: str | None, settings: DataSettings) -> tuple[dict[str, Source], list[str]]:
+    """Return the sources of a local file, folder or pattern by split, and the names of files that are not read.
+
+    A folder whose README.md has configurations is read as they say. Of any other, the kind of file that takes most
+    room is read. Files and folders that are named train, validation or test, as the Hub names them, are these splits;
+    without such names the one split is ``all``.
+
+    Args:
+        path: the file, folder or pattern.
+        config: a configuration of the README.md; None for its default.
+        settings: ``text_column``, ``max_documents`` and ``cache_dir`` are heeded.
 
     Raises:
-        ValueError: if there is nothing to read, a file is of another kind, or the text column is missing.
+        ValueError: if there is nothing to read, or it cannot be read.
     """
-    if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"{path}: cannot read {path.suffix or 'this kind of file'}; known: {', '.join(SUFFIXES)}")
-        return {"all": files_source([path], text_column)}
-    files = [
-        file
-        for file in sorted(path.rglob("*"), key=lambda file: file.relative_to(path).as_posix())
-        if file.suffix.lower() in SUFFIXES
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ]
-    if not files:
-        raise ValueError(f"{path} has no {', '.join(SUFFIXES)} file in it")
-    by_split: dict[str, list[Path]] = {}
-    for file in files:
-        match = _SPLIT_PATTERN.fullmatch(file.relative_to(path).parts[0].lower())
-        by_split.setdefault(SPLIT_NAMES[match[1]] if match else "", []).append(file)
-    if "train" in by_split or "" not in by_split:
-        by_split.pop("", None)
-        return {split: files_source(by_split[split], text_column) for split in by_split}
-    return {"all": files_source(files, text_column)}
+    files = {path.name: path} if path.is_file() else _files_of(path)
+    if config is not None or _has_configurations(path / "README.md"):
+        key = ["configured", config, _file_keys(list(files.values()))]
+        try:
+            loaded = _load(str(path), settings, key, config)
+        except ValueError as error:
+            advice = f"{path}:NAME chooses a configuration"
+            raise ValueError(f"{path} cannot be read as its README.md says ({advice}): {error}") from error
+        return _by_split(str(path), loaded, settings, key)
+    by_kind: dict[str, list[str]] = {}
+    for name in files:
+        if (kind := _kind(name)) and (path.is_file() or Path(name).name not in _NO_DATA):
+            by_kind.setdefault(kind, []).append(name)
+    if not by_kind:
+        there = f"can be read ({cut(', '.join(files))})" if files else "is there"
+        raise ValueError(f"{path}: no file {there}; known: {', '.join(KINDS)}, also as .gz")
+    kind = max(by_kind, key=lambda kind: sum(files[name].stat().st_size for name in by_kind[kind]))
+    by_split: dict[str, list[str]] = {}
+    for name in by_kind[kind]:
+        by_split.setdefault("" if path.is_file() else _split_of(name), []).append(name)
+    rest = by_split.pop("", [])
+    if rest and "train" not in by_split:
+        by_split["train" if by_split else "all"] = rest
+    read = set(itertools.chain(*by_split.values()))
+    parts = {split: [files[name] for name in names] for split, names in by_split.items()}
+    return _file_sources(path, kind, parts, settings), [name for name in files if name not in read]
 
 
-def files_source(files: Sequence[Path], text_column: str | None) -> Source:
-    """Yield the documents of files of any known kind, one after another."""
+def _kind(name: str) -> str | None:
+    suffixes = Path(name.lower()).suffixes
+    return KINDS.get((suffixes[:-1] if suffixes and suffixes[-1] in _COMPRESSED else suffixes or [""])[-1])
+
+
+def _split_of(name: str) -> str:
+    """The split that the first telling part of a path names; "" where none does."""
+    matches = (_SPLIT_PATTERN.fullmatch(part) for part in Path(name.lower()).parts)
+    return next((SPLIT_NAMES[match[1]] for match in matches if match), "")
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    """Files of a folder or pattern by name, in the order of names; hidden ones are left out, links are followed."""
+    if not path.is_dir():
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
+        matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
+        return {match.relative_to(root).as_posix(): match for match in matches if match.is_file()}
+    found: list[Path] = []
+    seen = set[str]()  # links may lead in a circle
+    for folder, folders, names in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        folders[:] = [name for name in folders if real not in seen and not name.startswith((".", "__"))]
+        found += [Path(folder, name) for name in names if real not in seen and not name.startswith(".")]
+        seen.add(real)
+    return dict(sorted((file.relative_to(path).as_posix(), file) for file in found if file.is_file()))
+
+
+def _has_configurations(card: Path) -> bool:
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    return bool(re.match(r"---\n(?:.*\n)??configs:.*?^---", text, re.DOTALL | re.MULTILINE))
+
+
+def _file_sources(
+    path: Path, kind: str, parts: Mapping[str, Sequence[Path]], settings: DataSettings
+) -> dict[str, Source]:
+    """Documents of files of one kind by split; read when the first is wanted."""
+    builder, options = _BUILDERS.get(kind, (kind, {}))
+    files = list(itertools.chain(*parts.values()))
+    for file in files if kind == "text" else ():
+        if (size := file.stat().st_size) > _LARGEST_DOCUMENT:
+            raise ValueError(
+                f"{file} is one document of {size / 1e9:.1f} GB, and one has 2 GB at most; cut it into several files, "
+                "or make it JSON lines with a 'text' each"
+            )
+    key = [kind, _file_keys(files)]
+    named = {_named(split): [glob.escape(str(file.absolute())) for file in group] for split, group in parts.items()}
+
+    @functools.cache
+    def loaded() -> dict[str, Any]:
+        try:
+            return _load(builder, settings, key, data_files=named, **options)
+        except ValueError as error:
+            raise ValueError(_undecodable(files) or f"{path} cannot be read: {error}") from error
+
+    def part(split: str) -> Callable[[], Any]:
+        return lambda: loaded()[_named(split)]
+
+    return {split: _source(str(path), part(split), settings, [*key, split]) for split in parts}
+
+
+def _named(split: str) -> str:
+    return "train" if split == "all" else split  # by "all", datasets means all splits together
+
+
+def _undecodable(files: Sequence[Path]) -> str:
+    """What is to be said of the first file of text that is not UTF-8; "" where there is none."""
+    for path in files:
+        start = 0
+        with path.open("rb") as file:
+            for line in file if path.suffix.lower() in (".txt", ".md", ".csv", ".tsv") else ():
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    return f"{path} is not UTF-8 text (byte {start + error.start}); convert it first"
+                start += len(line)
+    return ""
+
+
+# Reading by datasets
+
+
+class _Errors(logging.Handler):
+    """What ``datasets`` logs, in place of stderr: it names the file, which its exceptions do not."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(re.sub(r" with error <class '[^']*'>", "", record.getMessage()))
+
+
+def _load(name: str, settings: DataSettings, key: Any, config: str | None = None, **options: Any) -> dict[str, Any]:
+    """``datasets.load_dataset`` without its bars; streamed where only the first documents are wanted.
+
+    Args:
+        name: of a builder or data set.
+        settings: of the corpus.
+        key: JSON value that decides the folder in our cache; None for the cache of ``datasets``.
+        config: of the data set.
+        **options: of the builder.
+
+    Raises:
+        ValueError: if the data cannot be read, in the words of whoever found out.
+        OSError: if the cache cannot be written.
+    """
+    import datasets
+
+    if key is not None:  # datasets looks at the times of links alone, not of the files that they lead to
+        options["cache_dir"] = str(usable_folder(cache_folder(settings.cache_dir), "datasets", digest(key)))
+    logger, errors, bars = logging.getLogger("datasets"), _Errors(), not datasets.are_progress_bars_disabled()
+    handlers, logger.handlers = logger.handlers, [errors]
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, config, streaming=settings.max_documents is not None, **options)
+    except Exception as error:  # of files, formats, networks and configurations, from many packages
+        cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise cause from None
+        said = str(cause).split("Example of usage")[0] or type(cause).__name__
+        raise ValueError(cut(" ".join(next(iter(errors.found), said).split()))) from error
+    finally:
+        logger.handlers = handlers
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _by_split(
+    name: str, loaded: Mapping[str, Any], settings: DataSettings, key: Sequence[Any]
+) -> tuple[dict[str, Source], list[str]]:
+    """The sources of a data set by the names that splits have here, and the splits of other names."""
+    parts = {SPLIT_NAMES[split]: part for split, part in loaded.items() if split in SPLIT_NAMES}
+    if not parts:
+        raise ValueError(f"{name!r} has no split named train, validation or test; it has {', '.join(map(str, loaded))}")
+    sources = {
+        split: _source(f"{name} ({split})", functools.partial(lambda part: part, part), settings, [*key, split])
+        for split, part in parts.items()
+    }
+    return sources, [f"the split {split}" for split in loaded if split not in SPLIT_NAMES]
+
+
+def _source(where: str, rows_of: Callable[[], Any], settings: DataSettings, key: Sequence[Any]) -> Source:
+    """The documents of one part of a data set."""
 
     def documents() -> Iterator[str]:
-        for path in files:
-            yield from _READERS[path.suffix.lower()](path, text_column)
-
-    return Source(documents, ["files", _file_keys(files), text_column])
-
-
-def _read_text(path: Path, text_column: str | None) -> Iterator[str]:
-    with _as_utf8(path), writing(path):
-        text = path.read_text(encoding="utf-8-sig")
-    yield text
-
-
-def _read_jsonl(path: Path, text_column: str | None) -> Iterator[str]:
-    column = None
-    with path.open(encoding="utf-8-sig") as file, _as_utf8(path):
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            row = parse_json(line, f"{path}, line {number}")
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-            if column is None:
-                strings = [key for key, value in row.items() if isinstance(value, str)]
-                chats = [key for key, value in row.items() if is_conversation(value)]
-                column = choose_column(str(path), text_column, list(row), strings, chats)
-            if column not in row:
-                raise ValueError(f"{path}, line {number}: no column {shown(column)}; it has {cut(', '.join(row))}")
-            text = as_document(row[column] or "")
-            if text is None:
-                found = type(row[column]).__name__
-                raise ValueError(f"{path}, line {number}: {shown(column)} is {found}, expected text or messages")
-            yield text
-
-
-@contextlib.contextmanager
-def _as_utf8(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
-
-
-def _read_parquet(path: Path, text_column: str | None) -> Iterator[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no readable parquet file ({str(error).splitlines()[0]})") from error
-    with file:
-        schema = file.schema_arrow
-        strings = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
-        chats = [field.name for field in schema if _holds_messages(pa, field.type)]
-        column = choose_column(str(path), text_column, schema.names, strings, chats)
+        rows = rows_of()
+        column = _column(where, rows, settings.text_column)
+        rows = rows.select_columns([column])
+        if settings.max_documents is not None:
+            rows = rows.take(settings.max_documents)
         try:
-            for batch in file.iter_batches(batch_size=64, columns=[column]):
-                for text in batch.column(0):
-                    yield as_document(text.as_py() or "") or ""
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} is damaged ({str(error).splitlines()[0]})") from error
+            for batch in rows.iter(batch_size=16):
+                for value in batch[column]:
+                    text = as_document(value or "")
+                    if text is None:
+                        raise ValueError(f"{where}: {shown(column)} holds {shown(value)}, expected text or messages")
+                    yield text
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: {shown(column)} holds text that is not UTF-8; convert it first") from error
+
+    return Source(documents, [*key, settings.text_column])
 
 
-def _holds_messages(pa: Any, kind: Any) -> bool:
-    listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    messages = listed and pa.types.is_struct(kind.value_type)
-    return bool(messages) and {"role", "content"} <= {field.name for field in kind.value_type}
+def _column(where: str, rows: Any, wanted: str | None) -> str:
+    """The column of documents, by the types that columns have over all rows."""
+    features = rows.features
+    if features is None:  # of a stream that does not state them
+        import datasets
+
+        features = datasets.Dataset.from_list(list(rows.take(_ROWS_LOOKED_AT))).features
+    strings = [k for k, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string", "string_view")]
+    return choose_column(where, wanted, list(features), strings, [k for k, f in features.items() if _holds_messages(f)])
 
 
-_READERS = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+def _holds_messages(feature: Any) -> bool:
+    """Whether a feature is a list of messages, or of mappings whose keys differ between rows."""
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return {"role", "content"} <= set(inner) if isinstance(inner, dict) else type(inner).__name__ == "Json"
 
 
 def choose_column(
@@ -199,10 +344,11 @@ def choose_column(
     for name, members in (("text", strings), ("messages", chats)):
         if name in members:
             return name
-    if len(strings) == 1:
+    if len(strings) == 1 and "text" not in columns:
         return strings[0]
+    missing = "column 'text' holds other things than text" if "text" in columns else "no column 'text'"
     raise ValueError(
-        f"{where}: no column 'text'; choose one with text_column (--text-column); columns of text: "
+        f"{where}: {missing}; choose one with text_column (--text-column); columns of text: "
         f"{cut(', '.join(strings)) or 'none'}; all columns: {cut(', '.join(columns)) or 'none'}"
     )
 
@@ -233,8 +379,8 @@ def hub_in_reach() -> bool:
     return True
 
 
-def hub_sources(name: str, text_column: str | None, max_documents: int | None, cache: Path) -> dict[str, Source]:
-    """Return the sources of a Hub data set ``owner/name`` or ``owner/name:config`` by split.
+def hub_sources(name: str, settings: DataSettings) -> tuple[dict[str, Source], list[str]]:
+    """Return the sources of a Hub data set ``owner/name`` or ``owner/name:config`` by split, and unknown splits.
 
     With ``max_documents`` the data set is streamed, not downloaded, and what was read is kept in the cache, so that it
     is read once and is there without a network afterwards.
@@ -242,23 +388,29 @@ def hub_sources(name: str, text_column: str | None, max_documents: int | None, c
     Raises:
         ValueError: if the data set, its config or its text column cannot be had; says what was tried.
     """
-    if max_documents is None:
-        parts, columns = _open_hub(name, text_column, streaming=False)
-        return {split: _hub_source(name, part, columns[split]) for split, part in parts.items()}
+    if settings.max_documents is None:
+        return _open_hub(name, settings)
 
     def keep(folder: Path) -> dict[str, Any]:
-        parts, columns = _open_hub(name, text_column, streaming=True)
-        for split, part in parts.items():
+        sources, unread = _open_hub(name, settings)
+        for split, source in sources.items():
             with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
-                for row in part.take(max_documents):
-                    file.write(json.dumps({"text": row[columns[split]] or ""}) + "\n")
-        return {"splits": list(parts)}
+                for text in source.documents():
+                    file.write(json.dumps([text, isinstance(text, Conversation)]) + "\n")
+        return {"splits": list(sources), "unread": unread}
 
-    folder, kept = cached(cache, "hub", [name, text_column, max_documents], keep)
-    return {split: files_source([folder / f"{split}.jsonl"], "text") for split in kept["splits"]}
+    key = [name, settings.text_column, settings.max_documents]
+    folder, kept = cached(cache_folder(settings.cache_dir), "hub", key, keep)
+
+    def documents(split: str) -> Iterator[str]:
+        with (folder / f"{split}.jsonl").open(encoding="utf-8") as file:
+            for text, spoken in map(json.loads, file):
+                yield Conversation(text) if spoken else text
+
+    return {s: Source(functools.partial(documents, s), ["kept", *key, s]) for s in kept["splits"]}, kept["unread"]
 
 
-def _open_hub(name: str, text_column: str | None, *, streaming: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def _open_hub(name: str, settings: DataSettings) -> tuple[dict[str, Source], list[str]]:
     import datasets
     from datasets.naming import camelcase_to_snakecase
 
@@ -268,33 +420,8 @@ def _open_hub(name: str, text_column: str | None, *, streaming: bool) -> tuple[d
     if not kept.exists() and not hub_in_reach():
         raise ValueError(_NOT_HAD.format(name=name, reason="the Hub is out of reach, and the cache has no copy"))
     try:
-        loaded = datasets.load_dataset(repository, config or None, streaming=streaming)
-    except Exception as error:  # network, hub, config and file errors of many kinds: to a user it cannot be had
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(_NOT_HAD.format(name=name, reason=reason)) from error
-    parts = {SPLIT_NAMES[split]: part for split, part in loaded.items() if split in SPLIT_NAMES}
-    if not parts:
-        raise ValueError(f"{name!r} has no split named train, validation or test; it has {', '.join(map(str, loaded))}")
-    return parts, {split: _hub_column(f"{name} ({split})", part, text_column) for split, part in parts.items()}
-
-
-def _hub_column(where: str, part: Any, text_column: str | None) -> str:
-    features = part.features
-    if features is None:  # a stream may not know its columns before the first row
-        row: dict[str, Any] = next(iter(part), {})
-        columns, strings = list(row), [key for key, value in row.items() if isinstance(value, str)]
-    else:
-        columns = list(features)
-        strings = [key for key, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string")]
-    others = [key for key in columns if key not in strings]
-    row = next(iter(part), {}) if others else {}
-    return choose_column(where, text_column, columns, strings, [key for key in others if is_conversation(row.get(key))])
-
-
-def _hub_source(name: str, part: Any, column: str) -> Source:
-    def documents() -> Iterator[str]:
-        for batch in part.select_columns([column]).iter(batch_size=256):
-            for text in batch[column]:
-                yield as_document(text or "") or ""
-
-    return Source(documents, ["hub", name, column, part._fingerprint])
+        loaded = _load(repository, settings, None, config or None)
+    except (ValueError, OSError) as error:
+        raise ValueError(_NOT_HAD.format(name=name, reason=error)) from error
+    fingerprints = {split: getattr(part, "_fingerprint", None) for split, part in loaded.items()}
+    return _by_split(name, loaded, settings, ["hub", name, fingerprints])
