@@ -156,3 +156,23 @@ def test_models_without_logits_of_tokens_are_refused_by_their_class() -> None:
     for model in (classifier, make_tiny_llama().model):
         with pytest.raises(ValueError, match=f"{type(model).__name__} returns no logits of each token"):
             USERS["perplexity"](model)
+
+
+class RoundsAnew(nn.Module):
+    """Sums in an order that the last token decides: everything moves by a step of bfloat16."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y + 2**-8 * y * (x[:, -1:, :1] > 0)
+
+
+def test_rounding_of_half_precision_is_no_leak() -> None:
+    model = make_tiny_llama()
+    model.model.layers[1].mlp = RoundsAnew(model.model.layers[1].mlp)
+    with pytest.raises(CausalityError):
+        relinear.check_causality(model)
+    assert relinear.check_causality(model.to(torch.bfloat16)).causal

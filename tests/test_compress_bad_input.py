@@ -117,7 +117,7 @@ def test_plans_that_cannot_be_carried_out(plan, message: str, tmp_path) -> None:
     refused(tiny(), tokens(), message, tmp_path, settings=SETTINGS, plan_file=path)
 
 
-@pytest.mark.parametrize("record", ["run.json", "scale.json", "analyze.json", "coordinates.json", "models.json"])
+@pytest.mark.parametrize("record", ["run.json", "scale.json", "analyze.json", "models.json"])
 def test_directories_of_other_work(record: str, tmp_path) -> None:
     (tmp_path / record).write_text("{}")
     refused(tiny(), tokens(), f"holds other work \\({record}\\)", tmp_path, settings=SETTINGS)

@@ -6,9 +6,12 @@ import sys
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
 
 import relinear
 from relinear.compress import beside, compress
+from relinear.compress.layerwise import LayerByLayer
 from tiny_models import VOCABULARY, make_family
 
 WANTED = [
@@ -105,3 +108,51 @@ def test_quantised_models_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="is quantised; compress it in floating point"):
         compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path)
     assert not any(isinstance(m, relinear.Operator) for m in model.modules())
+
+
+DECODER = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]}
+NESTED = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+NESTED |= {"laurel_rank": 4, "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention"]}
+NESTED |= {"activation_sparsity_pattern": [0.0, 0.0], "sliding_window": 8, "intermediate_size": [64, 64]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+        transformers.BambaConfig(**DECODER, **MAMBA, intermediate_size=64),
+    ],
+    ids=["a list", "a pair"],
+)
+def test_layers_may_return_more_than_their_states(config, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    report = compress(model, tokens(), keep=0.7, settings=SETTINGS, out_dir=tmp_path)
+    assert report.plan.replaced
+
+
+def test_layers_without_states_of_tokens_are_refused_before_any_work(tmp_path) -> None:
+    model = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**DECODER | NESTED)).eval()
+    with pytest.raises(ValueError, match=r"layer by layer: its layers take states of shape \(2, 1, 16, 32\)"):
+        compress(model, tokens(), keep=0.7, targets="q_proj", settings=SETTINGS, out_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_layers_and_the_whole_model_are_compared_at_the_precision_of_the_model(dtype, fits, monkeypatch) -> None:
+    model, ids = make_family("gemma3_text").eval().to(dtype), tokens(32)[0][None]
+    logits = LayerByLayer.logits
+
+    def rounded(self, hidden, ids):
+        """As if it were summed in another order: a step of bfloat16 at the largest logit."""
+        found = logits(self, hidden, ids)
+        return found + 2**-8 * found.abs().max()
+
+    monkeypatch.setattr(LayerByLayer, "logits", rounded)
+    if fits:
+        LayerByLayer(model).check(ids)
+    else:
+        with pytest.raises(ValueError, match=r"differs from the whole model by .*, and rounding explains"):
+            LayerByLayer(model).check(ids)

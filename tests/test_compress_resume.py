@@ -162,32 +162,12 @@ def test_everything_that_is_left_was_written(whole) -> None:
     assert {"config.json", "model.safetensors", "modeling_factorized.py", "tokenizer.json"} <= names
 
 
-def test_an_export_of_an_earlier_model_does_not_stay_beside_a_newer_one(whole, tmp_path) -> None:
-    run(tmp_path)
-    (tmp_path / "model.gguf").write_text("GGUF relinear.version, of an earlier call")
-    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
-    compress(make_family("llama", vocab_size=260), [ids], keep=0.5, settings=SETTINGS, out_dir=tmp_path)
-    assert (tmp_path / "model" / "config.json").is_file()
-    assert not [path for path in tmp_path.iterdir() if "plain" in path.name or "gguf" in path.name]
-
-
-def test_a_folder_of_the_users_own_stays(tmp_path) -> None:
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "notes.txt").write_text("mine")
-    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="plain would be replaced, and belongs to something else"):
-        compress(make_family("llama", vocab_size=260), [ids], keep=0.7, settings=SETTINGS, out_dir=tmp_path)
-    assert [path.name for path in tmp_path.rglob("*")] == ["plain", "notes.txt"]
-
-
 def test_files_that_others_put_into_an_export_stay(whole, tmp_path) -> None:
     run(tmp_path)
-    theirs = {"notes.txt", "tokenizer_notes.md", "chat_templates.txt", "model-best-of-3.safetensors", "vocab.json"}
-    for name in theirs:
+    for name in ("notes.txt", "tokenizer_notes.md", "chat_templates.txt", "model-best-of-3.safetensors", "vocab.json"):
         (tmp_path / "plain" / name).write_text("mine")
-    ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
-    compress(make_family("llama", vocab_size=260), [ids], keep=0.5, settings=SETTINGS, out_dir=tmp_path)
-    assert {path.name for path in (tmp_path / "plain").iterdir()} == theirs
+    theirs = {f"plain/{path.name}": path.read_bytes() for path in (tmp_path / "plain").iterdir()}
+    assert run(tmp_path) == whole | theirs
 
 
 @pytest.mark.slow

@@ -240,14 +240,6 @@ def test_a_model_of_others_beside_a_compression_of_ours_stays(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF of another program")
     with pytest.raises(ValueError, match=r"model\.gguf would be replaced, and belongs to something else"):
         check_directory(tmp_path)
-    (tmp_path / "model.gguf").unlink()
-    (tmp_path / "plain").mkdir()
-    config = tmp_path / "plain" / "config.json"
-    config.write_text("{}")
-    with pytest.raises(ValueError, match=r"config\.json would be replaced"):
-        check_directory(tmp_path)
-    (tmp_path / "plain" / ".relinear").write_text(_MARK_SAYS)
-    check_directory(tmp_path)
 
 
 def test_a_plan_that_was_edited_is_given_as_plan_or_stays(tmp_path):
@@ -268,6 +260,19 @@ def test_a_plan_that_was_edited_is_given_as_plan_or_stays(tmp_path):
     with pytest.raises(ValueError, match=r"proposed-plan\.json was edited"):
         check_directory(tmp_path, proposes=True)
     check_directory(tmp_path, tmp_path / "proposed-plan.json")
+
+
+def test_a_plan_of_an_earlier_version_is_compared_with_its_report(tmp_path):
+    plan = {"layers": {"q_proj": {"operator": None, "parameters": 4, "parameters_before": 4, "nats": 0.0}}}
+    for name in ("plan", "proposed-plan"):
+        write_json(tmp_path / f"{name}.json", plan)
+        with pytest.raises(ValueError, match="was edited"):
+            check_directory(tmp_path)
+        write_json(tmp_path / f"{name.replace('plan', 'report')}.json", plan | {"model": "a"})
+        check_directory(tmp_path)
+    write_json(tmp_path / "plan.json", {"layers": {"q_proj": {"operator": "low_rank:rank=4"}}})
+    with pytest.raises(ValueError, match="was edited"):
+        check_directory(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import layer_index
+from relinear.core.causal import precision_of
 from relinear.core.modes import evaluating, watching
 from relinear.core.operator import check_model
 from relinear.core.vocabulary import most_positions
@@ -67,7 +68,7 @@ def check_causality(
     inputs: Tensor | None = None,
     *,
     tokens: int = 16,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     seed: int = 0,
     raises: bool = True,
 ) -> CausalityReport:
@@ -79,7 +80,8 @@ def check_causality(
         model: a language model called with ``input_ids``.
         inputs: (1, T) token ids to start from; ``tokens`` pseudo-random ones by default.
         tokens: T, at least 2, where ``inputs`` is not given (fewer if the model has fewer positions).
-        tolerance: change allowed, relative to the largest output of the module.
+        tolerance: change allowed, relative to the largest output of the module; None is eight times the precision of
+            the coarsest parameters.
         seed: of the tokens.
         raises: False returns the report of a leak in place of raising.
 
@@ -107,6 +109,8 @@ def check_causality(
     shift = torch.randint(1, vocabulary, inputs.shape, generator=generator).to(inputs.device)
     other = (inputs + shift) % vocabulary  # differs from the inputs everywhere
     length = inputs.shape[1]
+    if tolerance is None:
+        tolerance = 8 * precision_of(model)
     with evaluating(model):
         expected = _outputs(model, inputs)
         again = _outputs(model, inputs)

@@ -167,7 +167,7 @@ def calibrate(
         seed: of these draws.
 
     Raises:
-        ValueError: if ``folder`` holds another calibration, or the model cannot be run layer by layer.
+        ValueError: if ``folder`` holds another calibration, or the layers take no states (B, T, D).
     """
     folder = Path(folder)
     names = [name for group in targets.values() for name in group]
@@ -203,7 +203,6 @@ class _Calibrating:
         last = max(self.targets)
         for path in filter(is_temporary, self.folder.iterdir()):  # of a killed process, which could not
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.layers.check(self.parts[0][:1])
         for part in {part.shape: part for part in self.parts}.values():
             self.layers.embed(part)  # notes the arguments of the layers for this shape
         release_freed_memory()  # of reading texts, and of the model run as a whole

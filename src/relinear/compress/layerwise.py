@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.core.anatomy import decoder_layers
+from relinear.core.causal import rounding_bound
 from relinear.distill.record import first_call
 
 _Call = tuple[tuple, dict[str, Any]]
@@ -39,7 +40,7 @@ class LayerByLayer:
         self.model = model
         self.layers = tuple(decoder_layers(model))
         self._calls: dict[tuple[int, ...], list[_Call]] = {}
-        self._returns_tuple = False
+        self._output: Any = None
         self._gives_few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __len__(self) -> int:
@@ -52,16 +53,17 @@ class LayerByLayer:
         At the last positions where the model can give those alone: they hang on all before them.
         """
         whole = self._run(ids, last=HEAD_TOKENS)
-        bound = 1e-3 * max(1.0, float(whole.abs().max()))
+        bound = rounding_bound(self.model, whole)
         hidden = self.embed(ids)
         for index in range(len(self)):
             hidden = self.layer(index, hidden)
         at = slice(-whole.shape[1], None)
-        error = float(whole.sub_(self.logits(hidden[:, at], ids[:, at])).abs_().max())
+        error = float((whole - self.logits(hidden[:, at], ids[:, at])).abs().max())
         if not error <= bound:
             raise ValueError(
                 f"{type(self.model).__name__} run layer by layer differs from the whole model by {error:.2g} in its "
-                "logits: its layers take more from outside than hidden states and positions, which is not supported"
+                f"logits, and rounding explains {bound:.2g}: its layers take more from outside than hidden states and "
+                "positions, which is not supported"
             )
 
     def _run(self, ids: Tensor, *, last: int | None = None) -> Tensor:
@@ -76,10 +78,10 @@ class LayerByLayer:
         """Return the hidden states (B, T, D) that enter the first layer, for token ids (B, T)."""
         calls: list[_Call] = []
         entered: list[Tensor] = []
-        if not self._calls:  # see once whether layers return tuples
+        if not self._calls:  # see once what layers return
             with torch.no_grad():
                 seen = first_call(self.layers[0], lambda: self._run(ids[:1, :2]))
-            self._returns_tuple = seen is not None and isinstance(seen[1], tuple)
+            self._output = None if seen is None else seen[1]
 
         def hand_on(*args: Any, **kwargs: Any) -> Any:
             hidden, args, kwargs = _without_hidden(args, kwargs)
@@ -89,6 +91,11 @@ class LayerByLayer:
 
         with self._replaced(hand_on):
             self._run(ids, last=1)
+        if entered[0].ndim != 3 or entered[0].shape[:2] != ids.shape:
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be run layer by layer: its layers take states of shape "
+                f"{tuple(entered[0].shape)}, and (batch, tokens, width) is needed"
+            )
         self._calls.setdefault(tuple(ids.shape), calls)
         return entered[0]
 
@@ -100,7 +107,7 @@ class LayerByLayer:
         """Return the same for a ``layer`` that could stand at ``index``."""
         args, kwargs = self._calls[tuple(hidden.shape[:2])][index]
         output = layer(hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        return output[0] if isinstance(output, tuple | list) else output
 
     def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits (B, T, V) from the hidden states that leave the last layer; ``ids`` for their shape alone."""
@@ -137,7 +144,8 @@ class LayerByLayer:
                 layer.__dict__.pop("forward", None)
 
     def _as_output(self, hidden: Tensor) -> Any:
-        return (hidden,) if self._returns_tuple else hidden
+        """What a layer returns, with ``hidden`` in the place of its own states."""
+        return type(self._output)([hidden, *self._output[1:]]) if isinstance(self._output, tuple | list) else hidden
 
 
 def _without_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from relinear.compress.budget import saved_bytes
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.checksums import is_edited
+from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_finder
 from relinear.core.causal import check_predicts_next_token
+from relinear.core.modes import evaluating
 from relinear.core.operator import Operator, OperatorConfig, check_finite, linear_features
 from relinear.core.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
@@ -28,6 +30,9 @@ from relinear.system.written import check_ours
 #: told the phase ("forward", "backward", "candidates", "frontier", "original", "fit", "heal", "evaluation"), how much
 #: of it is done, and how much there is
 OnProgress = Callable[[str, int, int], None]
+
+#: of a sequence on which a model run layer by layer is compared with the whole
+CHECKED_TOKENS = 64
 
 #: what other work leaves in its directory, in which nothing is put beside it
 OTHERS = (
@@ -143,15 +148,14 @@ def check_directory(folder: Path, plan: str | Path | None = None, proposes: bool
     check_ours(folder, "compress")
     stays = proposes and (folder / "model").is_dir()
     for there in [folder / "proposed-plan.json", *([] if stays else [folder / "plan.json"])]:
-        if is_edited(there) and (plan is None or Path(plan).resolve() != there.resolve()):
+        report = there.with_name(there.name.replace("plan", "report"))
+        if is_edited(there, report) and (plan is None or Path(plan).resolve() != there.resolve()):
             raise ValueError(f"{there} was edited, and would be replaced: give it as --plan {there}, or move it away")
-    for name in ("plain", "compressed-tensors"):  # an export that is no longer true goes, another program's model stays
-        check_ours(folder / name, "saved")
 
 
 @torch.no_grad()
 def check_model(model: Any, sequence_length: int) -> None:
-    """Raise ValueError unless ``model`` is a decoder whose weights are all there, for sequences of this length."""
+    """Raise ValueError unless ``model`` is a decoder with all its weights that runs layer by layer, at this length."""
     kind = type(model).__name__
     if getattr(model, "peft_config", None):
         what = "holds adapters of PEFT, which would be saved in the place of the compressed model"
@@ -162,6 +166,9 @@ def check_model(model: Any, sequence_length: int) -> None:
             raise ValueError(f"{kind}: {name} has no values (it is on the meta device, or off-loaded); load the model")
     check_finite(model)
     check_predicts_next_token(model, "compress")
+    ids = torch.arange(min(sequence_length, CHECKED_TOKENS))[None] % entries_of(model.get_input_embeddings())
+    with evaluating(model):
+        LayerByLayer(model).check(ids.to(next(model.parameters()).device))
 
 
 def check_ids(ids: Tensor, model: Any, what: str) -> None:

@@ -5,7 +5,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from relinear.core.modes import evaluating
 from relinear.core.operator import check_finite, check_model
@@ -15,12 +15,25 @@ _NEEDED = "needs a causal language model, one that AutoModelForCausalLM loads"
 _TOKENS = 8
 
 
+def precision_of(model: nn.Module) -> float:
+    """Return the rounding step of the coarsest parameters of ``model``, relative to 1: 2^-23 in float32."""
+    return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
+
+
+def rounding_bound(model: nn.Module, values: Tensor) -> float:
+    """Return by how much ``values`` of two runs of ``model`` may differ by rounding alone.
+
+    The square root of the parameters' precision, relative to the largest value: errors grow with depth, and the values
+    may have a wider dtype than the layers that they come from.
+    """
+    return float(precision_of(model) ** 0.5 * values.abs().max())
+
+
 @torch.no_grad()
 def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = True) -> None:
     """Raise ValueError, on behalf of the function ``user``, unless ``model`` predicts each token from those before it.
 
-    Two short passes tell: later tokens are changed, and earlier logits may then move by rounding alone, which is taken
-    as the square root of the dtype's precision, relative to the largest logit.
+    Two short passes tell: later tokens are changed, and earlier logits may then move by rounding alone.
 
     Args:
         model: called with ``input_ids`` (1, T).
@@ -45,7 +58,7 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
             raise ValueError(f"{kind} returns no logits of each token; {user} {_NEEDED}")
         check_numbers(model, logits, user)
         moved = (_logits(inside, other) - logits).float()[:, : length // 2].abs().max()
-    if moved > torch.finfo(logits.dtype).eps ** 0.5 * logits.abs().max():
+    if moved > rounding_bound(model, logits):
         raise ValueError(
             f"{kind} sees later tokens: its logits move by {float(moved):.2g} where only tokens after them change; "
             f"{user} {_NEEDED}"
