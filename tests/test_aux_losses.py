@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 from typing import ClassVar
 
 import pytest
@@ -225,6 +226,14 @@ def test_a_trainer_that_leaves_the_terms_out_is_told(model, settings, tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in BATCH]
     with pytest.warns(UserWarning, match="in no loss"):
         Trainer(model, arguments, train_dataset=rows, compute_loss_func=function).train()
+    with pytest.warns(UserWarning, match="in no loss"):  # by a model that is not told of accumulation, too
+        model(BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(BATCH, labels=BATCH)
+        with torch.no_grad():
+            model(BATCH)
+        model.eval()(BATCH)
 
 
 def test_two_forwards_before_one_backward_under_checkpointing(model):

@@ -19,9 +19,10 @@ from relinear.core.config import shown
 from relinear.core.operator import check_model, named_operators
 
 _NO_LOSS = (
-    "the auxiliary losses of the operators are in no loss: this trainer computes the loss itself (compute_loss_func, "
-    "label_smoothing_factor) and gives the model no labels. Add sum(relinear.contract.aux_losses(model).values()) to "
-    "that loss, times the micro-batch's share of num_items_in_batch, or let the model compute the loss"
+    "the auxiliary losses of the operators are in no loss, as the model was given no labels. If the loss is computed "
+    "elsewhere (label_smoothing_factor, compute_loss_func, a loop of your own), add "
+    "sum(relinear.contract.aux_losses(model).values()) to it, times the micro-batch's share of num_items_in_batch; or "
+    "give the model its labels"
 )
 
 IGNORED_LABEL = -100  # transformers' label of positions that do not count
@@ -166,7 +167,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
         operator.count_tokens(counted)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = aux_losses(model)
-    if terms and loss is None and "num_items_in_batch" in kwargs and not torch.compiler.is_compiling():
+    if terms and loss is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warnings.warn(_NO_LOSS, UserWarning, stacklevel=2)
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
