@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import typing
-from types import SimpleNamespace
 
 import pytest
 import typer
@@ -15,10 +14,10 @@ import typer
 import relinear
 from conftest import REPOSITORY
 from relinear.bench.run import BenchSettings
+from relinear.compare import Event
 from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
-from relinear.compare.worker import InProcess
 from relinear.compress import CompressSettings
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill import DistillSettings
@@ -353,17 +352,17 @@ def test_progress_on_a_plain_terminal_says_how_far_and_how_long(monkeypatch, cap
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with watch_comparison() as on_event:
         for step in (0, 100, 200):
-            on_event(SimpleNamespace(what="dense", done=step, total=200, run=1, runs=4, detail={}))
+            on_event(Event("train", "dense", step, 200, 1, 4, seconds_left=300 - step if step else None))
     first, middle, last = capsys.readouterr().err.splitlines()
     assert first == "dense 0/200  run 2 of 4"
-    assert middle.endswith("about 2 min left")  # half a run took 30 s
+    assert middle.endswith("about 3 min left")
     assert "200/200" in last
     with progress.watch_reports("timing layers") as report:
         report("1/3  256x256")
         report("3/3  512x512")
     assert capsys.readouterr().err.splitlines() == [
         "timing layers 0/3  256x256",
-        "timing layers 2/3  512x512  15 s left",
+        "timing layers 2/3  512x512  30 s left",
     ]
 
 
@@ -386,7 +385,7 @@ def test_searches_beyond_their_grid_are_counted(tmp_path, monkeypatch, capsys) -
     """The last run is the last that was counted: no run of n where n grows with every run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("Once upon a time there were three words and a full stop. " * 300)
-    monkeypatch.setattr("relinear.compare.worker.Worker", lambda log: InProcess())
+    monkeypatch.setattr("relinear.compare.run._fitting", lambda recipe: 0)
     recipe = "-o dense --model tiny --data text.txt --steps 4 --seeds 0,1 --out run"
     sizes = "{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
     sets = ["--set", f"train.model_overrides={sizes}", "--set", "speed.seconds=0", "--set", "train.warmup_steps=0"]
@@ -397,15 +396,3 @@ def test_searches_beyond_their_grid_are_counted(tmp_path, monkeypatch, capsys) -
     finals = [(int(run), int(runs)) for what, run, runs in told if "seed" in what]
     assert len(tuned) > 2  # the best lies at the edge
     assert [runs - run for run, runs in finals] == [1, 0]
-
-
-def test_the_time_left_falls_while_a_run_goes_on(monkeypatch, capsys) -> None:
-    """The pace is that of ended runs and of the share of the one under way."""
-    now = [0.0]
-    monkeypatch.setattr("relinear_cli.progress.time.monotonic", lambda: now[0])
-    with watch_comparison() as on_event:
-        for run, done in ((0, 0), (0, 50), (1, 0), (1, 50), (2, 0)):
-            now[0] = 100.0 * (run + done / 100)
-            on_event(SimpleNamespace(what=f"entry {run}", done=done, total=100, run=run, runs=4, detail={}))
-    told = [line.rsplit("  ", 1)[-1] for line in capsys.readouterr().err.splitlines()]
-    assert told == ["run 1 of 4", "about 6 min left", "about 5 min left", "about 4 min left", "about 3 min left"]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 import relinear
+from relinear.compare import engine
+from relinear.compare.engine import carry_out
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size, plan_comparison
 from relinear.compare.report import write_report
@@ -20,18 +23,17 @@ from relinear.compare.results import at_budget, gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import at_size, crossing, fit_power_law
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.sharing import carry_out
 from relinear.compare.tune import Trials, beside, grid_search
-from relinear.compare.worker import InProcess
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
 from relinear.system.files import write_json
-from relinear.system.lock import LOCK, InUseError, only_process_in
+from relinear.system.lock import LOCK
 from relinear.train import TrainResult
-from relinear.train.run import build_model
+from relinear.train.run import build_model, read_outcome
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import SteadySampler
 from relinear_cli.main import main
+from relinear_cli.terminal import print_results
 
 VOCABULARY = 258
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -158,20 +160,23 @@ def test_entries_may_differ_in_any_setting():
 
 def trials_in(folder, evaluate, prefix=""):
     """Trials whose runs come to what ``evaluate`` says (None where one diverges), and leave what runs leave."""
+    return Trials(folder, lambda rate, spread, place: (lambda: evaluate(rate, spread), place), prefix)
 
-    def run(rate, spread, place):
-        loss = evaluate(rate, spread)
-        result = TrainResult(loss, None, None, 0, 0, None, 0, {}, 1, None, []).to_dict()
-        record = {"status": "done", "result": result} if loss is not None else {"status": "failed", "diverged": True}
-        write_json(place / "run.json", {"settings": {}} | record)
-        return math.inf if loss is None else loss
 
-    return Trials(folder, run, prefix)
+def made(runs):
+    """What carries out the runs of ``trials_in``, unless they have ended."""
+    for evaluate, place in runs:
+        if read_outcome(place) is None:
+            loss = evaluate()
+            result = TrainResult(loss, None, None, 0, 0, None, 0, {}, 1, None, []).to_dict()
+            ended = {"status": "done", "result": result} if loss is not None else {"status": "failed", "diverged": True}
+            write_json(place / "run.json", {"settings": {}} | ended)
+    return [read_outcome(place) for _, place in runs]
 
 
 def by_rate(settings, folder, evaluate):
     trials = trials_in(folder, lambda rate, _: evaluate(rate))
-    return carry_out(folder, grid_search(settings, trials), False), trials.rows()
+    return carry_out(grid_search(settings, trials), made), trials.rows()
 
 
 def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
@@ -223,7 +228,7 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
     trials = trials_in(tmp_path, evaluate)
-    found = carry_out(tmp_path, grid_search(settings, trials, 0.02), False)
+    found = carry_out(grid_search(settings, trials, 0.02), made)
     assert (found.rate, found.initializer_range, found.loss) == (2e-3, 0.1, pytest.approx(0))
     assert tried[:4] == [(1e-3, 0.02), (2e-3, 0.02), (4e-3, 0.02), (8e-3, 0.02)]
     assert tried[4:7] == [(4e-3, 0.05), (4e-3, 0.1), (4e-3, 0.2)]  # the grid grew once
@@ -234,9 +239,7 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
     assert (found.edge, found.initializer_edge) == (False, False)
     before = len(tried)
     again = trials_in(tmp_path, evaluate)
-    with pytest.raises(StopIteration) as ended:
-        next(grid_search(settings, again, 0.02))
-    assert ended.value.value == found
+    assert carry_out(grid_search(settings, again, 0.02), made) == found
     assert again.rows() == trials.rows()
     assert len(tried) == before
 
@@ -247,7 +250,7 @@ def test_a_start_that_is_second_at_the_first_rate_may_win_at_its_own(tmp_path):
         return floor + math.log(rate / best) ** 2 / 3
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
-    found = carry_out(tmp_path, grid_search(settings, trials_in(tmp_path, evaluate), 0.05), False)
+    found = carry_out(grid_search(settings, trials_in(tmp_path, evaluate), 0.05), made)
     assert evaluate(4e-3, 0.1) > evaluate(4e-3, 0.05)  # at the rate that was found at 0.05 it is behind
     assert (found.rate, found.initializer_range) == (1e-3, 0.1)
     assert not found.edge
@@ -257,7 +260,7 @@ def test_trials_that_were_added_by_hand_are_recorded(tmp_path):
     settings = Tune(learning_rates=(1.0, 2.0), extensions=0)
     for prefix in ("", "full-length-", "warmup-0.1-"):  # those of other searches are no trials of this one
         by_hand = trials_in(tmp_path, lambda rate, spread: 7.0, prefix)
-        carry_out(tmp_path, by_hand.losses([(16.0 if not prefix else 4.0, None)]), False)
+        carry_out(by_hand.losses([(16.0 if not prefix else 4.0, None)]), made)
     _, trials = by_rate(settings, tmp_path, lambda rate: rate)
     assert [t["learning_rate"] for t in trials] == [1.0, 2.0, 16.0]
 
@@ -282,7 +285,7 @@ def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, m
         return abs(math.log(rate / best))
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
-    found = carry_out(tmp_path, beside(settings, trials_in(tmp_path, evaluate), start), False)
+    found = carry_out(beside(settings, trials_in(tmp_path, evaluate), start), made)
     assert seen == tried
     assert (found.rate, found.edge) == (ends, edge)
 
@@ -361,7 +364,7 @@ def finished(text, tmp_path_factory):
     tune = {"learning_rates": [1e-3, 4e-3], "fraction": 0.5, "extensions": 0}
     recipe = small(text, tune=tune, speed={"seconds": 0.5, "rounds": 3})
     events = []
-    results = compare(recipe, out, isolate=False, on_event=events.append)
+    results = compare(recipe, out, workers=0, on_event=events.append)
     return out, recipe, results, events
 
 
@@ -419,7 +422,7 @@ def judged(text, tmp_path_factory):
         "low_rank": "low_rank:rank=4",
     }
     recipe = small(text, entries=entries, tune=tune | {"check_full_length": True}, match="width", reference="dense")
-    return out, recipe, compare(recipe, out, isolate=False)
+    return out, recipe, compare(recipe, out, workers=0)
 
 
 def test_gaps_are_paired_and_stated(judged, capsys):
@@ -466,7 +469,7 @@ def test_initialisations_are_tuned_for_every_entry_that_brings_none(judged):
 def test_tuning_at_full_length_leaves_the_check_only_what_was_not_run(text, tmp_path):
     tune = {"learning_rates": [1e-3, 2e-3, 4e-3], "fraction": 1.0, "extensions": 0, "check_full_length": True}
     entries = {"dense": "dense", "given": {"operator": "dense", "learning_rate": 2e-3}}
-    results = compare(small(text, entries=entries, tune=tune, match="width"), tmp_path / "out", isolate=False)
+    results = compare(small(text, entries=entries, tune=tune, match="width"), tmp_path / "out", workers=0)
     tuned, given = (entry["tuning"] for entry in results["entries"])
     assert tuned["full_length"]["trials"][:3] == tuned["trials"]  # and what lies beyond the grid, if anything
     assert len(given["full_length"]["trials"]) == 3
@@ -482,14 +485,14 @@ def test_initialisations_of_a_model_that_brings_its_weights_are_not_tuned(text, 
     recipe["train"] = {k: v for k, v in recipe["train"].items() if k != "model_overrides"}
     recipe["train"]["model"] = str(tmp_path / "model")
     with pytest.raises(ValueError, match=r"dense: tune.initializer_range is for presets"):
-        compare(recipe, tmp_path / "out", isolate=False)
+        compare(recipe, tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()
 
 
 def test_started_again_nothing_is_done_again(finished):
     out, recipe, results, _ = finished
     events = []
-    assert compare(recipe, out, isolate=False, on_event=events.append) == results
+    assert compare(recipe, out, workers=0, on_event=events.append) == results
     assert events == []
 
 
@@ -505,7 +508,7 @@ def test_a_changed_recipe_is_refused_with_the_difference(finished):
 def test_lost_results_are_made_again_from_the_runs(finished):
     out, recipe, results, _ = finished
     (out / "results.json").unlink()
-    again = compare(recipe, out, isolate=False)
+    again = compare(recipe, out, workers=0)
     assert losses(again) == losses(results)
     assert [e["speed"] for e in again["entries"]] == [e["speed"] for e in results["entries"]]
 
@@ -531,12 +534,29 @@ def test_report_is_self_contained_and_escapes(finished):
     ]
 
 
-def test_a_diverged_run_names_its_entry(text, tmp_path):
-    recipe = small(text, entries={"wild": {"operator": "low_rank:rank=4", "learning_rate": 1e30}}, seeds=[0])
+def test_an_entry_that_diverges_ends_none_of_the_others(text, tmp_path, capsys):
+    wild = {"operator": "low_rank:rank=4", "learning_rate": 1e30}
+    recipe = small(text, entries={"wild": wild}, seeds=[0], match="width", speed={"seconds": 0})
     recipe["train"] |= {"max_grad_norm": 0, "schedule": "constant", "warmup_steps": 0, "steps": 30, "eval_every": 0}
-    with pytest.raises(ValueError, match=r"wild: the (training|validation) loss is nan"):
-        compare(recipe, tmp_path / "out", isolate=False)
-    assert not (tmp_path / "out" / "results.json").exists()
+    with pytest.raises(ValueError, match=r"wild: training diverged at the learning rate 1e\+30"):
+        compare(recipe, tmp_path / "alone", workers=0)
+    assert not (tmp_path / "alone" / "results.json").exists()
+    recipe["entries"] |= {"dense": "dense"}
+    recipe["reference"] = "wild"
+    results = compare(recipe, tmp_path / "out", workers=0)
+    assert [entry["name"] for entry in results["entries"]] == ["dense"]
+    assert results["diverged"] == [{"name": "wild", "text": "training diverged at the learning rate 1e+30"}]
+    assert "wild has no results: training diverged at the learning rate 1e+30." in results["notes"]
+    assert results["entries"][0]["gap"] is None
+    print_results(results)
+    assert re.search(r"wild +diverged", capsys.readouterr().out)
+    assert "diverged" in write_report(tmp_path / "out").read_text()
+    # and over budgets
+    recipe = recipe | {"budgets": [256, 512], "reference": "dense"}
+    del recipe["train"]["steps"]
+    results = compare(recipe, tmp_path / "budgets", workers=0)
+    assert [[entry["name"] for entry in row["entries"]] for row in results["budgets"]] == [["dense"], ["dense"]]
+    assert write_report(tmp_path / "budgets").is_file()
 
 
 def test_two_processes_in_one_directory_are_refused(text, tmp_path):
@@ -544,7 +564,7 @@ def test_two_processes_in_one_directory_are_refused(text, tmp_path):
 
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / LOCK), pytest.raises(ValueError, match="another process is at work"):
-        compare(small(text), tmp_path / "out", isolate=False)
+        compare(small(text), tmp_path / "out", workers=0)
 
 
 RUN = "import json, sys; from relinear.compare.run import compare; compare(json.loads(sys.argv[1]), sys.argv[2])"
@@ -602,7 +622,7 @@ def test_killed_and_started_again_gives_the_same_bits(text, tmp_path):
 @pytest.mark.slow
 def test_isolated_runs_equal_those_in_process(text, tmp_path):
     recipe = small(text, seeds=[0], speed={"seconds": 0.5, "rounds": 3})
-    here = compare(recipe, tmp_path / "here", isolate=False)
+    here = compare(recipe, tmp_path / "here", workers=0)
     there = compare(recipe, tmp_path / "there")
     assert losses(here) == losses(there)
     assert all(entry["peak_memory_bytes"] > 0 for entry in there["entries"])
@@ -620,7 +640,7 @@ def over_budgets(text, tmp_path_factory):
     recipe |= {"budgets": ["0.512k", 128, 256], "reference": "dense", "tune": tune}
     recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
     recipe["train"] |= {"warmup_steps": 4, "eval_every": 4, "save_model": False}
-    return out, recipe, compare(recipe, out, isolate=False)
+    return out, recipe, compare(recipe, out, workers=0)
 
 
 def test_every_budget_has_whole_schedules_and_its_own_gaps(over_budgets, capsys):
@@ -649,7 +669,7 @@ def test_warm_up_is_tuned_with_rate_and_start_and_handed_on(text, tmp_path):
     recipe = small(text, entries=entries, match="width", seeds=[0], speed={"seconds": 0})
     recipe |= {"budgets": [256, 512], "reference": "dense", "tune": tune | {"fraction": 1, "extensions": 0}}
     recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
-    results = compare(recipe, tmp_path / "out", isolate=False)
+    results = compare(recipe, tmp_path / "out", workers=0)
     for budget, steps in zip(results["budgets"], (4, 8), strict=True):
         for entry in budget["entries"]:
             run = json.loads(
@@ -670,31 +690,31 @@ def test_warm_up_is_tuned_with_rate_and_start_and_handed_on(text, tmp_path):
         assert (best["warmup_ratio"], best["learning_rate"]) == (a["warmup_ratio"], a["learning_rate"])
         assert a["warmup_ratio"] == b["warmup_ratio"]
     assert any("Warm-up was tuned, too" in note for note in results["notes"])
-    assert compare(recipe, tmp_path / "out", isolate=False) == results
+    assert compare(recipe, tmp_path / "out", workers=0) == results
 
 
 def test_a_fault_is_no_divergence_of_a_warm_up_and_the_search_is_gone_on_with(text, tmp_path, monkeypatch):
     tune = {"learning_rates": [1e-3, 4e-3], "initializer_range": [0.02, 0.1], "warmup_ratio": [0.25, 0.5]}
     recipe = small(text, entries={"dense": "dense"}, match="width", seeds=[0], speed={"seconds": 0})
     recipe["tune"] = tune | {"fraction": 1, "extensions": 0, "check_full_length": True}
-    run = InProcess.run
+    run = engine.run_once
 
-    def full_disk(self, method, arguments, tell):
-        if arguments["settings"]["warmup_ratio"] == 0.5:
+    def full_disk(settings, folder):
+        if settings["warmup_ratio"] == 0.5:
             raise ValueError("No space left on device")
-        return run(self, method, arguments, tell)
+        return run(settings, folder)
 
     with monkeypatch.context() as patch:
-        patch.setattr(InProcess, "run", full_disk)
+        patch.setattr(engine, "run_once", full_disk)
         with pytest.raises(ValueError, match="No space left"):
-            compare(recipe, tmp_path / "out", isolate=False)
+            compare(recipe, tmp_path / "out", workers=0)
     begun = tmp_path / "out" / "run.json"
     written = begun.read_text()
     begun.write_text(json.dumps({key: value for key, value in json.loads(written).items() if key != "search"}))
     with pytest.raises(ValueError, match="begun by a version whose tuning tried fewer rates"):
-        compare(recipe, tmp_path / "out", isolate=False)
+        compare(recipe, tmp_path / "out", workers=0)
     begun.write_text(written)
-    results = compare(recipe, tmp_path / "out", isolate=False)
+    results = compare(recipe, tmp_path / "out", workers=0)
     trials = results["entries"][0]["tuning"]["trials"]
     assert {trial["warmup_ratio"] for trial in trials} == {0.25, 0.5}
     made = len(list((tmp_path / "out" / "tuning" / "dense").glob("*/run.json")))
@@ -726,7 +746,7 @@ def test_budgets_go_on_where_they_were(over_budgets):
     (out / "results.json").unlink()
     (out / "budgets" / "512" / "results.json").unlink()
     events = []
-    again = compare(recipe, out, isolate=False, on_event=events.append)
+    again = compare(recipe, out, workers=0, on_event=events.append)
     assert again["budgets"] == results["budgets"]
     assert {event.stage for event in events} <= {"match", "data", "train", "ngram"}
     assert max(event.runs for event in events) <= 2  # of the last budget alone, and those are there
@@ -767,7 +787,7 @@ def scaled(text, tmp_path_factory):
     recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
     recipe |= {"sizes": [16, 32, 48, 64], "reference": "dense", "speed": {"seconds": 0.1, "rounds": 3}}
     recipe["train"] |= {"save_model": False, "learning_rate": 0.01}
-    return out, recipe, compare(recipe, out, isolate=False)
+    return out, recipe, compare(recipe, out, workers=0)
 
 
 def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch):
@@ -798,7 +818,7 @@ def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch
     assert sum("one seed, no intervals" in line for line in verdicts) >= 3
     assert all(entry["flops"]["fit"]["b_interval"] is None for entry in results["entries"])
     assert json.loads((out / "scale.json").read_text()) == json.loads(json.dumps(results))
-    assert compare(recipe, out, isolate=False) == json.loads(json.dumps(results))
+    assert compare(recipe, out, workers=0) == json.loads(json.dumps(results))
     assert main(["report", str(out)]) == 0
     assert "loss at width" in capsys.readouterr().out
     assert (out / "plots" / "scale.svg").is_file()
@@ -829,52 +849,3 @@ def test_wrong_sizes(changes, said):
     recipe = {"entries": {"dense": "dense"}, "sizes": [16, 32, 48, 64], "reference": "dense"}
     with pytest.raises(ValueError, match=said):
         CompareSettings.load(recipe | changes)
-
-
-# Sharing
-
-
-@pytest.mark.slow
-def test_shared_and_unshared_work_refuse_each_other(text, tmp_path):
-    recipe = small(text, tune={"learning_rates": [1e-3, 4e-3], "extensions": 0}, entries={"dense": "dense"}, seeds=[0])
-    recipe |= {"match": "width"}
-    with only_process_in(tmp_path / "held"), pytest.raises(InUseError, match="another process is at work"):
-        compare(recipe, tmp_path / "held", shared=True)
-    held = tmp_path / "held"
-    with only_process_in(held, shared=True), only_process_in(held, shared=True), pytest.raises(InUseError):
-        compare(recipe, held)
-    assert not (tmp_path / "held").exists()
-    for shared in (False, True):
-        out = tmp_path / str(shared)
-        compare(recipe, out, isolate=False, shared=shared)
-        (out / "results.json").unlink()
-        with pytest.raises(ValueError, match="holds a comparison that was not begun with shared"):
-            compare(recipe, out, isolate=False, shared=not shared)
-        compare(recipe, out, isolate=False, shared=shared)
-    assert losses(read(tmp_path / "True")) == losses(read(tmp_path / "False"))
-    assert not list(tmp_path.rglob("claims"))
-
-
-@pytest.mark.slow
-def test_shared_budgets_come_to_the_same(text, tmp_path):
-    recipe = small(
-        text,
-        entries={"a": "dense", "b": "low_rank:rank=4"},
-        seeds=[0],
-        match="width",
-        budgets=[128, 256],
-        reference="a",
-    )
-    recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
-    alone, together = (
-        compare(recipe, tmp_path / str(shared), isolate=False, shared=shared) for shared in (False, True)
-    )
-    assert of_budgets(alone) == of_budgets(together)
-
-
-def of_budgets(results):
-    return [[entry["validation_loss"] for entry in row["entries"]] for row in results["budgets"]]
-
-
-def read(out):
-    return json.loads((out / "results.json").read_text())

@@ -2,26 +2,25 @@
 
 import math
 import shutil
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from relinear.compare import engine
+from relinear.compare.engine import carry_out
 from relinear.compare.results import at_budget, comparison_result, over_budgets
-from relinear.compare.run import _Comparison, compare
+from relinear.compare.run import compare
 from relinear.compare.scaling import at_size
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.sharing import Piece, carry_out, share_out
 from relinear.compare.speed import _figures
 from relinear.compare.tune import beside
 from relinear.system.files import read_json, write_json
-from relinear.system.lock import only_process_in
 from relinear.system.timing import Timing
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
-from relinear.train.trainer import NonFiniteLossError
 from relinear_cli.main import main
-from test_compare_engine import trials_in
+from test_compare_engine import made, trials_in
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TRAIN = {"model": "tiny", "batch_size": 8, "data": {"sequence_length": 32}}
@@ -135,10 +134,10 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
 def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
     settings = Tune(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
     trials = trials_in(tmp_path / "x", lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
-    assert carry_out(tmp_path, beside(settings, trials, 4e-3), False).rate == 5e-4
+    assert carry_out(beside(settings, trials, 4e-3), made).rate == 5e-4
     hopeless = trials_in(tmp_path / "y", lambda rate, _: None)
     with pytest.raises(ValueError, match="diverged"):
-        carry_out(tmp_path, beside(settings, hopeless, 4e-3), False)
+        carry_out(beside(settings, hopeless, 4e-3), made)
     assert min(row["learning_rate"] for row in hopeless.rows()) == pytest.approx(2.5e-4)
 
 
@@ -154,101 +153,69 @@ def test_operators_that_an_entry_sets_by_name_grow_with_the_width():
         assert (operators["all-linear"]["rank"], operators["q_proj"]["rank"]) == ranks
 
 
-# Sharing
+# Runs that fail
 
 
-def test_a_piece_that_fails_keeps_nobody_from_the_rest(tmp_path):
-    done, tried = set(), []
+def test_a_run_that_fails_keeps_none_of_the_others_from_ending(begun, tmp_path, monkeypatch):
+    values, _ = begun
+    values["entries"] = {"bad": "low_rank:rank=4", "dense": "dense"}
+    whole = engine.run_once
 
-    def piece(name):
-        def do():
-            tried.append(name)
-            if name == "bad":
-                raise RuntimeError("diverged")
-            done.add(name)
+    def run(settings, folder):
+        if "bad" in folder:
+            raise RuntimeError("no kernel")
+        return whole(settings, folder)
 
-        return Piece(name, lambda: name in done, do)
-
-    def waiting():
-        return [piece(name) for name in ("bad", "good", "better") if name not in done]
-
-    with pytest.raises(RuntimeError, match="diverged"):
-        share_out(tmp_path, waiting)
-    assert done == {"good", "better"}
-    assert tried.count("bad") == 1
+    monkeypatch.setattr(engine, "run_once", run)
+    with pytest.raises(RuntimeError, match="bad: no kernel"):
+        compare(values, tmp_path / "new", workers=0)
+    assert read_result(tmp_path / "new" / "runs" / "dense" / "seed-0") is not None
 
 
 def test_an_entry_that_diverges_wherever_it_is_tuned_keeps_nobody_from_the_rest(begun, tmp_path, monkeypatch):
     values, _ = begun
     values["entries"] = {"wild": "low_rank:rank=4", "dense": {"operator": "dense", "learning_rate": 0.001}}
     values |= {"tune": {"learning_rates": [0.1, 0.2], "fraction": 1.0, "extensions": 0}, "match": "width"}
-    whole = _Comparison._run
-
-    def run(self, stage, what, settings, folder):
-        if "wild" in what:
-            raise NonFiniteLossError("the training loss is nan")
-        return whole(self, stage, what, settings, folder)
-
-    monkeypatch.setattr(_Comparison, "_run", run)
-    with pytest.raises(ValueError, match=r"wild: training diverged at every learning rate"):
-        compare(values, tmp_path / "shared", isolate=False, shared=True)
-    assert read_result(tmp_path / "shared" / "runs" / "dense" / "seed-0") is not None
+    whole = engine.run_once
+    monkeypatch.setattr(engine, "run_once", lambda s, folder: math.inf if "wild" in folder else whole(s, folder))
+    results = compare(values, tmp_path / "new", workers=0)
+    assert [entry["name"] for entry in results["entries"]] == ["dense"]
+    assert results["diverged"][0]["text"].startswith("training diverged at every learning rate of [0.1, 0.2]")
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_where_a_final_run_diverges_all_seeds_take_the_next_lower_rate(begun, tmp_path, monkeypatch, shared):
+def test_where_a_final_run_diverges_all_seeds_take_the_next_lower_rate(begun, tmp_path, monkeypatch):
     values, _ = begun
     values |= {"tune": {"learning_rates": [0.001, 0.002, 0.004], "fraction": 1.0, "extensions": 0}, "seeds": [0, 1, 2]}
-    whole, diverged = _Comparison._run, []
+    whole, diverged = engine.run_once, []
 
-    def run(self, stage, what, settings, folder):
-        result = whole(self, stage, what, settings, folder)
-        if stage == "tune":  # the higher, the better
-            record = read_json(folder / "run.json")
-            record["result"]["validation_loss"] = -settings.learning_rate
-            write_json(folder / "run.json", record)
-            return record["result"]
-        if settings.learning_rate == 0.004 and settings.seed == 1:
-            diverged.append(what)
-            raise NonFiniteLossError("the training loss is nan")
-        return result
+    def run(settings, folder):
+        loss = whole(settings, folder)
+        if "tuning" in folder:  # the higher, the better
+            record = read_json(Path(folder) / "run.json")
+            record["result"]["validation_loss"] = -settings["learning_rate"]
+            write_json(Path(folder) / "run.json", record)
+            return -settings["learning_rate"]
+        if settings["learning_rate"] == 0.004 and settings["seed"] == 1:
+            diverged.append(folder)
+            return math.inf
+        return loss
 
-    monkeypatch.setattr(_Comparison, "_run", run)
-    results = compare(values, tmp_path / "new", isolate=False, shared=shared)
+    monkeypatch.setattr(engine, "run_once", run)
+    results = compare(values, tmp_path / "new", workers=0)
     (entry,) = results["entries"]
-    assert diverged == ["dense, seed 1"]
+    assert len(diverged) == 1
     assert (entry["learning_rate"], entry["tuning"]["diverged"]) == (0.002, [0.004])
     assert any("diverged at the learning rate that tuning had found (0.004)" in note for note in results["notes"])
     runs = [tmp_path / "new" / "runs" / "dense" / f"seed-{seed}" / "run.json" for seed in (0, 1, 2)]
     assert [read_json(run)["settings"]["learning_rate"] for run in runs] == [0.002] * 3
+    aside = tmp_path / "new" / "tuning" / "dense"
+    assert sorted(path.name for path in aside.glob("given-up-*")) == [f"given-up-0.004-seed-{s}" for s in (0, 1, 2)]
     # and at the lowest rate there is no way on
     (tmp_path / "new" / "results.json").unlink()
     shutil.rmtree(tmp_path / "new" / "runs")
-
-    def never(self, stage, what, settings, folder):
-        if stage == "train":
-            raise NonFiniteLossError("the training loss is nan")
-        return run(self, stage, what, settings, folder)
-
-    monkeypatch.setattr(_Comparison, "_run", never)
+    monkeypatch.setattr(engine, "run_once", lambda settings, folder: math.inf)
     with pytest.raises(ValueError, match=r"dense: final runs diverged at 0.004, 0.002, 0.001, and no lower"):
-        compare(values, tmp_path / "new", isolate=False, shared=shared)
-
-
-def test_work_is_not_shared_where_there_are_no_locks(tmp_path, monkeypatch):
-    def no_flock(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", no_flock)
-    with pytest.raises(OSError, match="without --share"):
-        share_out(tmp_path, lambda: [Piece("x", lambda: False, lambda: None)])
-    with pytest.raises(OSError, match="cannot be locked"), only_process_in(tmp_path, shared=True):
-        pass
-    with only_process_in(tmp_path):
-        pass
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    with pytest.raises(OSError, match="flock"), only_process_in(tmp_path, required=True):
-        pass
+        compare(values, tmp_path / "new", workers=0)
 
 
 # Going on
@@ -262,7 +229,7 @@ def begun(tmp_path):
     train = {"model": "tiny", "model_overrides": WIDTH, "steps": 2, "batch_size": 2, "dtype": "float32", "threads": 1}
     train["data"] = {"data": str(text), "sequence_length": 32, "cache_dir": str(tmp_path / "cache")}
     values = {"entries": {"dense": "dense"}, "train": train, "speed": {"seconds": 0}, "ngram": None}
-    compare(values, tmp_path / "out", isolate=False)
+    compare(values, tmp_path / "out", workers=0)
     (tmp_path / "out" / "results.json").unlink()
     return values, text
 
@@ -272,16 +239,16 @@ def test_other_text_under_the_same_name_is_refused(begun, tmp_path):
     before = text.read_text()
     text.write_text(before.replace("line", "lime"))
     with pytest.raises(ValueError, match="begun on other text"):
-        compare(values, tmp_path / "out", isolate=False)
+        compare(values, tmp_path / "out", workers=0)
     text.write_text(before)
-    assert compare(values, tmp_path / "out", isolate=False)["entries"]
+    assert compare(values, tmp_path / "out", workers=0)["entries"]
 
 
 def test_another_precision_is_refused(begun, tmp_path, monkeypatch):
     values, _ = begun
     monkeypatch.setattr("relinear.compare.folder._computed", lambda settings: "bfloat16 on cuda")
     with pytest.raises(ValueError, match="dense in float32 on cpu, which would be bfloat16 on cuda"):
-        compare(values, tmp_path / "out", isolate=False)
+        compare(values, tmp_path / "out", workers=0)
 
 
 def test_tune_on_the_command_line_keeps_how_a_recipe_tunes(tmp_path, monkeypatch, capsys):

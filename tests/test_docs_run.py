@@ -25,7 +25,6 @@ from typer.main import get_command
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
 from relinear.compare.settings import CompareSettings
-from relinear.compare.worker import InProcess
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
 from relinear_cli.main import COMMANDS, app, main
 
@@ -176,7 +175,7 @@ def test_blocks_run(page: Path, world: Path, tmp_path, monkeypatch) -> None:
     shutil.copytree(world, here)
     monkeypatch.chdir(here)
     # a process for every run would take most of the time
-    monkeypatch.setattr("relinear.compare.worker.Worker", lambda log: InProcess())
+    monkeypatch.setattr("relinear.compare.run._fitting", lambda recipe: 0)
     namespace: dict = {"__name__": "__main__"}
     for reason, language, text in blocks(page):
         if reason or not is_run(language, text):

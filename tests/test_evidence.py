@@ -117,12 +117,14 @@ def test_a_plan_needs_the_seeds_of_its_power_or_a_reason():
 
 
 @pytest.mark.parametrize("more", [["--set", "train.steps=3"], ["-o", "hdpl"], ["--tune"], ["--recipe", "quick"]])
-def test_a_plan_is_carried_out_as_it_is_written(more):
+def test_a_plan_is_carried_out_as_it_is_written(more, tmp_path):
     from relinear_cli.main import app
 
-    found = CliRunner().invoke(app, ["compare", "--plan", "plan.yaml", *more])
+    path = tmp_path / "plan.yaml"
+    path.write_text(json.dumps(PLAN))
+    found = CliRunner().invoke(app, ["compare", "--plan", str(path), *more])
     assert found.exit_code != 0
-    assert "--plan goes with --out and --share alone" in str(found.exception)
+    assert "--plan goes with --out, --workers and --executor alone" in str(found.exception)
 
 
 def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):
@@ -187,7 +189,6 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
 
     done = subprocess.run([*gpu_evidence.RELINEAR, "compare", "--help"], capture_output=True, text=True, check=True)
     assert "--plan" in done.stdout
-    assert "--share" in done.stdout
     stopped, begun = [], []
     long = gpu_evidence.QUEUE[1]
 

@@ -1,6 +1,5 @@
 """Faults from outside: a second process, SIGTERM, a full disk, a loss that explodes, values nested without end."""
 
-import contextlib
 import errno
 import json
 import multiprocessing
@@ -10,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +17,13 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.compare.recipe import parse_overrides, read_yaml
 from relinear.compare.run import compare
-from relinear.compare.worker import Worker
 from relinear.data import DataSettings, iter_texts
 from relinear.distill.run import distill_
 from relinear.system import lock
 from relinear.system.files import check_manifest, read_json, write_manifest, writing
 from relinear.system.lock import only_process_in
 from relinear.system.signals import Terminated
-from relinear.train import FitSettings, TrainSettings, fit, train
-from relinear_cli.errors import is_user_error
+from relinear.train import FitSettings, fit, train
 from relinear_cli.main import main
 from test_train_resume import DATA, FIT, RUN, corpus, dropout_model, run_settings  # noqa: F401  a fixture
 from train_helpers import Tokens
@@ -66,7 +62,7 @@ def test_the_second_of_two_processes_is_refused(held, corpus):  # noqa: F811
     del recipe["train"]["operators"]
     works = {
         "train": lambda: train(settings, out),
-        "compare": lambda: compare(recipe, out, isolate=False),
+        "compare": lambda: compare(recipe, out, workers=0),
         "distill": lambda: distill_(
             make_tiny_llama(),
             {"q_proj": relinear.LowRank(rank=2)},
@@ -189,33 +185,6 @@ def test_a_directory_that_is_gone_ends_the_run(tmp_path, phase, step):
     with pytest.raises(FileNotFoundError, match=r"removed or became unreachable while the run was at work: '.*out'"):
         fit(dropout_model(), DATA, FIT, out_dir=out, on_progress=take_away)
     assert not (out / "checkpoints").exists()
-
-
-@pytest.mark.slow
-@linux
-def test_a_worker_that_is_killed_is_no_fault_of_ours_and_the_run_goes_on(tmp_path, corpus):  # noqa: F811
-    settings = run_settings(corpus, steps=9, save_every=3).model_dump(mode="json", exclude_unset=True)
-    worker = Worker(tmp_path / "worker.log")
-
-    def kill(progress):
-        if progress["phase"] == "save" and progress["step"] == 3:
-            for child in children(worker._process.pid):
-                os.kill(child, signal.SIGKILL)
-
-    arguments = {"settings": settings, "out_dir": str(tmp_path / "out")}
-    with contextlib.closing(worker):
-        with pytest.raises(ChildProcessError, match=r"for want of memory.*the same command goes on"):
-            worker.run("train", arguments, kill)
-        steps = []
-        result = worker.run("train", arguments, lambda progress: steps.append(progress["step"]))
-    assert min(steps) >= 3
-    assert result["validation_loss"] == train(TrainSettings.load(settings), tmp_path / "whole").validation_loss
-    assert is_user_error(ChildProcessError("killed"))
-
-
-def children(parent):
-    """Processes that it has started."""
-    return list(map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()))
 
 
 # Losses

@@ -28,24 +28,6 @@ def test_a_few_kills(tmp_path):
     assert found["kills"] >= 6
 
 
-def shared(name):
-    """What two workers, one of which is killed, and a third one come to."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kills.shared", name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-def test_two_workers_share_a_comparison_and_a_killed_one_loses_nothing():
-    found = shared("compare")
-    assert found["codes"] == [0, 0]
-    assert found["same"], "results other than those of one process"
-    assert found["workers"] >= 2
-    assert found["twice"] <= 1, "steps that two workers made: at most the one that was not on disk at the kill"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7_200)
 def test_two_hundred_kills(tmp_path):

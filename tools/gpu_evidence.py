@@ -1,9 +1,9 @@
 """On a machine with an NVIDIA GPU: the plans of results/plans that take one, as a queue in calls of nine minutes.
 
-``python tools/gpu_evidence.py`` (``make gpu-evidence``) carries out plans by ``relinear compare --plan --share``, in as
-many processes as there are processors but two: small models wait for operations to start, not for the GPU. At the end
-of its time it stops what is under way, which keeps its state; the next call goes on. ``--rehearse`` takes every plan
-through all of its steps on a CPU, at sizes that say nothing.
+``python tools/gpu_evidence.py`` (``make gpu-evidence``) carries out plans by ``relinear compare --plan``, with
+as many runs at once as there are processors but two: small models wait for operations to start, not for the GPU. At the
+end of its time it stops what is under way, which keeps its state; the next call goes on. ``--rehearse`` takes every
+plan through all of its steps on a CPU, at sizes that say nothing.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _script(plan: Path) -> str:
     return said["command"].split()[1] if "study" in said else ""
 
 
-def _command(name: str, out: Path) -> list[str]:
-    """What carries a plan out as one of several processes: ``relinear compare``, or the script that the plan names."""
+def _command(name: str, out: Path, workers: int) -> list[str]:
+    """What carries a plan out: ``relinear compare``, or the script that the plan names."""
     path = PLANS / f"{name}.yaml"
     if script := _script(path):
         return [sys.executable, script, "plan", "--plan", str(path), "--out", str(out)]
-    return [*RELINEAR, "compare", "--plan", str(path), "--share", "--out", str(out)]
+    return [*RELINEAR, "compare", "--plan", str(path), "--workers", str(workers), "--out", str(out)]
 
 
 def _stop(running: Any) -> None:
@@ -76,20 +76,21 @@ def carry_out(
     """Carry out plans for so many minutes; return the names of those that are not done yet."""
     ends = time.monotonic() + 60 * minutes - SAVING
     workers = workers or max(1, (os.cpu_count() or 1) - 2)
+    at_once = min(AT_ONCE, workers)
 
     def work(first: int) -> None:
         for name in QUEUE[first:] + QUEUE[:first]:
             left = ends - time.monotonic()
             if _finished(out / name) or left < LEAST:
                 continue
-            running = start(_command(name, out / name), cwd=ROOT)
+            running = start(_command(name, out / name, max(1, workers // at_once)), cwd=ROOT)
             try:
                 running.wait(left)
             except subprocess.TimeoutExpired:
                 _stop(running)
 
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, (worker % AT_ONCE for worker in range(workers))))
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(work, range(at_once)))
     return [name for name in QUEUE if not _finished(out / name)]
 
 
@@ -120,7 +121,7 @@ def rehearse(out: Path, text: str) -> list[str]:
     """
     queue = [name for name in QUEUE if not _script(PLANS / f"{name}.yaml")]
     for name in queue:
-        compare(_tiny(planned(PLANS / f"{name}.yaml"), text), out / name, isolate=False, shared=True)
+        compare(_tiny(planned(PLANS / f"{name}.yaml"), text), out / name, workers=0)
         print(f"{name}: every step is there", flush=True)
     return [name for name in queue if not _finished(out / name)]
 
@@ -129,7 +130,7 @@ def main() -> int:
     """Run as the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--workers", type=int, help="processes; by default two fewer than there are processors")
+    parser.add_argument("--workers", type=int, help="runs at once; by default two fewer than there are processors")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-evidence")
     parser.add_argument("--rehearse", metavar="TEXT", help="on a CPU, on this text")
     given = parser.parse_args()

@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import relinear
 from relinear.compare.gaps import gap
-from relinear.compare.sharing import Piece, share_out
 from relinear.data import DataSettings, iter_texts
 from relinear.distill.record import record, token_blocks
 from relinear.system.files import read_json, write_json
@@ -80,10 +79,6 @@ class Work:
         """A measurement, if it has been made."""
         return read_json(self.file(name)) if self.file(name).is_file() else None
 
-    def piece(self, name: str, measure: Callable[[], dict]) -> Piece:
-        """A measurement that is to be made."""
-        return Piece(name, self.file(name).is_file, lambda: write_json(self.file(name), measure()))
-
     def constant(self, projection: str) -> dict:
         """Losses with the mean output, over the tokens that methods are fitted on, in place of the projection."""
         model = copy.deepcopy(self.original)
@@ -128,10 +123,10 @@ class Work:
             "losses": self.losses(model),
         }
 
-    def waiting(self) -> list[Piece]:
+    def waiting(self) -> list[tuple[str, Callable[[], dict]]]:
         """The measurements that are missing and could be made now."""
-        pieces = [self.piece("original", partial(self.losses, self.original))]
-        pieces += [self.piece(f"{CONSTANT} {p}", partial(self.constant, p)) for p in self.projections]
+        pieces = [("original", partial(self.losses, self.original))]
+        pieces += [(f"{CONSTANT} {p}", partial(self.constant, p)) for p in self.projections]
         for projection, method in itertools.product(self.projections, self.methods):
             names = {rate: f"rate {method} {projection} {rate}" for rate in RATES}
             tried = {rate: found["error"] for rate in RATES if (found := self.measured(names[rate]))}
@@ -141,12 +136,12 @@ class Work:
                 at = RATES.index(best)
                 missing = [rate for rate in RATES[max(0, at - 1) : at + 2] if rate not in tried]
             if missing:
-                pieces += [self.piece(names[rate], partial(self.error, method, projection, rate)) for rate in missing]
+                pieces += [(names[rate], partial(self.error, method, projection, rate)) for rate in missing]
                 continue
             for seed in SEEDS:
                 run = partial(self.run, method, projection, seed, best)
-                pieces.append(self.piece(f"{method} {projection} {seed}", run))
-        return [piece for piece in pieces if not piece.is_done()]
+                pieces.append((f"{method} {projection} {seed}", run))
+        return [(name, measure) for name, measure in pieces if not self.file(name).is_file()]
 
 
 def summary(measured: Callable[[str], dict], projections: Sequence[str], methods: Sequence[str]) -> list[dict]:
@@ -206,7 +201,9 @@ def main() -> None:
     write_json(begun, given)
     work = Work(options)
     if not options.so_far:
-        share_out(options.state, work.waiting)
+        while waiting := work.waiting():
+            name, measure = waiting[0]
+            write_json(work.file(name), measure())
     original = {text: float(np.mean(losses)) for text, losses in work.measured("original").items()}
     head = {
         "command": f"python results/rotor/{command_line()}",

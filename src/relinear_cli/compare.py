@@ -34,7 +34,24 @@ def command(
     compile: options.Compile = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
-    share: options.ShareWork = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Runs at once.", show_default="one a core; jobs: 256")
+    ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            help="`slurm`, or the address of a scheduler of Dask: `tcp://HOST:8786`.", show_default="this machine"
+        ),
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Of SLURM.", show_default="the cluster's")] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="A parameter of submitit, such as timeout_min=240; repeat it.",
+            show_default="as submitit has them",
+        ),
+    ] = None,
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.
 
@@ -46,7 +63,7 @@ def command(
 
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
-    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
+    from relinear.compare.recipe import apply_overrides, change_recipe, parse_overrides, read_recipe
     from relinear.compare.report import write_report
     from relinear.compare.run import compare
     from relinear.compare.settings import CompareSettings, planned
@@ -66,7 +83,10 @@ def command(
     }
     changes = options.given_settings(written, overrides)
     if plan is not None and (recipe is not None or operators or tune or changes):
-        raise ValueError("--plan goes with --out and --share alone: what it says was fixed beforehand")
+        raise ValueError("--plan goes with --out, --workers and --executor alone: what it says was fixed beforehand")
+    jobs = parse_overrides(slurm or []) | ({} if partition is None else {"slurm_partition": partition})
+    if jobs and executor != "slurm":
+        raise ValueError("--partition and --slurm are for jobs: give --executor slurm, too")
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
@@ -81,7 +101,7 @@ def command(
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     options.prepare_process()
     with watch_comparison() as on_event:
-        results = compare(settings, out, shared=share, on_event=on_event)
+        results = compare(settings, out, workers=workers, executor=executor, slurm=jobs, on_event=on_event)
     report = write_report(out)
     (print_results if settings.sizes is None else print_scale)(results)
     print(f"\nreport: {report.resolve()}")

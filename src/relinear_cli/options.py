@@ -51,9 +51,6 @@ TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of trainin
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
 ]
-ShareWork = Annotated[
-    bool, typer.Option("--share", help="Work on it together with other processes that are given the same arguments.")
-]
 
 
 def given_settings(options: Mapping[str, Any], overrides: list[str] | None) -> dict[str, Any]:

@@ -16,28 +16,15 @@ class _Lines:
     """Progress for logs and plain terminals: a line when something new starts, and every so often."""
 
     def __init__(self) -> None:
-        self._began = {"": time.monotonic()}  # by title; "" is the whole
-        self._first: float | None = None  # runs that were done before
         self._told, self._shown = ("", 0.0), ("", 0)
 
-    def show(self, title: str, done: int, total: int, detail: str, run: int = 0, runs: int = 0) -> None:
+    def show(self, title: str, done: int, total: int, detail: str, of_all: str, left: str, run: int, runs: int) -> None:
         now, title = time.monotonic(), title.partition(" (")[0]
-        began = self._began.setdefault(title, now)
         if (title, done) == self._shown or (title == self._told[0] and done != total and now - self._told[1] <= _QUIET):
             return
         self._told, self._shown = (title, now), (title, done)
         counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
-        of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 else ""
-        at = run + done / max(total, 1)
-        first = self._first = at if self._first is None else self._first
-        left = _left(now - self._began[""], at - first, runs - first) if runs > 1 else _left(now - began, done, total)
         print("  ".join(filter(None, [title + counted, of_all, detail, left])), file=sys.stderr, flush=True)
-
-
-def _left(seconds: float, done: float, total: float) -> str:
-    """How long the rest takes at the pace so far; "" where that is not known, or a moment."""
-    rest = seconds / done * (total - done) if 0 < done < total else 0.0
-    return "" if rest < 5 else f"{rest:.0f} s left" if rest < 90 else f"about {rest / 60:.0f} min left"
 
 
 class _Bars:
@@ -45,19 +32,52 @@ class _Bars:
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
-        self._current = progress.add_task("", total=None, detail="")
+        self._current = progress.add_task("", total=None, detail="", left="")
         self._all: Any = None
         self._title = ""
 
-    def show(self, title: str, done: int, total: int, detail: str, run: int = 0, runs: int = 0) -> None:
+    def show(self, title: str, done: int, total: int, detail: str, of_all: str, left: str, run: int, runs: int) -> None:
         if title.partition(" (")[0] != self._title:
             self._title = title.partition(" (")[0]
             self._progress.reset(self._current, total=total or None)
-        self._progress.update(self._current, description=title, completed=done, total=total or None, detail=detail)
         if runs > 1 and self._all is None:
-            self._all = self._progress.add_task("all runs", total=runs, detail="")
-        if self._all is not None:
-            self._progress.update(self._all, completed=run, total=runs or None)
+            self._all = self._progress.add_task("all runs", total=runs, detail="", left="")
+        alone = self._all is None
+        shown = {"description": title, "completed": done, "total": total or None, "detail": detail}
+        self._progress.update(self._current, **shown, left=left if alone else "")
+        if not alone:
+            self._progress.update(self._all, completed=run, total=runs or None, left=left)
+
+
+class _View:
+    """What is going on, and how long the rest takes: as it is told, else at the pace so far."""
+
+    def __init__(self, lines: Any) -> None:
+        self._lines = lines
+        self._began: dict[str, float] = {}
+
+    def show(
+        self,
+        title: str,
+        done: int,
+        total: int,
+        detail: str,
+        run: int = 0,
+        runs: int = 0,
+        seconds_left: float | None = None,
+    ) -> None:
+        """Show ``done`` of ``total`` of a piece of work, and how many of several runs have ended."""
+        now = time.monotonic()
+        began = self._began.setdefault(title.partition(" (")[0], now)
+        if seconds_left is None and runs <= 1 and 0 < done < total:
+            seconds_left = (now - began) / done * (total - done)
+        of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 else ""
+        self._lines.show(title, done, total, detail, of_all, _left(seconds_left or 0.0), run, runs)
+
+
+def _left(seconds: float) -> str:
+    """How long the rest takes; "" where that is not known, or a moment."""
+    return "" if seconds < 5 else f"{seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
 
 
 @contextlib.contextmanager
@@ -65,7 +85,7 @@ def _view() -> Iterator[Any]:
     from relinear.system.machine import is_first_rank
 
     if not is_first_rank() or not sys.stderr.isatty():  # of several ranks the first tells
-        yield _Lines() if is_first_rank() else SimpleNamespace(show=lambda *shown: None)
+        yield _View(_Lines()) if is_first_rank() else SimpleNamespace(show=lambda *shown: None)
         return
     from rich import progress as bars
     from rich.console import Console
@@ -75,12 +95,11 @@ def _view() -> Iterator[Any]:
         bars.BarColumn(bar_width=28),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
-        bars.TextColumn("left"),
-        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[left]}"),
         bars.TextColumn("{task.fields[detail]}"),
     )
     with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _Bars(progress)
+        yield _View(_Bars(progress))
 
 
 def _detail(values: Mapping[str, Any]) -> str:
@@ -119,7 +138,9 @@ def _watch(
 @_watch
 def watch_comparison(view: Any) -> Callable[..., None]:
     """A callback for ``compare(on_event=...)`` that shows what is going on while the block runs."""
-    return lambda now: view.show(now.what, now.done, now.total, _detail(now.detail), now.run, now.runs)
+    return lambda now: view.show(
+        now.what, now.done, now.total, _detail(now.detail), now.run, now.runs, now.seconds_left
+    )
 
 
 @_watch
@@ -132,7 +153,7 @@ def watch_training(view: Any, title: str) -> Callable[..., None]:
             return
         phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
         values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
-        view.show(title + phase, progress.step, progress.steps, _detail(values))
+        view.show(title + phase, progress.step, progress.steps, _detail(values), 0, 0, progress.seconds_left)
 
     return on_progress
 

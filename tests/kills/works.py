@@ -59,7 +59,7 @@ def _compare(data: Path, out: Path) -> None:
     shared = settings(data, steps=3).model_dump(exclude_unset=True)
     del shared["operators"]
     recipe = {"entries": {"a": "dense", "b": "low_rank:rank=4"}, "train": shared, "speed": {"seconds": 0}}
-    compare(recipe | {"tune": {"learning_rates": [1e-3, 4e-3], "extensions": 0}}, out, isolate=False)
+    compare(recipe | {"tune": {"learning_rates": [1e-3, 4e-3], "extensions": 0}}, out, workers=0)
 
 
 def _ids(count: int) -> list[torch.Tensor]:

@@ -170,7 +170,9 @@ def budgets(
     shown: list[Series] = []
     x = [budget["tokens"] for budget in found]
     for number, name in enumerate(entry["name"] for entry in entries if entry.get("gap")):
-        rows = [next(e["gap"] for e in budget["entries"] if e["name"] == name) for budget in found]
+        rows = [e["gap"] for budget in found for e in budget["entries"] if e["name"] == name and e["gap"]]
+        if len(rows) < len(found):  # it diverged at one of them
+            continue
         whole = all(gap["low"] is not None for gap in rows)
         low, high = ([gap[end] for gap in rows] if whole else None for end in ("low", "high"))
         means = [gap["mean"] for gap in rows]

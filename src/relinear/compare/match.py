@@ -215,6 +215,7 @@ class Event:
     done, total: of this piece of work (optimiser steps, or characters read; total 0 where it is not known).
     run, runs: training runs that have ended, and how many there are as far as is known.
     detail: numbers worth showing, by name.
+    seconds_left: of all runs, as far as is known.
     """
 
     stage: str
@@ -224,6 +225,7 @@ class Event:
     run: int = 0
     runs: int = 0
     detail: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    seconds_left: float | None = None
 
 
 OnEvent = Callable[[Event], None]

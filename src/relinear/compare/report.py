@@ -282,6 +282,7 @@ def results_table(results: Mapping[str, Any]) -> Table:
         cells += [Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"])]
         best = entry is leader and half is not None and lead > half  # the interval to the next excludes zero
         rows.append(Row(cells, entry["name"], palette[entry["name"]], best))
+    rows += [Row([e["name"], "diverged", *[""] * (len(head) - 2)]) for e in results.get("diverged", ())]
     counted = results.get("ngram")
     if counted:
         loss = counted["validation_loss"]
@@ -390,9 +391,12 @@ def budget_table(results: Mapping[str, Any]) -> Table | None:
     if not budgets:
         return None
     rows = []
-    for index, entry in enumerate(budgets[-1]["entries"]):
-        cells = [budget["entries"][index] for budget in budgets]
-        texts = [gap_text(cell["gap"]) if cell["gap"] else plus_minus(cell["validation_loss"]) for cell in cells]
+    for entry in budgets[-1]["entries"]:
+        cells = [next((e for e in budget["entries"] if e["name"] == entry["name"]), None) for budget in budgets]
+        texts = [
+            "diverged" if e is None else gap_text(e["gap"]) if e["gap"] else plus_minus(e["validation_loss"])
+            for e in cells
+        ]
         rows.append(Row([entry["name"] + " (loss)" * (entry["gap"] is None), *texts], entry["name"]))
     if all(budget["ngram"] for budget in budgets):
         losses = [f"{budget['ngram']['validation_loss']:.3f}" for budget in budgets]

@@ -39,9 +39,7 @@ def entry_result(
     """
     kept = ("seed", "validation_loss", "perplexity", "initial_perplexity", "steps", "tokens_per_second")
     short = [
-        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux", "block_losses")}
-        | {"curve": _curve(run["curve"])}
-        | ({"stacked": run["stacked"]["runs"]} if run.get("stacked") else {})
+        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux", "block_losses")} | {"curve": _curve(run["curve"])}
         for run in runs
     ]
     mapping = planned.settings.mapping
@@ -315,7 +313,8 @@ def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[
     if recipe.tune is not None and recipe.tune.at == "smallest" and index:
         values["entries"] = with_choices(values["entries"], chosen)
         checked = index == 1 or recipe.tune.check_full_length
-        values["tune"] = recipe.tune.model_dump() | {"check_full_length": True} if checked else None
+        diverged = set(values["entries"]) - set(chosen)  # at the smaller budgets: they are tuned anew
+        values["tune"] = recipe.tune.model_dump() | {"check_full_length": checked} if checked or diverged else None
     return CompareSettings.load(values, f"budget of {budgets[index]:,} tokens")
 
 
@@ -325,7 +324,9 @@ def with_choices(
     """Entries with the ``learning_rate`` and, where they were tuned, the initialisation and the warm-up of each."""
     found = {}
     for name, entry in entries.items():
-        choice = chosen[name]
+        if (choice := chosen.get(name)) is None:
+            found[name] = entry
+            continue
         found[name] = entry | {"learning_rate": choice["learning_rate"]}
         change: dict[str, float | None] = {}
         if "initializer_range" in choice:

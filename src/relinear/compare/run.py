@@ -1,28 +1,31 @@
 """The comparison: match sizes, tune, train every entry on every seed, measure speed; stop and go on at any point."""
 
 import contextlib
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from relinear.compare.engine import Engine, Run, Search, carry_out, side_by_side
+from relinear.compare.executors import executor_at
 from relinear.compare.folder import BUDGETS, NGRAM, RESULTS, RUN, SPEED, check_same, now, read_losses, record_start
 from relinear.compare.gaps import gap
 from relinear.compare.match import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import at_budget, chosen_by, comparison_result, count_ngrams, entry_result, over_budgets
 from relinear.compare.settings import CompareSettings, Tune, lasting
-from relinear.compare.sharing import Piece, Work, all_of, alone_at, carry_out, kept, side_by_side
+from relinear.compare.speed import measure_speed
 from relinear.compare.tune import Trials, beside, grid_search
-from relinear.compare.worker import InProcess, Worker, at_work
 from relinear.data import prepare_data
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.lock import only_process_in
-from relinear.train.run import read_ended, read_result, run_folder
+from relinear.train.fit import training_device
+from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
@@ -36,8 +39,9 @@ def compare(
     recipe: CompareSettings | Mapping[str, Any],
     out_dir: str | Path,
     *,
-    isolate: bool = True,
-    shared: bool = False,
+    workers: int | None = None,
+    executor: Executor | str | None = None,
+    slurm: Mapping[str, Any] | None = None,
     on_event: OnEvent = lambda event: None,
 ) -> dict[str, Any]:
     """Carry out a comparison and leave its results in ``out_dir``.
@@ -50,10 +54,11 @@ def compare(
     Args:
         recipe: ``CompareSettings`` or a mapping of them.
         out_dir: directory of the comparison, made once everything has been checked.
-        isolate: train every run in a process of its own, which alone makes its peak memory its own.
-        shared: work on the same comparison as other calls with the same recipe, on this machine or on others that see
-            ``out_dir``. Every run is done by one of them; what a killed call had begun, another goes on with. Every
-            call returns the results when all is done.
+        workers: runs at once, each in a process of its own; None for as many as this machine has cores for. 0 trains in
+            this process, so that the peak memory of a run is that of all before it.
+        executor: where runs are carried out: None on this machine, "slurm", the address of a scheduler of Dask
+            ("tcp://HOST:8786"), or an executor as ``concurrent.futures`` has them. All see ``out_dir`` by this path.
+        slurm: parameters of ``submitit.AutoExecutor`` for jobs of SLURM, such as ``slurm_partition``.
         on_event: told what is going on.
 
     Returns:
@@ -61,41 +66,30 @@ def compare(
 
     Raises:
         ValueError: for settings that are wrong or cannot be matched, data that cannot be read (nothing is written
-            then), a directory that holds another comparison, a loss that is not finite.
+            then), a directory that holds another comparison, entries that all diverge.
+        ChildProcessError: if a run's process was killed; all others have ended then, and the same call goes on.
         OSError: if ``out_dir`` cannot be written.
     """
-    recipe = CompareSettings.load(recipe)
+    recipe, out_dir = CompareSettings.load(recipe), Path(out_dir)
     work = comparison
     if recipe.sizes is not None:
         from relinear.compare.scaling import scaled_up as work
-    return carried_out(work, recipe, Path(out_dir), isolate=isolate, shared=shared, on_event=on_event)
+    if workers is None:
+        workers = _fitting(recipe) if executor is None else 0
+    with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as place:
+        return work(recipe, out_dir, Engine(place, workers, on_event))
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How work is done: who trains, whether with others, and who is told."""
-
-    worker: "Worker | InProcess"  # tests put a function in its place
-    shared: bool
-    on_event: OnEvent
-
-
-def carried_out(
-    work: Callable[[CompareSettings, Path, Way], Work[dict[str, Any]]],
-    recipe: CompareSettings,
-    out_dir: Path,
-    *,
-    isolate: bool,
-    shared: bool,
-    on_event: OnEvent,
-) -> dict[str, Any]:
-    """Carry out the work on ``recipe`` in ``out_dir``, or go on with it; arguments as in ``compare``."""
-    with at_work(out_dir, isolate, shared) as worker:
-        way = Way(worker, shared, on_event)
-        return carry_out(out_dir, work(recipe, out_dir, way), shared)
+def _fitting(recipe: CompareSettings) -> int:
+    """How many runs this machine has cores for; one where a run takes all of them, or the GPU."""
+    settings = recipe.train
+    if settings.threads is None or training_device(settings).type != "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // settings.threads)
 
 
-def comparison(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[str, Any]]:
+def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine) -> dict[str, Any]:
     """Check everything, then hold ``out_dir`` for the comparison and do it, unless it has ended."""
     path = out_dir / RESULTS
     check_same(out_dir, recipe.model_dump(mode="json"))
@@ -104,32 +98,35 @@ def comparison(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[st
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
-    data = prepare_data(recipe.train.data, on_progress=lambda what, done: way.on_event(Event("data", what, done)))
+    data = prepare_data(recipe.train.data, on_progress=lambda what, done: engine.on_event(Event("data", what, done)))
     for name in recipe.entries:
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
-    planned = plan_comparison(recipe, data.vocab_size, way.on_event)
-    with held(recipe, out_dir, way, planned, data) as started:
+    planned = plan_comparison(recipe, data.vocab_size, engine.on_event)
+    with held(recipe, out_dir, planned, data) as started:
         if recipe.budgets is None:
-            return (yield from _Comparison(recipe, out_dir, planned, data, way, started).work())
+            return _Comparison(recipe, out_dir, planned, data, engine, started).results()
         found: list[dict[str, Any]] = []
         for index, tokens in enumerate(recipe.budgets):
             at_one = at_budget(recipe, index, chosen_by(found))
-            found.append((yield from comparison(at_one, out_dir / BUDGETS / str(tokens), way)))
-        return (yield from kept(path, lambda: over_budgets(recipe, found) | circumstances(started)))
+            found.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
+        return kept(path, lambda: over_budgets(recipe, found) | circumstances(started))
 
 
 @contextlib.contextmanager
-def held(
-    recipe: CompareSettings, out_dir: Path, way: Way, planned: list[Planned], data: Any = None
-) -> Iterator[dict[str, Any]]:
+def held(recipe: CompareSettings, out_dir: Path, planned: list[Planned], data: Any = None) -> Iterator[dict[str, Any]]:
     """Hold ``out_dir`` for work on ``recipe``; gives what ``run.json`` says there, written if it is not."""
     described = recipe.model_dump(mode="json")
-    with only_process_in(out_dir, shared=way.shared):
-        with alone_at(out_dir, "start", way.shared):
-            check_same(out_dir, described)  # another process may have been here since
-            started = record_start(out_dir, described, planned, data)
-        yield started
+    with only_process_in(out_dir):
+        check_same(out_dir, described)  # another process may have been here since
+        yield record_start(out_dir, described, planned, data)
+
+
+def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``path`` holds, made and written unless it is there."""
+    if not path.is_file():
+        write_json(path, make())
+    return read_json(path)
 
 
 def circumstances(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,8 +162,15 @@ def _warmed(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
 
 
+class _Diverged(NamedTuple):
+    """An entry without results, and why."""
+
+    name: str
+    text: str
+
+
 class _Comparison:
-    """The work that is left once the sizes are known."""
+    """The work that remains once the sizes are known."""
 
     def __init__(
         self,
@@ -174,34 +178,56 @@ class _Comparison:
         out_dir: Path,
         planned: list[Planned],
         data: Any,
-        way: Way,
+        engine: Engine,
         started: Mapping[str, Any],
     ) -> None:
         self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
-        self.way, self.started = way, started
-        self.searches: list[Trials] = []
-        #: final runs that have ended, by folder and learning rate
-        self.trained: set[tuple[Path, float]] = set()
-        self.runs = len(planned) * len(recipe.seeds)
-        if recipe.tune is not None:
-            self.trials = len(recipe.tune.learning_rates) + len(recipe.tune.initializer_range or ())
-            trials = self.trials * len(recipe.tune.warmup_ratio or (None,))
-            self.runs += sum(entry.learning_rate is None for entry in recipe.entries.values()) * trials
-            self.runs += 3 * len(planned) * recipe.tune.check_full_length
+        self.engine, self.started = engine, started
 
-    def work(self) -> Work[dict[str, Any]]:
-        """Tune and train all entries, then what is done one after the other once all runs have ended."""
-        chosen = yield from side_by_side([self._entry(planned) for planned in self.planned])
-        counted, speed = None, {}
+    def results(self) -> dict[str, Any]:
+        """Tune and train all entries, then what is done once all runs have ended."""
+        for planned in self.planned:
+            self._announce(planned)
+        found = carry_out(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.do)
+        diverged = [choice for choice in found if isinstance(choice, _Diverged)]
+        chosen = {
+            planned.name: choice
+            for planned, choice in zip(self.planned, found, strict=True)
+            if isinstance(choice, _Choice)
+        }
+        if not chosen:
+            raise ValueError("; ".join(f"{name}: {text}" for name, text in diverged))
+        counted, speed = None, dict[str, Any]()
         if self.recipe.ngram_order is not None:
-            counted = yield from kept(self.out_dir / NGRAM, self._count)
+            counted = kept(self.out_dir / NGRAM, self._count)
         if self.recipe.speed.seconds:
-            speed = yield from kept(self.out_dir / SPEED, lambda: self._speed(chosen))
-        return (yield from kept(self.out_dir / RESULTS, lambda: self._results(chosen, counted, speed)))
+            speed = kept(self.out_dir / SPEED, lambda: self._speed(chosen))
+        return kept(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
 
-    def _results(self, chosen: list[_Choice], counted: dict[str, Any] | None, speed: dict[str, Any]) -> dict[str, Any]:
-        gaps, entries = self._gaps(), []
-        for planned, choice in zip(self.planned, chosen, strict=True):
+    def _announce(self, planned: Planned) -> None:
+        """Tell the engine of the runs of an entry; a search goes on beyond its grid where the best lies at an end."""
+        recipe, tune = self.recipe, self.recipe.tune
+        self.engine.plan("train", len(recipe.seeds), planned.settings.steps)
+        if tune is None:
+            return
+        if recipe.entries[planned.name].learning_rate is None:
+            trials = len(tune.learning_rates) + len(tune.initializer_range or ())
+            short = lasting(planned.settings, tune.fraction).steps
+            self.engine.plan("tune", trials * len(tune.warmup_ratio or (None,)), short)
+        if tune.check_full_length:
+            self.engine.plan("tune", 3, planned.settings.steps)
+
+    def _results(
+        self,
+        chosen: Mapping[str, _Choice],
+        diverged: list[_Diverged],
+        counted: dict[str, Any] | None,
+        speed: dict[str, Any],
+    ) -> dict[str, Any]:
+        gaps, entries = self._gaps(chosen), []
+        for planned in self.planned:
+            if (choice := chosen.get(planned.name)) is None:
+                continue
             name, runs = planned.name, []
             for seed in self.recipe.seeds:
                 result = read_result(self._folder(name, seed))
@@ -211,50 +237,45 @@ class _Comparison:
             entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
             entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
         found = comparison_result(self.recipe, self.data, self.planned, entries, counted)
+        found["diverged"] = [each._asdict() for each in diverged]
+        found["notes"] += [f"{name} has no results: {text}." for name, text in diverged]
         return found | circumstances(self.started) | {"finished": now()}
 
-    def _tell(self, stage: str, what: str, done: int = 0, total: int = 0, detail: dict[str, Any] | None = None) -> None:
-        # a search whose best lies at the edge of its grid goes on beyond it
-        tried = [
-            (len(each.known), 3 if each.prefix.startswith("full-length-") else self.trials) for each in self.searches
-        ]
-        ended = len(self.trained) + sum(count for count, _ in tried)
-        runs = max(ended, self.runs + sum(max(0, count - usual) for count, usual in tried))
-        self.way.on_event(Event(stage, what, done, total, ended, runs, detail or {}))
-
     def _count(self) -> dict[str, Any]:
-        self._tell("ngram", f"counting {self.recipe.ngram_order}-grams")
+        self.engine.say("ngram", f"counting {self.recipe.ngram_order}-grams")
         return count_ngrams(self.recipe, self.data, self.out_dir)
 
-    def _gaps(self) -> dict[str, dict[str, Any]]:
+    def _gaps(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Of every entry but the reference, by name."""
-        if self.recipe.reference is None:
-            return {}
-        losses = {p.name: [self._losses(p.name, seed) for seed in self.recipe.seeds] for p in self.planned}
-        reference = losses.pop(self.recipe.reference)
-        return {name: gap(own, reference) for name, own in losses.items()}
+        losses = {name: [self._losses(name, seed) for seed in self.recipe.seeds] for name in names}
+        reference = losses.pop(str(self.recipe.reference), None)
+        return {} if reference is None else {name: gap(own, reference) for name, own in losses.items()}
 
     def _losses(self, name: str, seed: int) -> np.ndarray:
         return read_losses(self._folder(name, seed))
 
     # An entry
 
-    def _entry(self, planned: Planned) -> Work[_Choice]:
+    def _entry(self, planned: Planned) -> Search[_Choice | _Diverged]:
         """Tune an entry, then train it on every seed; where a final run diverges, all take a lower rate."""
         name = planned.name
         try:
-            tuned = _Choice(planned.settings)
+            choice = tuned = _Choice(planned.settings)
             if self.recipe.tune is not None:
-                tuned = yield from self._tuned(planned, self.recipe.tune)
+                choice = tuned = yield from self._tuned(planned, self.recipe.tune)
             while True:
                 choice = self._below_diverged(name, tuned)
-                yield from all_of([self._final_piece(name, choice, seed) for seed in self.recipe.seeds])
-                if choice.settings.learning_rate not in self._given_up(name):
+                losses = yield [self._final(name, choice, seed) for seed in self.recipe.seeds]
+                if all(map(math.isfinite, losses)):
                     return choice
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+                rate = choice.settings.learning_rate
+                if tuned.tuning is None:
+                    raise NonFiniteLossError(f"training diverged at the learning rate {rate:g}")
+                write_json(self.out_dir / TUNING / name / DIVERGED, sorted({*self._given_up(name), rate}))
+        except NonFiniteLossError as error:
+            return _Diverged(name, str(error))
 
-    def _tuned(self, planned: Planned, tune: Tune) -> Work[_Choice]:
+    def _tuned(self, planned: Planned, tune: Tune) -> Search[_Choice]:
         """The rate, initialisation and warm-up that are found best, in short runs and in runs of full length."""
         settings, rate, spread, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning, trials = dict[str, Any](), None
@@ -268,7 +289,9 @@ class _Comparison:
             found, trials, ratio = min(zip(results, searches, ratios, strict=True), key=lambda each: each[0].loss)
             if not math.isfinite(found.loss):
                 grid = list(tune.learning_rates)
-                raise ValueError(f"training diverged at every learning rate of {grid}; lower tune.learning_rates")
+                raise NonFiniteLossError(
+                    f"training diverged at every learning rate of {grid}; lower tune.learning_rates"
+                )
             rate, spread = found.rate, found.initializer_range
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
             tuning |= {"initializer_edge": found.initializer_edge, "warmup_ratio": ratio}
@@ -309,7 +332,7 @@ class _Comparison:
             if not below:
                 at = ", ".join(f"{r:g}" for r in diverged)
                 advice = "no lower learning rate was tried; lower tune.learning_rates"
-                raise ValueError(f"final runs diverged at {at}, and {advice}")
+                raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
             rate = max(below)
         return _Choice(choice.settings.updated(learning_rate=rate), tuning | {"diverged": diverged})
 
@@ -324,81 +347,32 @@ class _Comparison:
         short = short.updated(seed=self.recipe.tune.seed, eval_every=0, save_model=False)
         at = functools.partial(_at, short)
 
-        def run(rate: float, spread: float | None, folder: Path) -> float:
+        def run(rate: float, spread: float | None, folder: Path) -> Run:
             stated = "" if spread is None else f", initializer_range {spread:g}"
-            what = f"tuning {study}, learning rate {rate:g}{stated}"
-            try:
-                return self._run("tune", what, at(rate, spread), folder)["validation_loss"]
-            except NonFiniteLossError:
-                return math.inf
+            return Run("tune", f"tuning {study}, learning rate {rate:g}{stated}", at(rate, spread), folder)
 
         common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
-        self.searches.append(Trials(self.out_dir / TUNING / name, run, prefix, common, at))
-        return self.searches[-1]
+        return Trials(self.out_dir / TUNING / name, run, prefix, common)
 
     def _folder(self, name: str, seed: int) -> Path:
         return self.out_dir / "runs" / name / f"seed-{seed}"
 
-    def _final_piece(self, name: str, choice: _Choice, seed: int) -> Piece:
+    def _final(self, name: str, choice: _Choice, seed: int) -> Run:
+        """The run of a seed. One at a rate that was given up since, as another seed diverged at it, is put aside."""
         settings, folder = choice.settings.updated(seed=seed), self._folder(name, seed)
-        key = folder, settings.learning_rate
+        if (given_up := self._given_up(name)) and (folder / RUN).is_file():
+            rate = read_json(folder / RUN)["settings"]["learning_rate"]
+            if rate in given_up:
+                folder.rename(self.out_dir / TUNING / name / f"given-up-{rate:g}-seed-{seed}")
+        return Run("train", name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}", settings, folder)
 
-        def is_done() -> bool:
-            if settings.learning_rate in self._given_up(name):
-                return True  # by another seed: all take a lower one
-            if key not in self.trained and not self._outdated(name, folder, settings) and read_ended(settings, folder):
-                self.trained.add(key)
-            return key in self.trained
-
-        def do() -> None:
-            if self._outdated(name, folder, settings):
-                run_folder(folder, settings, overwrite=True).set_aside()
-            what = name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}"
-            try:
-                self._run("train", what, settings, folder)
-            except NonFiniteLossError:
-                if choice.tuning is None:
-                    raise
-                given_up = sorted({*self._given_up(name), settings.learning_rate})
-                write_json(self.out_dir / TUNING / name / DIVERGED, given_up)
-
-        return Piece(f"run-{name}-{seed}", is_done, do, later=True)
-
-    def _outdated(self, name: str, folder: Path, settings: TrainSettings) -> bool:
-        """Whether a final run was made at a rate that was given up since, because another seed's diverged at it."""
-        given_up = self._given_up(name)
-        if not given_up or not (folder / RUN).is_file():
-            return False
-        rate = read_json(folder / RUN)["settings"]["learning_rate"]
-        return rate in given_up and rate != settings.learning_rate
-
-    def _run(self, stage: str, what: str, settings: TrainSettings, folder: Path) -> dict[str, Any]:
-        def tell(progress: Mapping[str, Any]) -> None:
-            detail = {key: progress[key] for key in ("loss", "validation_loss", "tokens_per_second")}
-            phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress["phase"], "")
-            self._tell(stage, what + phase, progress["step"], progress["steps"], detail)
-
-        self._tell(stage, what, 0, settings.steps)
-        arguments = {"settings": settings.model_dump(mode="json"), "out_dir": str(folder)}
-        try:
-            return self.way.worker.run("train", arguments, tell)
-        except ValueError as error:
-            error.args = (f"{what}: {error}",)
-            raise
-
-    def _speed(self, chosen: list[_Choice]) -> dict[str, Any]:
-        what = "measuring speed, all models in turn"
-
-        def tell(progress: Mapping[str, Any]) -> None:
-            self._tell("speed", what, progress["step"], progress["steps"])
-
-        self._tell("speed", what)
-        settings = {p.name: c.settings.model_dump(mode="json") for p, c in zip(self.planned, chosen, strict=True)}
-        entries = self.recipe.entries
-        full = [p.name for p in self.planned if entries[p.name].dense and entries[p.name].how == "fixed"]
+    def _speed(self, chosen: Mapping[str, _Choice]) -> dict[str, Any]:
+        settings = {name: choice.settings.model_dump(mode="json") for name, choice in chosen.items()}
+        full = [name for name in settings if (entry := self.recipe.entries[name]).dense and entry.how == "fixed"]
         reference = full[0] if full else "dense at full size"
         if not full:
             # its warm-up may be longer than the default number of steps, and does not matter here
             settings[reference] = self.recipe.train.model_dump(mode="json") | {"warmup_steps": None}
-        given = {"settings": settings, "reference": reference, "vocab_size": self.data.vocab_size}
-        return self.way.worker.run("speed", given | self.recipe.speed.model_dump(), tell)
+        speed = self.recipe.speed
+        arguments = settings, reference, self.data.vocab_size, speed.seconds, speed.rounds
+        return self.engine.call("speed", "measuring speed, all models in turn", measure_speed, *arguments)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from relinear.compare.engine import Engine
 from relinear.compare.folder import check_same, read_losses
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import Event, at_width, config_of_preset, measure_size, scaled_operators
-from relinear.compare.run import Way, circumstances, comparison, held
+from relinear.compare.run import circumstances, comparison, held, kept
 from relinear.compare.settings import CompareSettings
-from relinear.compare.sharing import Work, kept
 from relinear.data import prepare_data
 from relinear.system.files import read_json, understood
 
@@ -31,24 +31,18 @@ _PASSES = 3
 AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
 
 
-def scaled_up(recipe: CompareSettings, out_dir: Path, way: Way) -> Work[dict[str, Any]]:
+def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine) -> dict[str, Any]:
     """Hold ``out_dir`` for a comparison at every width, unless all have ended."""
     check_same(out_dir, recipe.model_dump(mode="json"))
     if (out_dir / SCALE).is_file():
         return read_scale(out_dir)
-    data = prepare_data(recipe.train.data, on_progress=lambda what, done: way.on_event(Event("data", what, done)))
+    data = prepare_data(recipe.train.data, on_progress=lambda what, done: engine.on_event(Event("data", what, done)))
     widths = recipe.sizes.widths if recipe.sizes else ()
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in widths}
-    with held(recipe, out_dir, way, []) as started:
-        found: dict[int, dict[str, Any]] = {}
-        for width, sized in recipes.items():
-            found[width] = yield from comparison(sized, out_dir / SIZES / str(width), way)
-
-        def sum_up() -> dict[str, Any]:
-            head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
-            return head | _summary(recipe, out_dir, found) | circumstances(started)
-
-        return (yield from kept(out_dir / SCALE, sum_up))
+    with held(recipe, out_dir, []) as started:
+        found = {width: comparison(sized, out_dir / SIZES / str(width), engine) for width, sized in recipes.items()}
+        head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
+        return kept(out_dir / SCALE, lambda: head | _summary(recipe, out_dir, found) | circumstances(started))
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
@@ -167,10 +161,12 @@ def crossing(own: Fit, other: Fit, low: float, high: float) -> np.ndarray:
 
 
 def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    names = [entry["name"] for entry in next(iter(found.values()))["entries"]]
+    # one that diverged at a width has no line
+    everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in found.values()))
+    names = [entry["name"] for entry in next(iter(found.values()))["entries"] if entry["name"] in everywhere]
     points = {name: [_point(width, results, name) for width, results in found.items()] for name in names}
     drawn = {name: _drawn(recipe, out_dir, name, points[name]) for name in names}
-    dense = {entry["name"] for entry in next(iter(found.values()))["entries"] if entry["dense"]}
+    dense = {e["name"] for e in next(iter(found.values()))["entries"] if e["dense"] and e["name"] in everywhere}
     entries = []
     for name in names:
         axes = {axis: _axis(name, axis, points, drawn, dense) for axis in AXES}
@@ -180,6 +176,11 @@ def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, dict[st
         for entry in entries
         for axis, unit in AXES.items()
         for other, meeting in ((entry[axis] or {}).get("crossings") or {}).items()
+    ]
+    verdicts += [
+        f"{each['name']} at width {width} has no results: {each['text']}."
+        for width, results in found.items()
+        for each in results.get("diverged", ())
     ]
     return {"reference": recipe.reference, "entries": entries, "verdicts": verdicts}
 

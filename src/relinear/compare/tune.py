@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relinear.compare.engine import Run, Search
 from relinear.compare.settings import Tune
-from relinear.compare.sharing import Piece, Work, all_of
 from relinear.train.run import read_outcome
-from relinear.train.settings import TrainSettings
+from relinear.train.trainer import NonFiniteLossError
 
 #: a learning rate, and an initialisation where that is tuned
 Point = tuple[float, float | None]
 #: the losses of values along one coordinate
-Along = Callable[[Sequence[float]], Work[list[float]]]
+Along = Callable[[Sequence[float]], Search[list[float]]]
 _NUMBER = r"[0-9][0-9.e+-]*?"
 
 
@@ -41,23 +41,24 @@ class Trials:
 
     Args:
         folder: where they are, each in a folder that is named by what it tries.
-        run: (learning rate, initialisation or None, its folder) -> validation loss, infinite where training diverged.
+        run: (learning rate, initialisation or None, its folder) -> the run.
         prefix: of the names of the folders.
         common: what rows tell of every trial beside its point.
-        settings: (learning rate, initialisation or None) -> those of the trial's run; None where it is no such run.
-        known: the losses of trials that have ended.
+        known: the losses of trials that have ended, infinite where training diverged.
     """
 
     folder: Path
-    run: Callable[[float, float | None, Path], float]
+    run: Callable[[float, float | None, Path], Run]
     prefix: str = ""
     common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    settings: Callable[[float, float | None], TrainSettings] | None = None
     known: dict[Point, float] = dataclasses.field(default_factory=dict, init=False)
 
-    def losses(self, points: Sequence[Point]) -> Work[list[float]]:
+    def losses(self, points: Sequence[Point]) -> Search[list[float]]:
         """Return the validation losses at ``points``, made where they are not known; infinite where one diverged."""
-        yield from all_of([self._piece(point) for point in points])
+        asked = [point for point in dict.fromkeys(points) if point not in self.known]
+        if asked:
+            losses = yield [self.run(*point, self._folder(point)) for point in asked]
+            self.known |= dict(zip(asked, losses, strict=True))
         return [self.known[point] for point in points]
 
     def along_rates(self, initializer_range: float | None) -> Along:
@@ -66,19 +67,6 @@ class Trials:
 
     def _folder(self, point: Point) -> Path:
         return self.folder / (self.prefix + "-init-".join(f"{value:g}" for value in point if value is not None))
-
-    def _piece(self, point: Point) -> Piece:
-        folder = self._folder(point)
-
-        def is_done() -> bool:
-            if point not in self.known and (loss := read_outcome(folder)) is not None:
-                self.known[point] = loss
-            return point in self.known
-
-        def do() -> None:
-            self.known[point] = self.run(*point, folder)
-
-        return Piece(f"tuning-{self.folder.name}-{folder.name}", is_done, do)
 
     def rows(self) -> list[dict[str, Any]]:
         """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""
@@ -118,7 +106,7 @@ def _grow(values: list[float], best: float) -> None:
         values.append(float(f"{best * best / values[-2]:.3g}"))
 
 
-def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Work[_Best]:
+def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Search[_Best]:
     """The best value of ``grid``, which grows by one value up to ``extensions`` times while the best is at an end."""
     values = list(grid)
     for extension in range(extensions + 1):
@@ -131,7 +119,7 @@ def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Work[_Best
     return best
 
 
-def _descend(grid: Sequence[float], start: float, moves: int, along: Along) -> Work[_Best]:
+def _descend(grid: Sequence[float], start: float, moves: int, along: Along) -> Search[_Best]:
     """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends.
 
     Values of the grid that are nearer to a start of its own than a fourth of the grid's step tell nothing and are left
@@ -159,7 +147,7 @@ def _descend(grid: Sequence[float], start: float, moves: int, along: Along) -> W
     return _Best(best, losses[best], tuple(around))  # at an end of these where the last move was the last allowed
 
 
-def grid_search(settings: Tune, trials: Trials, initializer_range: float | None = None) -> Work[Found]:
+def grid_search(settings: Tune, trials: Trials, initializer_range: float | None = None) -> Search[Found]:
     """Find the best learning rate of the grid and, where that is tuned, the best initialisation.
 
     One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and at the
@@ -177,7 +165,7 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
     if initializer_range is None or settings.initializer_range is None or not math.isfinite(rate.loss):
         return Found(rate.value, initializer_range, rate.loss, rate.edge)
 
-    def along_spreads(spreads: Sequence[float]) -> Work[list[float]]:
+    def along_spreads(spreads: Sequence[float]) -> Search[list[float]]:
         return trials.losses([(rate.value, spread) for spread in spreads])
 
     spread = yield from _at_best(sorted({*settings.initializer_range, initializer_range}), extensions, along_spreads)
@@ -191,14 +179,14 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
     return Found(rates[best].value, best, rates[best].loss, rates[best].edge, on_edge)
 
 
-def beside(settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None) -> Work[Found]:
+def beside(settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None) -> Search[Found]:
     """Find the better of ``rate`` and its neighbours in the grid, and so on up to ``settings.extensions`` times more.
 
     Raises:
-        ValueError: if training diverged at all of them.
+        NonFiniteLossError: if training diverged at all of them.
     """
     along = trials.along_rates(initializer_range)
     best = yield from _descend(settings.learning_rates, rate, settings.extensions, along)
     if not math.isfinite(best.loss):
-        raise ValueError(f"training diverged at {rate:g} and at the rates beside it; lower tune.learning_rates")
+        raise NonFiniteLossError(f"training diverged at {rate:g} and at the rates beside it; lower tune.learning_rates")
     return Found(best.value, initializer_range, best.loss, best.edge)

@@ -18,61 +18,46 @@ class InUseError(ValueError):
 
 
 @contextlib.contextmanager
-def only_process_in(
-    directory: str | Path, patience: float | None = None, *, shared: bool = False, required: bool = False
-) -> Iterator[Path]:
+def only_process_in(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
     """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
 
     The lock (``flock`` on ``.relinear.lock``) ends with its holder in whatever way that ends. The file is removed
     again, and so are the folders made for it if nothing else has come into them. Where the system or the file system
-    has no ``flock``, nothing is held, unless it is ``required``.
+    has no ``flock``, nothing is held.
 
     Args:
         directory: which.
         patience: seconds that another process is waited for; by default as long as one that was just killed may take.
-        shared: hold it together with others that share it; who does not share is refused, and refuses them.
-        required: several processes divide work by such locks: refuse to go on without.
 
     Raises:
         InUseError: (a ValueError) if another process holds the directory.
-        OSError: if it cannot be made or written, or has no locks although they are required.
+        OSError: if it cannot be made or written.
     """
     directory, real = Path(directory), Path(os.path.realpath(directory))  # a link that dangles becomes a folder there
-    required = required or shared
     try:
         import fcntl
     except ImportError:
-        if required:
-            raise _no_locks(directory) from None
         real.mkdir(parents=True, exist_ok=True)
         yield directory
         return
     made = [folder for folder in (real, *real.parents) if not folder.exists()]
     path = directory / LOCK
-    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience, shared, required)
+    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience)
     try:
         with contextlib.suppress(OSError):  # who it is helps a reader; on a full disk the lock holds without it
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
         yield directory
     finally:
-        if _is_last(handle, fcntl):
-            with contextlib.suppress(OSError):  # what stays there is held by nobody
-                path.unlink()  # while it is still held: see _is_at
+        with contextlib.suppress(OSError):  # what stays there is held by nobody
+            path.unlink()  # while it is still held: see _is_at
         os.close(handle)
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: it is in use
                 folder.rmdir()
 
 
-def _no_locks(directory: Path, why: str = "there is no flock") -> OSError:
-    return OSError(
-        f"{directory} cannot be locked ({why}), and by file locks processes share work; let one process do it, without "
-        "--share (shared=True), or use a file system that has them"
-    )
-
-
-def _acquired(path: Path, fcntl: Any, patience: float, shared: bool, required: bool) -> int:
+def _acquired(path: Path, fcntl: Any, patience: float) -> int:
     """A handle of ``path`` that is locked, and is the file that others see there."""
     deadline = time.monotonic() + patience
     while True:
@@ -84,7 +69,7 @@ def _acquired(path: Path, fcntl: Any, patience: float, shared: bool, required: b
                 raise
             continue
         try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(handle, path):
                 return handle
         except BlockingIOError:
@@ -95,23 +80,9 @@ def _acquired(path: Path, fcntl: Any, patience: float, shared: bool, required: b
                     f"another process is at work in {path.parent} ({holder}); wait for it, or give another directory"
                 ) from None
             time.sleep(0.05)
-        except OSError as error:  # a file system without locks
-            if required:
-                os.close(handle)
-                raise _no_locks(path.parent, str(error)) from error
+        except OSError:  # a file system without locks
             return handle
         os.close(handle)
-
-
-def _is_last(handle: int, fcntl: Any) -> bool:
-    """Whether nobody shares what is held: then it is held alone from here on."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
 
 
 def _is_at(handle: int, path: Path) -> bool:

@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from relinear.core.config import shown
 from relinear.core.latents import Latent, Moments, observe
 from relinear.system.files import parse_json, read_json, read_text, understood, write_json, write_text, writing
+from relinear.train.settings import FitSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Progress:
     loss: the last training loss logged; validation_loss: the last one measured.
     tokens_per_second: of the last steps logged; None before.
     batches: while "evaluating" takes a while, those done and all.
+    seconds_left: that the rest takes, steps and evaluations at their own speeds; None before steps were timed.
     """
 
     phase: Literal["prepare", "evaluating", "evaluate", "train", "save", "done"]
@@ -40,6 +42,7 @@ class Progress:
     validation_loss: float | None = None
     tokens_per_second: float | None = None
     batches: tuple[int, int] = (0, 0)
+    seconds_left: float | None = None
 
 
 class StopOnTerminate(TrainerCallback):
@@ -62,6 +65,22 @@ class StopOnTerminate(TrainerCallback):
             self._asked = self._accelerator.check_trigger()
         if self._asked and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
+
+
+def pace(rows: Sequence[Mapping[str, Any]], settings: FitSettings, step: int = 0) -> tuple[float, float] | None:
+    """Return the seconds that a whole run takes, and those after ``step``; None before steps were timed.
+
+    Steps and evaluations are counted at their own speeds, which ``rows`` of metrics.jsonl tell.
+    """
+    timed = [row for row in rows if row.get("tokens_per_second")]
+    if not timed:
+        return None
+    of_step = timed[-1]["tokens"] / timed[-1]["step"] / statistics.median(row["tokens_per_second"] for row in timed)
+    evaluated = [row["seconds"] for row in rows if "perplexity" in row]
+    of_evaluation = statistics.mean(evaluated) if evaluated else 0.0
+    evaluations = 1 + math.ceil(settings.steps / (settings.eval_every or settings.steps))
+    whole = of_step * settings.steps + of_evaluation * evaluations
+    return whole, max(0.0, whole - of_step * step - of_evaluation * len(evaluated))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -128,7 +147,10 @@ class RunLog(TrainerCallback):
     def tell(self, phase: Any, step: int, batches: tuple[int, int] = (0, 0)) -> None:
         """Report to ``on_progress``."""
         if self._on_progress is not None:
-            self._on_progress(Progress(phase, step, self._trainer.settings.steps, **self._last, batches=batches))
+            settings = self._trainer.settings
+            known = pace(self.rows, settings, step)
+            left = None if known is None else known[1]
+            self._on_progress(Progress(phase, step, settings.steps, **self._last, batches=batches, seconds_left=left))
 
     def _time_from_here(self) -> None:
         if self._steps >= self.warmup:

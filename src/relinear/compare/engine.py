@@ -1,0 +1,195 @@
+"""Rounds of runs: searches ask for them until they ask for none, an executor carries them out."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from relinear.compare.match import Event, OnEvent
+from relinear.train.callbacks import pace, read_metrics
+from relinear.train.run import read_ended, read_outcome, train
+from relinear.train.settings import TrainSettings
+from relinear.train.trainer import NonFiniteLossError
+
+#: seconds between looks at what runs have written
+_LOOK = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run that is asked for. what: in words, for progress and messages."""
+
+    stage: Literal["tune", "train"]
+    what: str
+    settings: TrainSettings
+    folder: Path
+
+    def loss(self) -> float | None:
+        """Return the validation loss where it has ended, infinite where it diverged; None where it has not ended.
+
+        Raises:
+            ValueError: if another run is in its folder.
+        """
+        read_ended(self.settings, self.folder)
+        return read_outcome(self.folder)
+
+
+T = TypeVar("T")
+#: asks for rounds of runs; is sent the loss of each, infinite where it diverged; returns what it found
+Search = Generator[list[Run], list[float], T]
+
+
+def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
+    """Carry out searches that do not need each other: a round is what all of them ask for."""
+    results: dict[int, T] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(searches)))
+    while answers:
+        asked: dict[int, list[Run]] = {}
+        for place, answer in answers.items():
+            try:
+                asked[place] = searches[place].send(answer)
+            except StopIteration as end:
+                results[place] = end.value
+        losses = iter((yield [run for runs in asked.values() for run in runs]) if asked else ())
+        answers = {place: list(itertools.islice(losses, len(runs))) for place, runs in asked.items()}
+    return [results[place] for place in range(len(searches))]
+
+
+def carry_out(search: Search[T], do: Callable[[list[Run]], list[float]]) -> T:
+    """Return what a search finds; ``do`` carries out a round and returns the loss of every run."""
+    losses: Any = None
+    while True:
+        try:
+            losses = do(search.send(losses))
+        except StopIteration as end:
+            return end.value
+
+
+def run_once(settings: Mapping[str, Any], folder: str) -> float:
+    """Train, or go on; return the validation loss, infinite where training diverged."""
+    try:
+        return train(settings, folder).validation_loss or 0.0
+    except NonFiniteLossError:
+        return math.inf
+
+
+class Engine:
+    """Carries out rounds of runs, and says how far they are.
+
+    Args:
+        executor: where.
+        at_once: how many runs go on at once there, as far as is known, for the time that is left.
+        on_event: told.
+    """
+
+    def __init__(self, executor: Executor, at_once: int, on_event: OnEvent) -> None:
+        self.executor, self.at_once, self.on_event = executor, max(1, at_once), on_event
+        #: stage -> runs and steps that are planned; a search may ask for more
+        self._planned = {"tune": (0, 0), "train": (0, 0)}
+        #: stage -> folder -> steps of runs that were asked for
+        self._asked: dict[str, dict[Path, int]] = {"tune": {}, "train": {}}
+        #: folder -> steps of runs that have ended
+        self._ended: dict[Path, int] = {}
+        #: folder -> seconds and steps of whole runs whose pace is known
+        self._paces: dict[Path, tuple[float, int]] = {}
+
+    def plan(self, stage: str, runs: int, steps: int) -> None:
+        """So many more runs of so many steps are to come."""
+        before = self._planned[stage]
+        self._planned[stage] = before[0] + runs, before[1] + runs * steps
+
+    def _in_all(self) -> tuple[int, int]:
+        """Runs and steps, as far as is known."""
+        asked = self._asked.items()
+        runs = sum(max(self._planned[stage][0], len(steps)) for stage, steps in asked)
+        return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in asked)
+
+    def do(self, runs: list[Run]) -> list[float]:
+        """Carry out those that have not ended; one that fails ends none of the others.
+
+        Returns:
+            Their losses, infinite where training diverged.
+
+        Raises:
+            ValueError, RuntimeError, ChildProcessError: the first failure, once the others have ended.
+        """
+        losses = {run.folder: loss for run in runs if (loss := run.loss()) is not None}
+        self._ended |= {run.folder: run.settings.steps for run in runs if run.folder in losses}
+        for run in runs:
+            self._asked[run.stage][run.folder] = run.settings.steps
+        failures: list[Exception] = []
+        pending: dict[Future, Run] = {}
+        for run in runs:
+            if run.folder not in losses:
+                if len(pending) < self.at_once:
+                    self._say(run, 0)
+                future = self.executor.submit(run_once, run.settings.model_dump(mode="json"), str(run.folder))
+                pending[future] = run
+                self._collect(pending, losses, failures, 0)
+        while pending:
+            if not self._collect(pending, losses, failures, _LOOK):
+                self._tell([run for future, run in pending.items() if future.running()] or list(pending.values()))
+        if failures:
+            raise failures[0]
+        return [losses[run.folder] for run in runs]
+
+    def _collect(
+        self, pending: dict[Future, Run], losses: dict[Path, float], failures: list[Exception], seconds: float
+    ) -> bool:
+        """Take what has ended out of ``pending``; wait so many seconds for something. Return whether there was any."""
+        done, _ = wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
+        for future in done:
+            run = pending.pop(future)
+            try:
+                losses[run.folder] = future.result()
+            except Exception as error:
+                if getattr(error, "errno", None) is None:  # else it names a file
+                    error.args = (f"{run.what}: {error}",)
+                failures.append(error)
+                continue
+            self._ended[run.folder] = run.settings.steps
+            self._look(run)
+            self._say(run, run.settings.steps)
+        return bool(done)
+
+    def call(self, stage: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function returns there."""
+        self.say(stage, what)
+        return self.executor.submit(function, *arguments).result()
+
+    def say(self, stage: str, what: str) -> None:
+        """Tell of work that is no run."""
+        self.on_event(Event(stage, what, run=len(self._ended), runs=self._in_all()[0]))
+
+    def _tell(self, going: list[Run]) -> None:
+        """How far runs are that are at work, by what they have written; the first stands for them."""
+        steps = [(run, self._look(run)) for run in going]
+        begun = [(run, row) for run, row in steps if row]
+        if begun:
+            run, row = begun[0]
+            done = sum(row["step"] for _, row in begun)
+            self._say(run, row["step"], len(begun) - 1, row, done)
+
+    def _look(self, run: Run) -> dict[str, Any]:
+        """The last values in the metrics of a run."""
+        rows = read_metrics(run.folder / "metrics.jsonl")
+        if (known := pace(rows, run.settings)) is not None:
+            self._paces[run.folder] = known[0], run.settings.steps
+        return {key: value for row in rows for key, value in row.items()}
+
+    def _say(self, run: Run, done: int, others: int = 0, row: Mapping[str, Any] | None = None, partly: int = 0) -> None:
+        what = run.what + (f" and {others} more" if others else "")
+        detail = {key: (row or {}).get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
+        ended, runs = len(self._ended), self._in_all()[0]
+        self.on_event(Event(run.stage, what, done, run.settings.steps, ended, runs, detail, self._left(partly)))
+
+    def _left(self, partly: int) -> float | None:
+        """Seconds that the rest takes at the pace of the runs that are known."""
+        if not self._paces:
+            return None
+        seconds, steps = (sum(pace) for pace in zip(*self._paces.values(), strict=True))
+        left = max(0, self._in_all()[1] - sum(self._ended.values()) - partly)
+        return seconds / steps * left / self.at_once

@@ -1,0 +1,289 @@
+"""Where runs are carried out: processes of this machine, SLURM through submitit, or a cluster of Dask.
+
+Each is an executor as ``concurrent.futures`` has them, and a call is a process of its own in all of them: its memory is
+its own, and one that is killed ends no other. A killed process costs no work: calls are runs, which resume.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from relinear.core import plugins
+from relinear.core.config import environment
+from relinear.system.allocator import tune_allocator
+from relinear.system.signals import Terminated
+
+_CONTEXT: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+#: for the process that all others are forked from: torch then looks for GPUs without CUDA, which survives no fork
+_FORKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: seconds that a process has to save its state after a SIGTERM
+_SAVING = 60
+#: jobs in SLURM's queue at once, and how often one that was lost is submitted again
+_JOBS, _AGAIN = 256, 3
+
+
+class Here(Executor):
+    """Carries calls out in this process, one after the other."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
+        """Return a future that has ended."""
+        future: Future = Future()
+        try:
+            future.set_result(function(*arguments, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Children:
+    """Processes for one call each. log: file that takes what they print; None leaves it to this process."""
+
+    def __init__(self, log: Path | None = None) -> None:
+        self._log, self._running, self._ended = log, set[Any](), False
+        self._starting = threading.RLock()
+
+    def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
+        """Return what the function returns in a process of its own; its exceptions are raised here.
+
+        Raises:
+            ChildProcessError: if somebody or the system killed the process.
+        """
+        receive, send = _CONTEXT.Pipe(duplex=False)
+        told = (dict(os.environ) | _QUIET | environment(), self._log, function, arguments)
+        process = _CONTEXT.Process(target=_serve, args=(send, *told))
+        with self._starting:
+            if self._ended:
+                raise Terminated("ended before it began")
+            _start_server()
+            process.start()
+            self._running.add(process)
+        send.close()
+        try:
+            error, result = receive.recv()
+        except EOFError:
+            process.join()
+            raise _killed(process.exitcode, self._log) from None
+        finally:
+            receive.close()
+            self._running.discard(process)
+        process.join()
+        if error is not None:
+            raise error
+        return result
+
+    def end(self) -> None:
+        """Let every process save its state and end; start no more."""
+        with self._starting:
+            self._ended, running = True, list(self._running)
+        deadline = time.monotonic() + _SAVING
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+
+
+def _start_server() -> None:
+    """Start the process that imports everything once and is forked for every call."""
+    if _CONTEXT.get_start_method() == "forkserver":
+        from multiprocessing import forkserver
+
+        _CONTEXT.set_forkserver_preload(["relinear.train.run", "relinear.compare.speed"])
+        before = dict(os.environ)
+        os.environ.update(_QUIET | _FORKED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _serve(
+    send: Any, variables: Mapping[str, str], log: Path | None, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """Carry out a call and send (error, result)."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
+    os.environ.update(variables)
+    if log is not None:
+        with log.open("a", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    tune_allocator()
+    plugins.import_named()
+    try:
+        answer: tuple[Exception | None, Any] = (None, function(*arguments))
+    except Terminated:
+        os._exit(128 + signal.SIGTERM)
+    except Exception as error:
+        traceback.print_exc()
+        mendable = isinstance(error, ValueError | OSError | FloatingPointError | ImportError)
+        answer = (ValueError(str(error)) if mendable else RuntimeError(f"{type(error).__name__}: {error}"), None)
+    send.send(answer)
+
+
+def _die_with_parent() -> None:
+    """Be killed when the parent ends in whatever way (Linux), so that no forgotten run goes on writing."""
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        pr_set_pdeathsig, parent = 1, os.getppid()
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _killed(code: int | None, log: Path | None) -> Exception:
+    see = "" if log is None else f"; see {log}"
+    if code == -signal.SIGKILL:
+        return ChildProcessError(
+            "the process of the run was killed, most likely for want of memory; what is done is kept, and the same "
+            "command goes on where more memory is free, or with fewer --workers (a smaller batch_size is another run, "
+            f"and takes another directory){see}"
+        )
+    return RuntimeError(f"the process of the run ended without a result (signal or exit code: {code}){see}")
+
+
+class Processes(ThreadPoolExecutor):
+    """Processes of this machine, ``workers`` at once; on an exception in its block they save their state and end."""
+
+    def __init__(self, workers: int, log: Path | None = None) -> None:
+        super().__init__(workers)
+        self._children = Children(log)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
+        return super().submit(self._children.call, function, *arguments, **options)
+
+    def __exit__(self, kind: Any, *rest: Any) -> Any:
+        if kind is not None:
+            self.shutdown(wait=False, cancel_futures=True)
+            self._children.end()
+        return super().__exit__(kind, *rest)
+
+
+# SLURM
+
+
+class Job:
+    """A call in a job: before SLURM takes the machine away its process saves its state, and the job is queued again."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __call__(self) -> Any:
+        self.children = Children()
+        return self.children.call(self.function, *self.arguments)
+
+    def checkpoint(self) -> Any:
+        """Called by submitit when the time is up or the job is preempted."""
+        from submitit.helpers import DelayedSubmission
+
+        self.children.end()
+        return DelayedSubmission(Job(self.function, self.arguments))
+
+
+class Slurm(ThreadPoolExecutor):
+    """Jobs of SLURM. folder: of scripts and logs, seen by all nodes. parameters: of ``submitit.AutoExecutor``."""
+
+    def __init__(self, workers: int, folder: Path, parameters: Mapping[str, Any], cluster: str = "slurm") -> None:
+        super().__init__(workers)
+        try:
+            import submitit
+        except ImportError:
+            raise ImportError("jobs of SLURM need submitit: pip install 'relinear[slurm]'") from None
+        self._executor = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=1000)
+        self._executor.update_parameters(name="relinear", **parameters)
+        self._jobs: list[Any] = []
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
+        return super().submit(self._wait, Job(function, arguments))
+
+    def _wait(self, call: Job) -> Any:
+        from submitit.core.utils import FailedJobError, UncompletedJobError
+
+        for attempt in range(_AGAIN + 1):
+            job = self._executor.submit(call)
+            self._jobs.append(job)
+            try:
+                return job.result()
+            except FailedJobError as error:
+                raise ValueError(f"{str(error).strip().splitlines()[-1]}; see {job.paths.stderr}") from None
+            except UncompletedJobError as error:  # its node failed, or it was killed
+                if attempt == _AGAIN:
+                    raise ChildProcessError(f"a job was lost {_AGAIN + 1} times: {error}") from None
+
+    def __exit__(self, kind: Any, *rest: Any) -> Any:
+        if kind is not None:
+            self.shutdown(wait=False, cancel_futures=True)
+            for job in self._jobs:
+                job.cancel()
+        return super().__exit__(kind, *rest)
+
+
+# Dask
+
+
+class Dask(Executor):
+    """A cluster of Dask at an address. Its workers start a process for every call."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            from distributed import Client
+        except ImportError:
+            raise ImportError("workers of Dask need distributed: pip install 'relinear[dask]'") from None
+        self._client = Client(address)
+        self._executor = self._client.get_executor(pure=False)
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
+        return self._executor.submit(_in_a_process, function, *arguments, **options)
+
+    def __exit__(self, kind: Any, *rest: Any) -> Any:
+        self._executor.shutdown(wait=kind is None)
+        self._client.close()
+
+
+def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    # Dask's workers are daemons: multiprocessing refuses them children, which would outlive them if they did not watch
+    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
+    return Children().call(function, *arguments)
+
+
+@contextlib.contextmanager
+def executor_at(
+    place: Executor | str | None, workers: int, folder: Path, parameters: Mapping[str, Any]
+) -> Iterator[Executor]:
+    """Give an executor, and end what it is doing where the block ends by an exception.
+
+    Args:
+        place: an executor; None for processes of this machine, "slurm", or the address of a scheduler of Dask.
+        workers: calls at once, of this machine and in SLURM's queue (0: the default there); 0 here: in this process.
+        folder: of the comparison; gets ``worker.log`` or ``slurm/``.
+        parameters: of jobs of SLURM.
+
+    Raises:
+        ValueError: for another place.
+        ImportError, OSError: if its package is not installed, or it does not answer.
+    """
+    if isinstance(place, Executor):
+        yield place
+    elif place is None:
+        with Processes(workers, folder / "worker.log") if workers else Here() as executor:
+            yield executor
+    elif place == "slurm":
+        with Slurm(workers or _JOBS, folder / "slurm", parameters) as executor:
+            yield executor
+    elif "://" in place:
+        with Dask(place) as executor:
+            yield executor
+    else:
+        raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {place!r}")
