@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
+from relinear_cli.options import Overwrite, TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
 
 if TYPE_CHECKING:
     from relinear.analysis.analyses import HeldOutText, Result
@@ -23,6 +23,7 @@ def command(
     text_column: TextColumn = None,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to look at.")] = 64,
     length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
+    overwrite: Overwrite = False,
 ) -> None:
     """Measure and plot what a model's operators do on real text: the analyses that apply to it.
 
@@ -30,15 +31,13 @@ def command(
     """
     from relinear.analysis.analyses import HeldOutText, check_names
     from relinear.data import DataSettings
-    from relinear.system.written import check_ours
     from relinear_cli.report import write_report_of
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
-    check_ours(out, "analyze")
     text = HeldOutText(DataSettings(data=data, text_column=text_column), sequences, length)
     prepare_process(models=[model, *([control] if control else [])], texts=[text.data])
-    results = analyze_saved(model, text, out, names, control, tokenizer)
+    results = analyze_saved(model, text, out, names, control, tokenizer, overwrite=overwrite)
     for name, result in results.items():
         print(f"\n{name}\n{result.text}")
     print(f"\nnumbers and figures: {out.resolve()}")
@@ -53,27 +52,36 @@ def analyze_saved(
     control: str | None = None,
     tokenizer: str | None = None,
     loaded: Any = None,
+    overwrite: bool = False,
 ) -> dict[str, Result]:
     """Carry out analyses of a saved model.
 
     Args:
         names: which; those that apply where there are none.
         loaded: the model, where it has been loaded already.
+        overwrite: rename analyses of something else in ``out``.
 
     Raises:
-        ValueError: as ``analyze`` and ``tokens_of``, for a tokenizer that is missing or of another model, and for a
-            ``length`` that a model does not read.
+        ValueError: where ``out`` has analyses of something else, or files of others under their names; as ``analyze``
+            and ``tokens_of``, for a tokenizer that is missing or of another model, and for a ``length`` that a model
+            does not read.
     """
     import dataclasses
 
-    from relinear.analysis.analyses import Subject, analyze, tokens_of
+    from relinear.analysis.analyses import Subject, analyze, known_analyses, tokens_of
     from relinear.analysis.report import RECORD
     from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
-    from relinear.system.files import list_written, write_json
-    from relinear.system.machine import circumstances
-    from relinear.system.written import check_ours
+    from relinear.system.run_folder import RunFolder
 
-    check_ours(out, "analyze")
+    asked: dict[str, Any] = {"model": model, "control": control, "data": text.data.data, "only": names}
+    asked |= {"sequences": text.sequences, "length": text.length}
+    folder = RunFolder(
+        out,
+        *("analyze", RECORD, [f"{name}.json" for name in known_analyses()]),
+        earlier=("model", "control", "data", "sequences"),
+        settings_of=lambda record: record.get("settings", {"only": names} | {key: record.get(key) for key in asked}),
+    )
+    folder.check(asked, overwrite=overwrite)
     reader = load_model_tokenizer(model, tokenizer, separates=False)
     loaded = load_model(model) if loaded is None else loaded
     second = None if control is None else load_model(control)
@@ -86,15 +94,10 @@ def analyze_saved(
     tokens = tokens_of(text, reader)
     other = "control" if control is None or _name(control) == _name(model) else _name(control)
     subject = Subject(loaded, tokens, reader, second, _name(model), other)
-    asked = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
-    record = {"model": model, "control": control} | asked
-
-    def note(name: str) -> None:
-        write_json(out / RECORD, record | circumstances())
-
-    results = analyze(subject, out, names, lambda name: print(f"{name} ..."), note)
-    list_written(out, "analyze")
-    return results
+    with folder.open(asked, overwrite=overwrite):
+        facts = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
+        folder.write(model=model, control=control, **facts)
+        return analyze(subject, out, names, lambda name: print(f"{name} ..."), folder.take)
 
 
 def _name(path: str) -> str:

@@ -59,6 +59,7 @@ def command(
     ] = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
+    overwrite: options.Overwrite = False,
     check: Annotated[
         Path | None,
         typer.Option(exists=True, metavar="RECORDED", help="Name what is slower than in this bench.json, if anything."),
@@ -102,17 +103,17 @@ def command(
     if model is not None:
         given |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
         given |= {} if check is None else {"check": check}
-        _whole_models(given, operators or [], out)
+        _whole_models(given, operators or [], out, overwrite)
         return
     recorded = None if check is None else read_record(check)
     given |= {"operators": tuple(operators)} if operators else {}
     settings = BenchSettings.load({} if recorded is None else recorded["settings"], "the record").updated(**given)
-    result = _layers(settings, out)
+    result = _layers(settings, out, overwrite)
     if recorded is not None:
         _report_slower(recorded, result)
 
 
-def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
+def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, Any]:
     from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench, table
     from relinear.pages.page import write_page
@@ -122,7 +123,7 @@ def _layers(settings: BenchSettings, out: Path) -> dict[str, Any]:
 
     with watch_reports("timing layers") as report:
         report("measuring the machine")
-        result = run_bench(settings, out, report=report)
+        result = run_bench(settings, out, overwrite=overwrite, report=report)
     print(columns(table(result["rows"]), left=4))
     failed = {
         f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"
@@ -151,7 +152,7 @@ def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
         raise typer.Exit(1)
 
 
-def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> None:
+def _whole_models(given: dict[str, Any], operators: list[str], out: Path, overwrite: bool) -> None:
     from relinear.bench.models import ModelBenchSettings, run_model_bench
     from relinear.bench.report import models_section
     from relinear.pages.blocks import Table
@@ -169,7 +170,8 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path) -> Non
     variants = {text: options.operator_mapping([text]) for text in operators}
     with watch_reports(f"timing {settings.preset}") as report:
         report("building models")
-        result = run_model_bench(settings, variants, out, allocator=tune_allocator(), report=report)
+        more: dict[str, Any] = {"allocator": tune_allocator(), "overwrite": overwrite, "report": report}
+        result = run_model_bench(settings, variants, out, **more)
     section = models_section(result)
     print_table(next(block for block in section.blocks if isinstance(block, Table)))
     if set(settings.passes) - {"step"}:

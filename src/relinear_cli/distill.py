@@ -77,7 +77,7 @@ def command(
     text = options.corpus_of(data, text_column)
     options.check_patterns(model, [*mapping, *(exclude or [])])
     options.prepare_process(threads, models=[model], texts=[text])
-    how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "resume": not overwrite, "out_dir": out}
+    how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "overwrite": overwrite, "out_dir": out}
     loaded = options.load_model(model)
     with watch_distillation() as on_progress:
         texts = iter_texts(text, split, conversations=True)

@@ -25,6 +25,7 @@ def command(
     index: Annotated[Path | None, typer.Option(help="Where the index is kept; by default DIR/explore.")] = None,
     static: Annotated[Path | None, typer.Option(help="Write one file that can be mailed, and serve nothing.")] = None,
     effects: Annotated[int, typer.Option(min=0, help="Units in that file whose effect is measured.")] = 100,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Rename what is in the way of that file.")] = False,
     host: Annotated[str, typer.Option(help="What to listen on; any other lets others run the model.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
 ) -> None:
@@ -41,12 +42,11 @@ def command(
     """
     from relinear.data import DataSettings
     from relinear.explore.page import static_page
-    from relinear.pages.page import write_html
-    from relinear.system.written import check_signed
+    from relinear.pages.page import check_page, write_html
     from relinear_cli.progress import watch_steps
 
     if static is not None:
-        check_signed(static)
+        check_page(static, overwrite)
     text = DataSettings(data=data, text_column=text_column)
     prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
     names = [name.strip() for name in (sites or "").split(",") if name.strip()]

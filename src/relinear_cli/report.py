@@ -27,6 +27,10 @@ def command(
     analyze: Annotated[
         bool, typer.Option("--analyze", help="First look into the trained models of RUN, one of every entry.")
     ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Rename what is in the way, a file of others or analyses of another text."),
+    ] = False,
 ) -> None:
     """Write one page on one or several runs; it holds everything inline and opens without a network.
 
@@ -40,12 +44,13 @@ def command(
     """
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
-    from relinear.system.written import check_signed
+    from relinear.pages.page import check_page
     from relinear_cli.terminal import print_results, print_scale
 
-    check_signed(page_of(runs, out))
+    if out is not None:
+        check_page(page_of(runs, out), overwrite)
     if analyze:
-        analyze_models([folder for run in runs for folder in trained_in(run)])
+        analyze_models([folder for run in runs for folder in trained_in(run)], overwrite)
     path = write_report_of(runs, out)
     for run in runs:
         if (run / SCALE).is_file():
@@ -70,11 +75,11 @@ def trained_in(run: Path) -> list[Path]:
     return folders
 
 
-def analyze_models(folders: list[Path]) -> None:
+def analyze_models(folders: list[Path], overwrite: bool = False) -> None:
     """Carry out the analyses that apply to trained models, into ``analysis`` beside each of them.
 
     Args:
-        folders: as ``trained_in`` finds them.
+        folders: as ``trained_in`` finds them. overwrite: rename analyses of something else.
 
     Raises:
         ValueError: where a text is too short, or a record damaged.
@@ -90,7 +95,7 @@ def analyze_models(folders: list[Path]) -> None:
         print(f"{folder}: {', '.join(name.replace('_', ' ') for name in names) or 'no analysis applies'}")
         if names:
             text = HeldOutText(_data_of(folder), fewer=True)
-            analyze_saved(str(folder / "model"), text, folder / "analysis", names, loaded=model)
+            analyze_saved(*(str(folder / "model"), text, folder / "analysis", names), loaded=model, overwrite=overwrite)
 
 
 def _data_of(folder: Path) -> DataSettings:

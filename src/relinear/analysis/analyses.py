@@ -97,11 +97,11 @@ def analyze(
     out: Path,
     only: Sequence[str] = (),
     on_start: Callable[[str], None] = lambda name: None,
-    on_result: Callable[[str], None] = lambda name: None,
+    on_file: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Result]:
     """Run the analyses that apply to the model, or those in ``only``; write ``NAME.json`` and the figures into ``out``.
 
-    ``on_start`` is called before each, ``on_result`` before it is written.
+    ``on_start`` is called before each, ``on_file`` with the name of each file before it is written.
 
     Raises:
         ValueError: for an unknown name, or if none applies.
@@ -116,10 +116,12 @@ def analyze(
     for name, module in chosen.items():
         on_start(name)
         results[name] = result = module.run(subject)
-        on_result(name)
+        on_file(f"{name}.json")
         write_json(out / f"{name}.json", result.numbers)
         charts = [block for block in module.blocks(result.numbers) if isinstance(block, Chart) and block.panel]
         for stem in dict.fromkeys(chart.stem for chart in charts):
+            on_file(f"{stem}.png")
+            on_file(f"{stem}.svg")
             save_panels([chart.panel for chart in charts if chart.stem == stem and chart.panel], out / stem)
     return results
 

@@ -38,7 +38,7 @@ def analyses_section(directory: Path) -> Section:
     if (directory / RECORD).is_file():
         record = read_values(directory / RECORD)
         model = record["model"]
-        known = ("command", "machine", "date")
+        known = ("command", "machine", "date", "made_by", "version", "task", "settings", "wrote")
         asked = {key: str(value) for key, value in record.items() if key not in known and value is not None}
         blocks += what_ran(record, asked)
         note = about(record, record.get("data"))

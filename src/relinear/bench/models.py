@@ -19,10 +19,9 @@ from relinear.core.settings import PositiveInt, Settings, Threads
 from relinear.models import from_preset, preset_config
 from relinear.operators.context_manager import ContextManager
 from relinear.surgery.plan import attach_, replace_
-from relinear.system.files import write_json
-from relinear.system.machine import circumstances, on_threads
+from relinear.system.machine import on_threads
+from relinear.system.run_folder import RunFolder
 from relinear.system.timing import interleave
-from relinear.system.written import check_ours
 from relinear.train.fit import compiled as through_compiler
 
 ModelPass = Literal["step", "prefill", "decode"]
@@ -148,6 +147,7 @@ def run_model_bench(
     variants: Mapping[str, Mapping[str, OperatorConfig]],
     out_dir: str | Path,
     *,
+    overwrite: bool = False,
     allocator: Mapping[str, int] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -158,7 +158,8 @@ def run_model_bench(
     Args:
         settings: what to measure.
         variants: see ``bench_models``.
-        out_dir: where to write.
+        out_dir: where to write. Timings with the same settings that have ended there are renamed.
+        overwrite: rename those with other settings, too, and what else is in the way.
         allocator: the allocator's settings, to be stated in the file.
         report: called with a line of progress before every case and between its rounds.
 
@@ -166,12 +167,23 @@ def run_model_bench(
         what the file holds: settings, machine, allocator, and a row a variant and case.
 
     Raises:
-        ValueError: for a mapping that does not fit; nothing has run then.
+        ValueError: for a mapping that does not fit, or another bench in ``out_dir``; nothing has run then.
     """
     for mapping in variants.values():
         with torch.device("meta"):
             replace_(from_preset(settings.preset), mapping, init="fresh")
-    check_ours(out_dir, "models")
+    written = {name: {key: config.to_dict() for key, config in one.items()} for name, one in variants.items()}
+    stated = settings.model_dump(mode="json") | {"variants": written}
+    folder = RunFolder(out_dir, "bench --model", "models.json", earlier=("settings", "machine", "rounds", "rows"))
+    record = folder.check(stated, overwrite=overwrite)
+    with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):
+        rows = _all_rows(settings, variants, report)
+        return folder.write(allocator=dict(allocator or {}), rounds=settings.rounds, rows=rows)
+
+
+def _all_rows(
+    settings: ModelBenchSettings, variants: Mapping[str, Mapping[str, OperatorConfig]], report: Callable[[str], None]
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     cases = [
         (phase, batch)
@@ -190,15 +202,7 @@ def run_model_bench(
             rows += bench_models(
                 settings, variants, phase, batch, dtype=DTYPES[dtype], compiled=mode == "compiled", on_round=tell
             )
-    result = {
-        "settings": settings.model_dump(mode="json"),
-        **circumstances(),
-        "allocator": dict(allocator or {}),
-        "rounds": settings.rounds,
-        "rows": rows,
-    }
-    write_json(Path(out_dir) / "models.json", result)
-    return result
+    return rows
 
 
 def _attach_contexts(model: nn.Module) -> None:

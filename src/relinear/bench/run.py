@@ -25,9 +25,8 @@ from relinear.core.operator import OperatorConfig
 from relinear.core.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
 from relinear.system.allocator import tune_allocator
-from relinear.system.files import list_written, read_json, write_json
-from relinear.system.machine import circumstances
-from relinear.system.written import check_ours
+from relinear.system.files import read_json, write_json
+from relinear.system.run_folder import RunFolder
 
 #: every operator at the setting that its figures are quoted for; rotors as a plain sum and as they come
 DEFAULT_OPERATORS = (
@@ -140,13 +139,18 @@ def _child(settings: BenchSettings, *, tuned: bool, report: Callable[[str], None
 
 
 def run_bench(
-    settings: BenchSettings, out_dir: str | Path, *, report: Callable[[str], None] = lambda line: None
+    settings: BenchSettings,
+    out_dir: str | Path,
+    *,
+    overwrite: bool = False,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure, and write ``bench.json`` and ``bench.png`` (and ``.svg``) into ``out_dir``.
 
     Args:
         settings: what to measure.
-        out_dir: where to write.
+        out_dir: where to write. A benchmark with the same settings that has ended there is renamed.
+        overwrite: rename one with other settings, too, and what else is in the way.
         report: called with a line of progress before every case.
 
     Returns:
@@ -155,12 +159,22 @@ def run_bench(
         ``ratio_maximum``) and ``ratio_untuned`` (the same without the allocator's thresholds raised).
 
     Raises:
-        ValueError: if ``out_dir`` holds something else; nothing has run then.
+        ValueError: if ``out_dir`` holds something else, or a benchmark with other settings; nothing has run then.
         OSError: if ``out_dir`` cannot be written to.
     """
-    out_dir = Path(out_dir)
-    check_ours(out_dir, "bench")
-    Path(os.path.realpath(out_dir)).mkdir(parents=True, exist_ok=True)
+    stated = settings.model_dump(mode="json")
+    folder = RunFolder(
+        out_dir,
+        *("bench", "bench.json", ("bench.png", "bench.svg")),
+        earlier=("settings", "machine", "roofline", "rows"),
+        settings_of=lambda record: BenchSettings.completed(record.get("settings")),
+    )
+    record = folder.check(stated, overwrite=overwrite)
+    with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):
+        return _run_in(folder, settings, report)
+
+
+def _run_in(folder: RunFolder, settings: BenchSettings, report: Callable[[str], None]) -> dict[str, Any]:
     runs = [_child(settings, tuned=True, report=report) for _ in range(settings.repeats)]
     tuned: dict[str, Any] = {**runs[0], "rows": of_runs([run["rows"] for run in runs])}
     if settings.untuned and "eager" in settings.modes:
@@ -168,12 +182,12 @@ def run_bench(
         ratios = {key_of(row): row.get("ratio") for row in plain["rows"]}
         for row in tuned["rows"]:
             row["ratio_untuned"] = ratios.get(key_of(row))
-    result = {"settings": settings.model_dump()} | circumstances() | tuned
-    write_json(out_dir / "bench.json", result)
+    result = folder.write(**tuned)
     from relinear.bench.report import draw_layers
 
-    draw_layers(result["rows"], out_dir / "bench")
-    list_written(out_dir, "bench")
+    for name in folder.names[1:]:
+        folder.take(name)
+    draw_layers(result["rows"], folder.path / "bench")
     return result
 
 

@@ -34,12 +34,12 @@ from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import atomic_path, fingerprint, read_json, understood, write_json
-from relinear.system.lock import only_process_in
+from relinear.system.files import atomic_path, fingerprint, understood, write_json
 from relinear.system.machine import circumstances
-from relinear.system.written import check_ours
+from relinear.system.run_folder import RunFolder, overwriting
 
 OnProgress = Callable[[DistillProgress], None]
+_OVERWRITE = "overwrite=True (--overwrite)"
 
 
 def distill_(
@@ -53,7 +53,8 @@ def distill_(
     tokenizer: Any = None,
     settings: DistillSettings | Mapping[str, Any] | None = None,
     out_dir: str | Path | None = None,
-    resume: bool = True,
+    overwrite: bool = False,
+    resume: bool | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> DistillReport:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus, in place.
@@ -72,8 +73,10 @@ def distill_(
         tokenizer: of the model, needed for texts; saved beside the model.
         settings: ``DistillSettings`` or a mapping of its fields.
         out_dir: where state, report and the finished model are kept; None keeps nothing.
-        resume: go on from what an earlier call with the same arguments left in ``out_dir``; the result is bit for bit
-            that of a call that was never interrupted (given the same machine and number of threads). False discards it.
+        overwrite: start over, and rename what is in the way in ``out_dir``: ``model`` becomes ``model.<time>``. Else it
+            goes on from what an earlier call with the same arguments left there; the result is bit for bit that of a
+            call that was never interrupted (given the same machine and number of threads).
+        resume: deprecated; ``resume=False`` is ``overwrite=True``.
         on_progress: called with a ``DistillProgress`` every so often.
 
     Returns:
@@ -82,7 +85,8 @@ def distill_(
 
     Raises:
         ValueError: as ``replace_``; if the model sees later tokens, or is an encoder-decoder; if the corpus is too
-            short; if the tokenizer has ids that the model does not embed; if ``out_dir`` holds another distillation.
+            short; if the tokenizer has ids that the model does not embed; if ``out_dir`` holds another distillation, or
+            files of others under its names.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (4, 256))
@@ -93,8 +97,16 @@ def distill_(
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    stated, folder = settings.model_dump(mode="json"), None
+    overwrite = overwriting(overwrite, resume)
     if out_dir is not None:
-        check_ours(out_dir, "distill")
+        folder = RunFolder(
+            out_dir,
+            *("distill", "distill.json", ("layers", "recorded", "model", "report.json")),
+            earlier=("fingerprint", "settings", "done"),
+            settings_of=lambda record: DistillSettings.completed(record.get("settings")),
+        )
+        folder.check(stated, overwrite=overwrite)
     if not whole.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
     if settings.bias:
@@ -105,22 +117,24 @@ def distill_(
     length = settings.sequence_length
     train_blocks = settings.tokens // length
     blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)
-    run = _Run(model, settings, blocks, train_blocks, None if out_dir is None else Path(out_dir), on_progress)
+    run = _Run(model, settings, blocks, train_blocks, folder, on_progress)
     groups = [list(g) for _, g in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))]
     for group in groups:  # both refuse what cannot be, before any work
         run._retrained(group)
         if settings.joint:
             _common_parent(group)
-    with contextlib.nullcontext() if run.folder is None else only_process_in(run.folder):
-        report = _carried_out(run, groups, whole, resume)
-        if run.folder is not None:
-            save_pretrained(model, run.folder / "model", tokenizer=tokenizer)
-            settled = {"model": model_name(model), "settings": settings.model_dump(mode="json")}
-            write_json(run.folder / "report.json", report.to_dict() | settled | circumstances())
+    with contextlib.nullcontext() if folder is None else folder.open(stated, overwrite=overwrite) as earlier:
+        report = _carried_out(run, groups, whole, earlier)
+        if folder is not None:
+            save_pretrained(model, folder.take("model"), tokenizer=tokenizer)
+            settled = {"model": model_name(model), "settings": stated}
+            write_json(folder.take("report.json"), report.to_dict() | settled | circumstances())
     return report
 
 
-def _carried_out(run: _Run, groups: list[list[Replacement]], whole: Plan, resume: bool) -> DistillReport:
+def _carried_out(
+    run: _Run, groups: list[list[Replacement]], whole: Plan, earlier: Mapping[str, Any] | None
+) -> DistillReport:
     """Fit what an earlier call did not."""
     with evaluating(run.model):
         before = run.perplexity("before")
@@ -128,7 +142,7 @@ def _carried_out(run: _Run, groups: list[list[Replacement]], whole: Plan, resume
         bare = [stock_name(r.name) for r in whole.replacements if getattr(r.target.module, "bias", None) is None]
         if bare:
             attach_(run.model, LayerBias(layers=tuple(bare)))
-    done = run.restore(groups, whole, resume)
+    done = run.restore(groups, whole, earlier)
     with evaluating(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
             done.append(run.layer(number, group))
@@ -188,7 +202,7 @@ class _Run:
     settings: DistillSettings
     blocks: Tensor
     train_blocks: int
-    folder: Path | None
+    folder: RunFolder | None
     on_progress: OnProgress
     #: copies of the layers that were replaced or trained again, under all their names, for the target "original"
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
@@ -224,42 +238,47 @@ class _Run:
         parameters = [p for r in whole.replacements for p in r.target.module.parameters()]
         return fingerprint_of([settings, operators], [self.blocks, *parameters])
 
-    def restore(self, groups: list[list[Replacement]], whole: Plan, resume: bool) -> list[list[LayerFit]]:
-        """Put back what an earlier call finished; must see the model as it was at the start."""
+    def restore(
+        self, groups: list[list[Replacement]], whole: Plan, earlier: Mapping[str, Any] | None
+    ) -> list[list[LayerFit]]:
+        """Put back what an earlier call finished, by its record; must see the model as it was at the start."""
         if self.folder is None:
             return []
         described = self.settings.model_dump(mode="json")
         operators = [[r.name, r.config.to_dict()] for r in whole.replacements]
         mark = self.fingerprint(whole, described, operators)
-        self.known_by = {"fingerprint": mark, "settings": described, "operators": operators}
-        state = self.folder / "distill.json"
-        if not resume or not state.is_file():
-            write_json(state, self.known_by | {"done": []})
+        self.known_by = {"fingerprint": mark, "operators": operators}
+        if earlier is None or "fingerprint" not in earlier:
+            self._note([])
             return []
-        with understood(state, "not the state of a distillation", "choose another out_dir"):
-            values = read_json(state)
-            known, before = values["fingerprint"], values["settings"]
-            done = [[LayerFit(**fit) for fit in fits] for fits in values["done"]]
-            self.weights = dict(values.get("weights", {}))  # earlier versions did not note them
+        with understood(self.folder.record_path, "not the state of a distillation", "choose another out_dir"):
+            done = [[LayerFit(**fit) for fit in fits] for fits in earlier["done"]]
+            self.weights = dict(earlier.get("weights", {}))  # earlier versions did not note them
         # earlier versions had fewer settings: what they wrote decided their fingerprint
-        marks = [self.fingerprint(whole, before, written) for written in _as_written(whole, values)]
-        if DistillSettings.completed(before) != described or known not in marks:
-            what = "a distillation of another model, mapping, corpus or setting"
-            raise ValueError(f"{self.folder} holds {what}; give another, or resume=False (--start-over) to discard it")
+        marks = [self.fingerprint(whole, earlier["settings"], written) for written in _as_written(whole, earlier)]
+        if earlier["fingerprint"] not in marks:
+            what = "a distillation of another model, mapping or corpus"
+            raise ValueError(f"{self.folder.path} holds {what}; give another, or start over with {_OVERWRITE}")
         for number, group in enumerate(groups[: len(done)]):
             path = self._weights(number)
             if not path.is_file() or self.weights.get(path.name, fingerprint(path)) != fingerprint(path):
-                advice = "restore it from a copy, or start over with resume=False (--start-over)"
+                advice = f"restore it from a copy, or start over with {_OVERWRITE}"
                 raise ValueError(f"{path} is missing or not what was written; {advice}")
             self.originals.update(self._copies(group))
             weights = safetensors.torch.load_file(path)
             place_(self.model, group, weights)
             load_states_(self.model, self._retrained(group), weights)
+        self._note(done)
         return done
+
+    def _note(self, done: list[list[LayerFit]]) -> None:
+        assert self.folder is not None
+        finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
+        self.folder.write(**self.known_by, done=finished, weights=self.weights)
 
     def _weights(self, number: int) -> Path:
         assert self.folder is not None
-        return self.folder / "layers" / f"{number:04d}.safetensors"
+        return self.folder.path / "layers" / f"{number:04d}.safetensors"
 
     def write_layer(self, number: int, group: list[Replacement], done: list[list[LayerFit]]) -> None:
         """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
@@ -267,9 +286,8 @@ class _Run:
             return
         with atomic_path(self._weights(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
-        finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
         self.weights[self._weights(number).name] = fingerprint(self._weights(number))
-        write_json(self.folder / "distill.json", self.known_by | {"done": finished, "weights": self.weights})
+        self._note(done)
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
         """The operators of a group and the layers that are trained again after it."""
@@ -302,7 +320,7 @@ class _Run:
         return tell
 
     def _record(self, modules: Mapping[str, nn.Module], **kw: Any):
-        folder = (self.folder or Path(".")) / "recorded" if self.settings.on_disk else None
+        folder = (self.folder.path if self.folder else Path(".")) / "recorded" if self.settings.on_disk else None
         told = self._told("record", next(iter(modules)).rpartition(".")[0])
         return record(
             self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=told, **kw

@@ -23,9 +23,8 @@ from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, mo
 from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.data.tokenizers import encode, text_start
-from relinear.explore.units import Index, choose_sites, index_units, read_index, values_of
+from relinear.explore.units import Index, choose_sites, index_folder, index_units, read_index, values_of
 from relinear.system.own import check_all_own, check_own
-from relinear.system.written import check_ours
 
 #: tokens of a typed text
 MOST_TOKENS = 512
@@ -276,7 +275,7 @@ def prepare_subject(
     folder = folder or _usual_folder(name)
     index = read_index(folder, made_from)
     if index is None:
-        check_ours(folder, "index")
+        index_folder(folder).claim()
         index = index_units(model, ids, places, made_from, on_progress)
         index.save(folder)
     return Subject(name, model, tokenizer, places, index)

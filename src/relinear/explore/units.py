@@ -24,6 +24,7 @@ from relinear.core.modes import evaluating
 from relinear.core.sites import OUTPUT, Latent, Site, sites
 from relinear.system.files import atomic_directory, read_json, write_json
 from relinear.system.own import check_all_own
+from relinear.system.run_folder import RunFolder, made_by
 
 TOP, BINS = 20, 40
 FORMAT = 1
@@ -125,13 +126,21 @@ class Index:
         """Write both files, whole or not at all, in the place of an older index.
 
         Raises:
-            ValueError: if the directory holds files of these names that are no index.
+            ValueError: if the directory holds files of these names that are no index of relinear's.
             OSError: if it cannot be written.
         """
+        index_folder(directory).claim()
         with atomic_directory(directory, "index.json") as folder:
             save_file({"ids": self.ids.to(torch.int32), **self.tensors}, folder / "units.safetensors")
             values = [dataclasses.asdict(facts) for facts in self.sites.values()]
-            write_json(folder / "index.json", {"format": FORMAT, "made_from": dict(self.made_from), "sites": values})
+            made = made_by("explore") | {"format": FORMAT, "made_from": dict(self.made_from)}
+            write_json(folder / "index.json", made | {"sites": values})
+
+
+def index_folder(directory: str | Path) -> RunFolder:
+    """Return the folder of an index, which is replaced where it was made from other things."""
+    earlier = ("format", "made_from", "sites")
+    return RunFolder(directory, "explore", "index.json", ("units.safetensors",), earlier=earlier)
 
 
 def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | None:

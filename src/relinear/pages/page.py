@@ -1,9 +1,11 @@
 """Sections -> one page that holds everything inline: it opens from a file, without a network, and can be mailed."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +15,12 @@ from markupsafe import Markup, escape
 from relinear.pages.blocks import Chart, Section, Text
 from relinear.pages.figures import described
 from relinear.pages.records import as_yaml
-from relinear.system.files import write_text
-from relinear.system.written import check_signed
+from relinear.system.files import read_text, write_text
+from relinear.system.run_folder import set_aside
 
 TEMPLATE = "pages/base.html"
+#: by which a page of relinear's is known
+GENERATOR = '<meta name="generator" content="relinear">'
 #: bytes of a page; figures and pictures beyond are left out, and the page says so
 LIMIT = 1_000_000
 _TEXTS = 200_000  # of these for tables, texts and the page's own script
@@ -28,10 +32,23 @@ def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
 
 
 def write_html(path: str | Path, page: str) -> Path:
-    """Write a page, unless that would replace a file of others, and return its path. Raises ValueError, OSError."""
-    check_signed(path)
+    """Write a page and return its path; a file there that is no page of relinear's is renamed. Raises OSError."""
+    if not _is_page(Path(path)):
+        set_aside(Path(path))
     write_text(path, page)
     return Path(path)
+
+
+def check_page(path: str | Path, overwrite: bool = False) -> None:
+    """Raise ValueError where ``path`` is a file that relinear's page would rename, unless that is asked for."""
+    if not overwrite and os.path.lexists(path) and not _is_page(Path(path)):
+        raise ValueError(f"{path} is no page of relinear's; give another path, or --overwrite, which renames it")
+
+
+def _is_page(path: Path) -> bool:
+    with contextlib.suppress(ValueError, OSError):
+        return path.is_file() and GENERATOR in read_text(path, 2_000)
+    return False
 
 
 def render(sections: Sequence[Section]) -> str:

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from relinear.system import written
 from relinear.system.text import cut
-from relinear.system.written import MARK
 
 MANIFEST = "manifest.json"
+#: ends the names of what is not whole yet
+_UNFINISHED = ".relinear"
+_TEMPORARY = re.compile(rf"\..+\.[a-z0-9_]{{8}}\{_UNFINISHED}")
 #: what libraries say whose own file writers fail, in place of an OSError
 _UNWRITTEN = (
     *("PytorchStreamWriter", "inline_container", "I/O error", "Input/output error", "No space left", "File too large"),
@@ -34,7 +35,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path):
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=MARK)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED)
         os.close(handle)
         temporary = Path(name)
         try:
@@ -77,7 +78,7 @@ def atomic_directory(path: str | Path, last: str = "config.json", superseded: It
     home = path if path.exists() else path.parent
     home.mkdir(parents=True, exist_ok=True)
     with writing(path):
-        temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}.", suffix=MARK))
+        temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}.", suffix=_UNFINISHED))
         try:
             yield temporary
             sync_files(temporary)
@@ -103,17 +104,11 @@ def _move_files(source: Path, target: Path, last: str, superseded: Iterable[str]
         file.replace(place)
 
 
-def list_written(folder: str | Path, work: str) -> None:
-    """Have the record of a work that has ended list its files: of any other, or one that is changed, it is not ours."""
-    record, folder = Path(folder) / written.record_of(work), Path(folder)
-    parts = [part for part in written.parts_of(folder, work) if written.is_listed(part, work)]
-    write_json(record, read_json(record) | {written.LISTED: {part.name: written.digest_of(part) for part in parts}})
-
-
 def remove_temporaries(folder: Path) -> None:
     """Remove from ``folder`` what ``atomic_path`` and ``atomic_directory`` of a killed process had not finished."""
-    for path in filter(written.is_temporary, folder.iterdir()):
-        written.remove(path)
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def sync_files(directory: Path) -> None:

@@ -78,6 +78,19 @@ class RunFolder:
             return values if (values["made_by"], values.get("task")) == ("relinear", self.task) else None
         return values if self._earlier and self._earlier <= values.keys() else None
 
+    def claim(self) -> dict[str, Any] | None:
+        """Return the record of this task, None where there is none; nothing is written.
+
+        Raises:
+            ValueError: if the path is a file, or if names that the task writes are taken by something else.
+        """
+        _check_directory(self.path)
+        record = self.read()
+        if record is None and (taken := self._taken()):
+            what = f"{self.path} has {', '.join(taken)}, and no record ({self.names[0]}) of relinear's {self.task}"
+            raise ValueError(f"{what}; {_ADVICE}")
+        return record
+
     def check(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> dict[str, Any] | None:
         """Return the record to go on with, None where the task begins; nothing is written.
 
@@ -86,19 +99,12 @@ class RunFolder:
             overwrite: whatever is there will be renamed.
 
         Raises:
-            ValueError: if the path is a file, if names that the task writes are taken by something else, or if the
-                record is of other settings, which are listed.
+            ValueError: as ``claim``; if the record is of other settings, which are listed.
         """
-        there = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
-        if not there.is_dir():
-            raise ValueError(f"{there} is a file; give a directory")
         if overwrite:
+            _check_directory(self.path)
             return None
-        record = self.read()
-        if record is None:
-            if taken := self._taken():
-                what = f"{self.path} has {', '.join(taken)}, and no record ({self.names[0]}) of relinear's {self.task}"
-                raise ValueError(f"{what}; {_ADVICE}")
+        if (record := self.claim()) is None:
             return None
         different = list(differences(self._held(self.settings_of(record)), self._held(settings)))
         if different:
@@ -123,8 +129,8 @@ class RunFolder:
             if overwrite:
                 self.set_aside()
             remove_temporaries(self.path)
-            made = {"made_by": "relinear", "version": __version__, "task": self.task, "settings": dict(settings)}
-            self._head = made | circumstances() | {"wrote": list((record or {}).get("wrote", []))}
+            self._head = made_by(self.task) | {"settings": dict(settings)} | circumstances()
+            self._head["wrote"] = list((record or {}).get("wrote", []))
             self._facts = {key: value for key, value in (record or {}).items() if key not in self._head}
             if record is None:
                 self.write()
@@ -140,10 +146,11 @@ class RunFolder:
         for name in self.names:
             set_aside(self.path / name)
 
-    def write(self, **facts: Any) -> None:
-        """Have the record say ``facts`` beside what every record says. Raises OSError."""
+    def write(self, **facts: Any) -> dict[str, Any]:
+        """Have the record say ``facts`` beside what every record says, and return it. Raises OSError."""
         self._facts = facts
-        write_json(self.record_path, self._head | facts)
+        write_json(self.record_path, record := self._head | facts)
+        return record
 
     def take(self, name: str) -> Path:
         """Return the path of a result to be written; what is there is renamed, unless this task took it before."""
@@ -163,6 +170,17 @@ class RunFolder:
         """Names of the task that are there; an empty folder can be filled."""
         paths = (self.path / name for name in self.names)
         return [p.name for p in paths if os.path.lexists(p) and not (p.is_dir() and not any(p.iterdir()))]
+
+
+def made_by(task: str) -> dict[str, Any]:
+    """Return what a record says of who made it."""
+    return {"made_by": "relinear", "version": __version__, "task": task}
+
+
+def _check_directory(path: Path) -> None:
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is a file; give a directory")
 
 
 def set_aside(path: Path) -> Path | None:
