@@ -232,7 +232,7 @@ def test_analyze_writes_numbers_and_figures(tmp_path, capsys) -> None:
         assert (out / f"{name}.png").stat().st_size > 10_000
     assert main([*arguments, "--only", "gate"]) == 2
     assert "did you mean 'gates'" in capsys.readouterr().err
-    assert main([*arguments, "--length", "129"]) == 2
+    assert main([*arguments, "--length", "129", "--out", str(tmp_path / "long")]) == 2
     assert "129 tokens are too long for this model, which reads 128" in capsys.readouterr().err
 
 

@@ -293,8 +293,9 @@ def test_overrides_that_lead_through_a_long_name():
 
 
 def test_a_comparison_with_other_settings_of_long_names(tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"recipe": {LONG: 1, "entries": {LONG: 1, "a": 2}}}))
-    refused(lambda: check_same(tmp_path, {"entries": {"a": 2, LONG: 1}}), "another recipe", "(gone)", "order")
+    record = {"format": 1, "recipe": {LONG: 1, "entries": {LONG: 1, "a": 2}}, "entries": {}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    refused(lambda: check_same(tmp_path, {"entries": {"a": 2, LONG: 1}}), "other settings", "(gone)", "order")
 
 
 def test_columns_of_long_names(tmp_path):

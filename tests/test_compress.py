@@ -213,6 +213,10 @@ def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatc
     assert {name: files()[name] for name in before} == before
     compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path)
     assert files()["plan.json"] == after["proposed-plan.json"]
+    for name in ("plan.json", "report.json"):  # of the model at 0.8, which is kept
+        (renamed,) = tmp_path.glob(f"{name}.*")
+        assert renamed.read_bytes() == before[name]
+    assert len(list(tmp_path.glob("model.*"))) == 1
 
 
 def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:

@@ -117,23 +117,17 @@ def test_plans_that_cannot_be_carried_out(plan, message: str, tmp_path) -> None:
     refused(tiny(), tokens(), message, tmp_path, settings=SETTINGS, plan_file=path)
 
 
-@pytest.mark.parametrize("record", ["run.json", "scale.json", "analyze.json", "models.json"])
-def test_directories_of_other_work(record: str, tmp_path) -> None:
-    (tmp_path / record).write_text("{}")
-    refused(tiny(), tokens(), f"holds other work \\({record}\\)", tmp_path, settings=SETTINGS)
-
-
 @pytest.mark.parametrize(
     "edit", [lambda text: text[:-3], lambda text: text.replace('"checksum"', '"check"'), str.upper]
 )
-def test_plans_that_were_edited_stay(edit, tmp_path) -> None:
+def test_plans_that_were_edited_are_renamed(edit, tmp_path) -> None:
     compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
     path = tmp_path / "plan.json"
     path.write_text(edit(path.read_text()))
     there = path.read_bytes()
-    with pytest.raises(ValueError, match=r"plan\.json was edited, and would be replaced"):
-        compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path)
-    assert path.read_bytes() == there
+    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    (renamed,) = tmp_path.glob("plan.json.*")
+    assert renamed.read_bytes() == there
 
 
 def test_models_with_adapters(tmp_path) -> None:

@@ -105,11 +105,11 @@ def test_texts_to_judge_on_are_checked_before_anything_is_computed(tmp_path) -> 
 
 
 def test_directories_of_other_work_are_refused(tmp_path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds other work \(run.json\)"):
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has plan.json, and no record \(compress.json\) of relinear's compress"):
         compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path)
     with pytest.raises(ValueError, match="is a file"):
-        compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "run.json")
+        compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "plan.json")
 
 
 def test_an_operator_is_offered_to_the_layers_that_it_fits(tmp_path) -> None:

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import relinear
+from conftest import make_tiny_llama
+from relinear.bench import run as bench
+from relinear.data.tokenizers import load_tokenizer
+from relinear.pages.page import GENERATOR
 from relinear.system.lock import only_process_in
 from relinear.system.run_folder import RunFolder, differences, overwriting, set_aside
 from relinear.train import fit, train
@@ -288,6 +293,92 @@ def test_train_keeps_to_the_table(state, settings, tmp_path):
         train(settings, tmp_path / "out")
     assert treasures(tmp_path) == before
     assert {"run.json", "model", "metrics.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+COMMANDS = {
+    "train": (["train", "--out", "."], ["model", "checkpoints", "metrics.jsonl", "run.json", "block_losses.npy"]),
+    "compare": (["compare", "--recipe", "quick", "--out", "."], ["run.json", "runs", "results.json", "tuning"]),
+    "distill": (
+        ["distill", "{model}", "-r", "k_proj=low_rank:rank=2", "--data", "{text}", "--out", "."],
+        ["distill.json", "model", "report.json", "layers"],
+    ),
+    "compress": (
+        ["compress", "{model}", "--keep", "0.9", "--data", "{text}", "--out", "."],
+        ["compress.json", "calibration", "model", "model.gguf", "plain", "plan.json"],
+    ),
+    "analyze": (["analyze", "{model}", "--data", "{text}", "--out", "."], ["analyze.json", "effective_rank.json"]),
+    "bench": (["bench", "--out", "."], ["bench.json", "bench.png"]),
+    "bench --model": (["bench", "--model", "tiny", "-o", "q_proj=low_rank:rank=2", "--out", "."], ["models.json"]),
+    "explore": (["explore", "{model}", "--data", "{text}", "--index", ".", "--sequences", "2"], ["index.json"]),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model = make_tiny_llama(vocab_size=260)
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    return relinear.save_pretrained(model, folder, tokenizer=load_tokenizer("bytes"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_refuse_names_of_theirs_that_are_taken(command, saved, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    arguments, names = COMMANDS[command]
+    places = {"{model}": str(saved), "{text}": str(FIXTURES / "text.txt")}
+    arguments = [places.get(word, word) for word in arguments]
+    for name in names:
+        path = tmp_path / name
+        put(path if path.suffix else path / "mine.txt")
+        assert main(arguments) == 2
+        assert f". has {name}, and no record" in capfd.readouterr().err
+        assert [entry.name for entry in tmp_path.iterdir()] == [name]
+        assert treasures(tmp_path) == 1
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    (tmp_path / "taken").write_text("mine")
+    assert main([{".": "taken"}.get(word, word) for word in arguments]) == 2
+    assert capfd.readouterr().err.endswith("error: taken is a file; give a directory\n")
+
+
+@pytest.mark.parametrize("command", [["report", "{run}", "--out"], ["explore", "{model}", "--static"]])
+def test_pages_replace_pages_alone(command, saved, tmp_path, monkeypatch, capfd):
+    shutil.copytree(FIXTURES / "comparison", tmp_path / "run")
+    page = tmp_path / "page.html"
+    put(page, f"{MINE} – relinear")
+    places = {"{model}": str(saved), "{run}": str(tmp_path / "run")}
+    arguments = [*(places.get(word, word) for word in command), str(page)]
+    monkeypatch.setattr("relinear.explore.page.static_page", lambda *arguments: GENERATOR)
+    assert main(arguments) == 2
+    assert "page.html is no page of relinear's" in capfd.readouterr().err
+    assert main([*arguments, "--overwrite"]) == main(arguments) == 0
+    assert treasures(tmp_path) == len(list(tmp_path.glob("page.html.*"))) == 1
+    put(tmp_path / "run" / "report.html")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert treasures(tmp_path) == 2, "renamed: a command does not fail for its page"
+
+
+def test_an_analysis_replaces_its_own_files_alone(saved, tmp_path, capfd):
+    out = tmp_path / "out"
+    command = ["analyze", str(saved), "--data", str(FIXTURES / "text.txt"), "--only", "effective_rank"]
+    command += ["--out", str(out), "--sequences", "2", "--length"]
+    put(out / "effective_rank.png")
+    assert main([*command, "16"]) == main([*command, "16"]) == 0
+    assert treasures(tmp_path) == len(list(out.glob("effective_rank.png.*"))) == 1
+    assert main([*command, "8"]) == 2
+    assert "length: 16 -> 8" in capfd.readouterr().err
+    assert main([*command, "8", "--overwrite"]) == 0
+    assert len(list(out.glob("effective_rank.json.*"))) == 1
+
+
+def test_a_benchmark_that_has_ended_is_measured_again_and_renamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_child", lambda *arguments, **how: {"rows": [], "roofline": []})
+    monkeypatch.setattr("relinear.bench.report.draw_layers", lambda rows, stem: put(stem.with_suffix(".png"), "ours"))
+    for number in range(3):
+        bench.run_bench(bench.BenchSettings(), tmp_path)
+        assert len(list(tmp_path.glob("bench.json.*"))) == len(list(tmp_path.glob("bench.png.*"))) == number
+    with pytest.raises(ValueError, match="rounds: 11 -> 3"):
+        bench.run_bench(bench.BenchSettings(rounds=3), tmp_path)
+    bench.run_bench(bench.BenchSettings(rounds=3), tmp_path, overwrite=True)
 
 
 def test_a_run_renames_what_was_put_under_its_names(settings, tmp_path):

@@ -61,6 +61,7 @@ def command(
     evaluate: Annotated[
         bool | None, typer.Option(help="Compare the result with the original.", show_default="--evaluate")
     ] = None,
+    overwrite: options.Overwrite = False,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
 ) -> None:
@@ -73,7 +74,7 @@ def command(
     """
     from relinear.compress import CompressSettings, compress
     from relinear.compress.plan import read_layers
-    from relinear.compress.work import check_directory
+    from relinear.compress.run import check_folder
     from relinear_cli.progress import watch_compression
 
     written = {
@@ -89,7 +90,7 @@ def command(
     }
     settings = CompressSettings.load(options.given_settings(written, overrides), "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
-    check_directory(out, plan, plan_only or frontier)
+    check_folder(out, settings, overwrite=overwrite)
     if plan is not None:
         read_layers(plan)
     options.check_patterns(model, [*(target or []), *(exclude or [])])
@@ -97,6 +98,7 @@ def command(
     reader = options.load_model_tokenizer(model, tokenizer)
     which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings}
     what: Any = {"plan_file": plan, "plan_only": plan_only, "frontier": frontier, "export": export, "out_dir": out}
+    what["overwrite"] = overwrite
     loaded = options.load_model(model)
     texts: Any = {"tokenizer": reader, "evaluate_on": _read(judges)}
     with watch_compression() as on_progress:

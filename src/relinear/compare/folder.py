@@ -1,8 +1,7 @@
 """The directory of a comparison: what it was made with."""
 
 import datetime
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import numpy as np
 
 from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
-from relinear.core.config import shown
 from relinear.data import PackedData
-from relinear.system.files import read_json, understood, write_json, writing
+from relinear.system.files import read_json, write_json, writing
 from relinear.system.machine import command_line, describe_machine
-from relinear.system.text import cut
-from relinear.system.written import check_ours
+from relinear.system.run_folder import RunFolder, made_by
 from relinear.train.fit import training_device, training_dtype
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
@@ -37,39 +34,20 @@ def read_losses(run: Path) -> np.ndarray:
         return np.load(run / BLOCK_LOSSES, allow_pickle=False)
 
 
-def check_same(out_dir: Path, described: Mapping[str, Any]) -> None:
+def run_folder(out_dir: str | Path) -> RunFolder:
+    """Return the folder of a comparison."""
+    return RunFolder(
+        out_dir,
+        *("compare", RUN, (RESULTS, SPEED, NGRAM, BUDGETS, "tuning", "runs", "plots")),
+        earlier=("format", "recipe", "entries"),
+        free=("description",),
+        settings_of=lambda record: CompareSettings.completed(record.get("recipe")),
+    )
+
+
+def check_same(out_dir: Path, described: Mapping[str, Any], *, overwrite: bool = False) -> None:
     """Refuse a directory that holds a comparison with another recipe, with every setting in which they differ."""
-    path = out_dir / RUN
-    check_ours(out_dir, "compare")
-    if not path.is_file():
-        if (out_dir / RESULTS).is_file():
-            raise ValueError(f"{out_dir} holds {RESULTS} but no {RUN}; give another directory")
-        return
-    with understood(path, "no record of a comparison", "give another directory"):
-        before = CompareSettings.completed(read_json(path)["recipe"])
-        before = {**before, "description": described["description"]}  # words, that no run depends on
-    differing = list(_differences(before, json.loads(json.dumps(described))))
-    if differing:
-        lines = "\n  ".join(differing[:_TOLD] + ([f"and {len(differing) - _TOLD} more"] if differing[_TOLD:] else []))
-        said = f"{out_dir} holds a comparison with another recipe; give another --out, or go back to the old settings:"
-        raise ValueError(f"{said}\n  {lines}")
-
-
-def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """``a.b: old -> new`` for every value in which two trees of JSON differ."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            inner = cut(f"{path}.{key}" if path else key)
-            if key not in now:
-                yield f"{inner}: {shown(before[key])} -> (gone)"
-            elif key not in before:
-                yield f"{inner}: (not there) -> {shown(now[key])}"
-            else:
-                yield from _differences(before[key], now[key], inner)
-        if list(before) != list(now) and set(before) == set(now) and path == "entries":
-            yield f"entries: order {cut(', '.join(before))} -> {cut(', '.join(now))}"
-    elif before != now:
-        yield f"{path}: {shown(before)} -> {shown(now)}"
+    run_folder(out_dir).check(described, overwrite=overwrite)
 
 
 def record_start(
@@ -96,7 +74,12 @@ def record_start(
         }
         for p in planned
     }
-    record = {"format": FORMAT, "recipe": described, "entries": entries, "machine": describe_machine()}
+    record = made_by("compare") | {
+        "format": FORMAT,
+        "recipe": described,
+        "entries": entries,
+        "machine": describe_machine(),
+    }
     record |= {"tokens": tokens} if tokens else {}
     record["search"] = _SEARCH
     record |= {"command": command_line(), "started": now()}

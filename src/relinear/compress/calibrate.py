@@ -12,7 +12,6 @@ was at, to the same bits.
 import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from relinear.core.moments import Moments
 from relinear.core.operator import OperatorConfig, linear_features
 from relinear.distill.record import fingerprint_of
 from relinear.system.allocator import release_freed_memory
+from relinear.system.files import remove_temporaries
 from relinear.system.version import __version__
-from relinear.system.written import is_temporary
 
 #: of a config, what changes nothing that a model computes
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
@@ -184,7 +183,10 @@ def _claim(folder: Path, mark: str) -> None:
     if not path.is_file() and not any(found for pattern in _LEFT for found in folder.glob(pattern)):
         write_record(path, {"fingerprint": mark})
     elif read_record(path).get("fingerprint") != mark:
-        raise ValueError(f"{folder} holds the calibration of another model, corpus, setting or version; remove it")
+        what = "the calibration of another model, corpus, setting or version"
+        raise ValueError(
+            f"{folder} holds {what}; give another directory, or start over with overwrite=True (--overwrite)"
+        )
 
 
 class _Calibrating:
@@ -201,8 +203,7 @@ class _Calibrating:
 
     def run(self) -> None:
         last = max(self.targets)
-        for path in filter(is_temporary, self.folder.iterdir()):  # of a killed process, which could not
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove_temporaries(self.folder)
         for part in {part.shape: part for part in self.parts}.values():
             self.layers.embed(part)  # notes the arguments of the layers for this shape
         release_freed_memory()  # of reading texts, and of the model run as a whole

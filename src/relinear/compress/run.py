@@ -17,6 +17,7 @@ from relinear.compress.beside import Observation, compared, like_before, measure
 from relinear.compress.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
 from relinear.compress.calibrate import Calibration
 from relinear.compress.candidates import SearchSpace, replace_layers_
+from relinear.compress.checksums import is_edited
 from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compress.export import check_packable, check_stock, export_compressed_tensors, export_plain
 from relinear.compress.export_gguf import check_gguf, check_gguf_operator, export_gguf
@@ -24,7 +25,7 @@ from relinear.compress.heal import HealReport, check_heal, check_healable, heal,
 from relinear.compress.plan import CompressPlan
 from relinear.compress.report import CompressReport, write_page
 from relinear.compress.settings import CompressSettings
-from relinear.compress.work import OnProgress, Work, check_directory, check_ids, check_model, linear_layers
+from relinear.compress.work import OnProgress, Work, check_ids, check_model, linear_layers
 from relinear.core.anatomy import model_name
 from relinear.core.config import check_choice
 from relinear.core.modes import evaluating
@@ -33,14 +34,16 @@ from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.tied import tied_head
-from relinear.system.files import write_json, writing
-from relinear.system.lock import only_process_in
+from relinear.system.files import fingerprint, write_json, writing
 from relinear.system.machine import PeakMemory, command_line
+from relinear.system.run_folder import RunFolder, set_aside
 
 #: the model, and the one export that is a file, as they are called in the directory; others are called as asked for
 MODEL, GGUF = "model", "model.gguf"
 EXPORTS: dict[str, Callable[..., Path]]
 EXPORTS = {"plain": export_plain, "gguf": export_gguf, "compressed-tensors": export_compressed_tensors}
+#: what is made by a plan
+_RESULTS = ("plan.json", "report.json", "report.html", MODEL, GGUF, "plain", "compressed-tensors")
 
 
 def compress(
@@ -56,6 +59,7 @@ def compress(
     plan_only: bool = False,
     frontier: bool = False,
     out_dir: str | Path | None = None,
+    overwrite: bool = False,
     export: Literal["plain", "gguf", "compressed-tensors"] | None = None,
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
     on_progress: OnProgress = lambda phase, done, total: None,
@@ -82,7 +86,8 @@ def compress(
             writes ``out_dir/compressed-tensors``, where integers stay packed (``export_compressed_tensors``).
         out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
             and called again with the same arguments, it goes on from where it was; another budget or menu uses the
-            same statistics. None keeps nothing.
+            same statistics, and the model of the earlier one is renamed: ``model.<time>``. None keeps nothing.
+        overwrite: start over, and rename what is in the way in ``out_dir``, statistics included.
         on_progress: called with a phase, how much of it is done and how much there is.
 
     Returns:
@@ -92,7 +97,7 @@ def compress(
     Raises:
         ValueError: if the budget cannot be met, the corpus is too short or of another vocabulary, the model is
             quantised, has weights without finite values or cannot be run layer by layer, or ``out_dir`` holds the work
-            on another model, corpus or plan.
+            on another model or corpus, or files of others under its names.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny", num_hidden_layers=1), torch.randint(258, (8, 128))
@@ -112,18 +117,20 @@ def compress(
         check_gguf(model, tokenizer)
     elif export is not None:
         check_stock(model)
-    if out_dir is not None:
-        check_directory(Path(out_dir), plan_file, plan_only or frontier)
+    kept = None if out_dir is None else check_folder(out_dir, chosen, overwrite=overwrite)
+    if overwrite and plan_file is not None and Path(plan_file).resolve().parent == Path(out_dir or "").resolve():
+        raise ValueError(f"{plan_file}, which is to be carried out, would be renamed; move it, or leave out overwrite")
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
     modules = linear_layers(model, targets, exclude)
     check_model(model, chosen.sequence_length)
     with (
-        tempfile.TemporaryDirectory() if out_dir is None else only_process_in(out_dir) as folder,
-        writing(folder),
+        tempfile.TemporaryDirectory() as temporary,
+        nullcontext() if kept is None else kept.open(chosen.measured, overwrite=overwrite) as record,
+        writing(folder := Path(temporary) if kept is None else kept.path),
         evaluating(model),
     ):
-        job = _Job(Work(model, modules, chosen, Path(folder), on_progress), export)
+        job = _Job(Work(model, modules, chosen, folder, on_progress), export, kept, (record or {}).get("made"))
         if frontier and (plan_file is not None or not chosen.fisher):
             raise ValueError("frontier weighs operators by budgets: leave out plan_file and fisher=False")
         plan_only = plan_only or frontier
@@ -144,6 +151,13 @@ def compress(
     return report
 
 
+def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: bool = False) -> RunFolder:
+    """Return the folder of a compression. Raises ValueError where it holds other work, before any is done."""
+    folder = RunFolder(out_dir, "compress", "compress.json", ("calibration", "frontier.json", *_RESULTS))
+    folder.check(settings.measured, overwrite=overwrite)
+    return folder
+
+
 def proposal(folder: Path, name: str) -> Path:
     """Return where ``name``, of a plan that is not carried out (yet), is put: a model in ``folder`` keeps its own."""
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
@@ -158,8 +172,8 @@ def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
 class _Job:
     """One compression: its search space and the steps."""
 
-    def __init__(self, work: Work, export: str | None) -> None:
-        self.work, self.export = work, export
+    def __init__(self, work: Work, export: str | None, kept: RunFolder | None, made: Any) -> None:
+        self.work, self.export, self._kept, self._made = work, export, kept, made
         self.model, self.modules, self.settings, self.folder = work.model, work.modules, work.settings, work.folder
         self.space = SearchSpace(work)
         #: when each phase ended
@@ -191,13 +205,16 @@ class _Job:
                 write_json(self.folder / "frontier.json", {"budgets": budgets, "command": command_line()})
         else:
             whole = given_plan
-        whole.save(proposal(self.folder, "plan.json"))
+        if is_edited(place := proposal(self.folder, "plan.json")):
+            set_aside(place)
+        whole.save(place)
         self._lap("plan")
         healing, evaluation = None, None
         if not plan_only and (whole.replaced or self.work.tables):
             healing, evaluation = self._make(corpus, calibration, whole, tokenizer)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
-            proposal(self.folder, "plan.json").replace(self.folder / "plan.json")
+            self._rename_others(place)
+            place.replace(self.folder / "plan.json")
         report = CompressReport(
             whole,
             calibration.tokens,
@@ -216,10 +233,20 @@ class _Job:
             left=left,
         )
         values = report.to_dict()
-        place = partial(proposal, self.folder) if plan_only else self.folder.joinpath
-        write_json(place("report.json"), values)
-        write_page(place("report.html"), values)
+        where = partial(proposal, self.folder) if plan_only else self.folder.joinpath
+        write_json(where("report.json"), values)
+        write_page(where("report.html"), values)
         return report
+
+    def _rename_others(self, plan: Path) -> None:
+        """Rename what was made by another plan, or with other settings, than the result that is about to be written."""
+        made = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan)["sha256"]}
+        if self._kept is not None:
+            if made != self._made:
+                for name in _RESULTS:
+                    if name != plan.name:
+                        set_aside(self.folder / name)
+            self._kept.write(made=made)
 
     def _check_export(self, given_plan: CompressPlan | None) -> None:
         """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them."""

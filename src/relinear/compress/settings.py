@@ -146,6 +146,11 @@ class CompressSettings(Settings):
         return self.bits is not None or self.budget_of == "bytes"
 
     @property
+    def measured(self) -> dict[str, Any]:
+        """What statistics hang on, as JSON values: in a directory that has them all else may differ."""
+        return self.model_dump(mode="json", include={"tokens", "sequence_length", "batch_size", "fisher", "seed"})
+
+    @property
     def heal_blocks(self) -> int:
         """Blocks that are trained on in healing: whole steps."""
         blocks = self.heal_tokens // self.sequence_length

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from relinear.compress.budget import saved_bytes
 from relinear.compress.calibrate import Calibration, calibrate
-from relinear.compress.checksums import is_edited
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.settings import CompressSettings
 from relinear.core.anatomy import layer_finder
@@ -25,7 +24,6 @@ from relinear.core.operator import Operator, OperatorConfig, check_finite, linea
 from relinear.core.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan, replace_
-from relinear.system.written import check_ours
 
 #: told the phase ("forward", "backward", "candidates", "frontier", "original", "fit", "heal", "evaluation"), how much
 #: of it is done, and how much there is
@@ -33,12 +31,6 @@ OnProgress = Callable[[str, int, int], None]
 
 #: of a sequence on which a model run layer by layer is compared with the whole
 CHECKED_TOKENS = 64
-
-#: what other work leaves in its directory, in which nothing is put beside it
-OTHERS = (
-    *("config.json", "run.json", "results.json", "scale.json", "distill.json", "bench.json"),
-    *("models.json", "analyze.json", "atlas.json"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,22 +127,6 @@ def linear_layers(
             "Give the original with a smaller budget, or fold it first (relinear.fold_)"
         )
     return left
-
-
-def check_directory(folder: Path, plan: str | Path | None = None, proposes: bool = False) -> None:
-    """Raise ValueError if ``folder`` is no directory, one of other work, or has an edited plan that would be replaced.
-
-    ``plan`` is the one that is carried out; who ``proposes`` leaves that of a model that is there.
-    """
-    found = next((name for name in OTHERS if (folder / name).exists()), None)
-    if found is not None:
-        raise ValueError(f"{folder} holds other work ({found}): give a directory of its own")
-    check_ours(folder, "compress")
-    stays = proposes and (folder / "model").is_dir()
-    for there in [folder / "proposed-plan.json", *([] if stays else [folder / "plan.json"])]:
-        report = there.with_name(there.name.replace("plan", "report"))
-        if is_edited(there, report) and (plan is None or Path(plan).resolve() != there.resolve()):
-            raise ValueError(f"{there} was edited, and would be replaced: give it as --plan {there}, or move it away")
 
 
 @torch.no_grad()
