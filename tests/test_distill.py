@@ -400,7 +400,7 @@ MORE = {"target": "original", "joint": True, "bias": True, "retrain": "o_proj"}
     "more", mostly_slow([{}, {"retrain": "o_proj"}, MORE, MORE | {"joint": False, "loss": "kl"}], {}), ids=str
 )
 def test_resuming_is_exact(tmp_path, more):
-    def run(folder, stop_at=None, resume=True):
+    def run(folder, stop_at=None, overwrite=False):
         model = make_tiny_llama()
         model.load_state_dict(start)
 
@@ -414,7 +414,7 @@ def test_resuming_is_exact(tmp_path, more):
             corpus(),
             settings=SETTINGS | more,
             out_dir=folder,
-            resume=resume,
+            overwrite=overwrite,
             on_progress=watch,
         )
         return model, report
@@ -423,7 +423,7 @@ def test_resuming_is_exact(tmp_path, more):
     whole, wanted = run(tmp_path / "whole")
     for stop_at in [("fit", "model.layers.1"), ("record", "model.layers.0")]:
         with pytest.raises(Stop):
-            run(tmp_path / "cut", stop_at, resume=stop_at[0] == "fit")
+            run(tmp_path / "cut", stop_at, overwrite=stop_at[0] != "fit")
         torch.manual_seed(123)
         resumed, report = run(tmp_path / "cut")
         assert report == wanted
