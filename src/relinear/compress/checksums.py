@@ -114,16 +114,11 @@ def write_record(path: str | Path, values: Mapping[str, Any]) -> None:
     write_json(path, dict(values) | {_CHECKSUM: _digest(json.loads(json.dumps(dict(values))), {})})
 
 
-def is_edited(path: Path, report: Path) -> bool:
-    """Return whether the plan ``path`` is there and is not what ``write_record`` wrote, as after somebody changed it.
-
-    Plans of 0.2 and before have no checksum: those hold the ``layers`` that their ``report`` has.
-    """
-    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+def is_edited(path: Path) -> bool:
+    """Return whether ``path`` is there and is not what ``write_record`` wrote, as after somebody has changed it."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
         values = dict(read_json(path))
-        if _CHECKSUM not in values:
-            return values["layers"] != read_json(report)["layers"]
-        return values.pop(_CHECKSUM) != _digest(values, {})
+        return values.pop(_CHECKSUM, None) != _digest(values, {})
     return path.exists()
 
 
