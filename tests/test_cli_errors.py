@@ -456,7 +456,7 @@ def test_interrupt_says_how_to_go_on(capfd, monkeypatch, text, tmp_path):
 #: wrong input of every command, and a part of the message; {model}, {text}, {plan}, {recipe} and {others} are there
 WRONG = {
     "train --set lr=0.1": "unknown setting 'lr'; did you mean 'learning_rate'?",
-    "train --data ./no/such": "no data at './no/such'",
+    "train --data ./no/such": "'./no/such' does not exist",
     "train -r all-linear=hdpl:rnk=3": "unknown setting 'rnk'; did you mean 'rank'?",
     "train -r q_prjo=low_rank": "pattern 'q_prjo' matches no module; nearest: q_proj",
     "inspect gpt2-ccl-64 -r attn.c_atn=low_rank": "pattern 'attn.c_atn' matches no module; nearest: c_attn",
@@ -465,7 +465,7 @@ WRONG = {
     "distill {model} --data {text} -r q_proj=nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --plan {plan}": "no compression plan",
     "compare --plan {latin}": "latin.txt is not UTF-8 text",
-    "train --data {others}/gone": "gone'. Give 'stdlib'",  # a link that dangles does not stand for itself
+    "train --data {others}/gone": "gone' does not exist. Give 'stdlib'",  # a link that dangles does not stand for itself
     "inspect {cut}": "model.safetensors is damaged or cut off",
     "inspect {unknown}": "unknown operator kind 'low_rnak'",
     "eval nosuch": "unknown model 'nosuch'",
@@ -487,15 +487,15 @@ MORE = {
     "train --batch-size 10000000000": "batch_size must be at most 1048576",
     "train --recipe {recipe}": "no valid YAML",
     "train --out {others}": "would be replaced",
-    "compare -o low_rank --data ./no/such": "no data at './no/such'",
+    "compare -o low_rank --data ./no/such": "'./no/such' does not exist",
     "compare -o low_rank -o nosuch": "unknown operator kind 'nosuch'",
-    "distill {model} -r q_proj=low_rank --data ./no/such": "no data at './no/such'",
+    "distill {model} -r q_proj=low_rank --data ./no/such": "'./no/such' does not exist",
     "compress nosuch --data {text}": "unknown model 'nosuch'",
     "compress {model} --data {text} --keep 80": "for 80 % write 0.8",
     "compress {model} --data {text} --menu nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --speed-table nosuch": "nosuch: No such file",
     "compress {model} --data {text} --export nosuch": "'nosuch' is not one of 'plain', 'gguf', 'compressed-tensors'",
-    "eval {model} --data ./no/such": "no data at './no/such'",
+    "eval {model} --data ./no/such": "'./no/such' does not exist",
     "eval {model} --data {text} --tokenizer /no/such": "cannot load the tokenizer '/no/such' (there is no such folder)",
     "compress {model} --data {text} --tokenizer /no/such": "tokenizer '/no/such' (there is no such folder)",
     "distill {model} -r q_proj=low_rank --data {text} --tokenizer {others}": "(no tokenizer was saved there)",
