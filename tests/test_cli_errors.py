@@ -465,7 +465,7 @@ WRONG = {
     "distill {model} --data {text} -r q_proj=nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --plan {plan}": "no compression plan",
     "compare --plan {latin}": "latin.txt is not UTF-8 text",
-    "train --data {others}/gone": "gone' does not exist. Give 'stdlib'",  # a link that dangles does not stand for itself
+    "train --data {others}/gone": "gone' does not exist.",  # a link that dangles does not stand for itself
     "inspect {cut}": "model.safetensors is damaged or cut off",
     "inspect {unknown}": "unknown operator kind 'low_rnak'",
     "eval nosuch": "unknown model 'nosuch'",
