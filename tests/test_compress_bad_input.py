@@ -118,7 +118,8 @@ def test_plans_that_cannot_be_carried_out(plan, message: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit", [lambda text: text[:-3], lambda text: text.replace('"checksum"', '"check"'), str.upper]
+    "edit",
+    [lambda text: text[:-3], lambda text: text.replace("checksum", "check").replace("low_rank", "rank"), str.upper],
 )
 def test_plans_that_were_edited_are_renamed(edit, tmp_path) -> None:
     compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
