@@ -63,7 +63,7 @@ ROWS = [(line[:33].strip(), line[33:].split()) for line in TABLE.strip().splitli
 
 
 def run_folder(path: Path) -> RunFolder:
-    return RunFolder(path, "train", "run.json", NAMES, earlier=EARLIER, free=("threads",))
+    return RunFolder(path, "train", "run.json", NAMES, earlier={"run.json": EARLIER}, free=("threads",))
 
 
 def work(path: Path, settings: dict, overwrite: bool = False, ends: bool = True) -> str:
@@ -197,6 +197,19 @@ def test_every_state_of_a_folder(state, expected, action, tmp_path, monkeypatch)
         assert not list(folder.glob("*.relinear"))
         assert work(place, arguments[0]) == "resumes"
     assert treasures(tmp_path) == before
+
+
+def test_records_of_earlier_versions_may_be_other_files(tmp_path):
+    earlier = {"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)}
+    how = {"earlier": earlier, "settings_of": lambda record: record.get("settings", {})}
+    folder = RunFolder(tmp_path, "compress", "compress.json", ("plan.json", "calibration"), **how)
+    put(tmp_path / "plan.json", json.dumps({"layers": [MINE], "title": "My house"}))
+    with pytest.raises(ValueError, match=r"has plan\.json, and no record"):
+        folder.claim()
+    put(tmp_path / "calibration" / "fingerprint.json", json.dumps({"fingerprint": "0"}))
+    assert folder.claim() == {}
+    with folder.open({}):
+        assert folder.read()["made_by"] == "relinear"
 
 
 def test_the_record_says_who_made_it(tmp_path):

@@ -78,7 +78,7 @@ def analyze_saved(
     folder = RunFolder(
         out,
         *("analyze", RECORD, [f"{name}.json" for name in known_analyses()]),
-        earlier=("model", "control", "data", "sequences"),
+        earlier={RECORD: ("model", "control", "data", "sequences")},
         settings_of=lambda record: record.get("settings", {"only": names} | {key: record.get(key) for key in asked}),
     )
     folder.check(asked, overwrite=overwrite)

@@ -174,7 +174,9 @@ def run_model_bench(
             replace_(from_preset(settings.preset), mapping, init="fresh")
     written = {name: {key: config.to_dict() for key, config in one.items()} for name, one in variants.items()}
     stated = settings.model_dump(mode="json") | {"variants": written}
-    folder = RunFolder(out_dir, "bench --model", "models.json", earlier=("settings", "machine", "rounds", "rows"))
+    folder = RunFolder(
+        out_dir, "bench --model", "models.json", earlier={"models.json": ("settings", "machine", "rounds", "rows")}
+    )
     record = folder.check(stated, overwrite=overwrite)
     with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):
         rows = _all_rows(settings, variants, report)

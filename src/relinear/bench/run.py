@@ -166,7 +166,7 @@ def run_bench(
     folder = RunFolder(
         out_dir,
         *("bench", "bench.json", ("bench.png", "bench.svg")),
-        earlier=("settings", "machine", "roofline", "rows"),
+        earlier={"bench.json": ("settings", "machine", "roofline", "rows")},
         settings_of=lambda record: BenchSettings.completed(record.get("settings")),
     )
     record = folder.check(stated, overwrite=overwrite)

@@ -39,7 +39,7 @@ def run_folder(out_dir: str | Path) -> RunFolder:
     return RunFolder(
         out_dir,
         *("compare", RUN, (RESULTS, SPEED, NGRAM, BUDGETS, "tuning", "runs", "plots")),
-        earlier=("format", "recipe", "entries"),
+        earlier={RUN: ("format", "recipe", "entries")},
         free=("description",),
         settings_of=lambda record: CompareSettings.completed(record.get("recipe")),
     )

@@ -153,7 +153,12 @@ def compress(
 
 def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: bool = False) -> RunFolder:
     """Return the folder of a compression. Raises ValueError where it holds other work, before any is done."""
-    folder = RunFolder(out_dir, "compress", "compress.json", ("calibration", "frontier.json", *_RESULTS))
+    folder = RunFolder(
+        out_dir,
+        *("compress", "compress.json", ("calibration", "frontier.json", *_RESULTS)),
+        earlier={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
+        settings_of=lambda record: record.get("settings", settings.measured),
+    )
     folder.check(settings.measured, overwrite=overwrite)
     return folder
 

@@ -103,7 +103,7 @@ def distill_(
         folder = RunFolder(
             out_dir,
             *("distill", "distill.json", ("layers", "recorded", "model", "report.json")),
-            earlier=("fingerprint", "settings", "done"),
+            earlier={"distill.json": ("fingerprint", "settings", "done")},
             settings_of=lambda record: DistillSettings.completed(record.get("settings")),
         )
         folder.check(stated, overwrite=overwrite)

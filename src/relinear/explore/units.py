@@ -139,7 +139,7 @@ class Index:
 
 def index_folder(directory: str | Path) -> RunFolder:
     """Return the folder of an index, which is replaced where it was made from other things."""
-    earlier = ("format", "made_from", "sites")
+    earlier = {"index.json": ("format", "made_from", "sites")}
     return RunFolder(directory, "explore", "index.json", ("units.safetensors",), earlier=earlier)
 
 

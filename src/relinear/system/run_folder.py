@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from relinear.system.files import read_json, remove_temporaries, write_json
@@ -37,8 +38,7 @@ class RunFolder:
         task: its name, such as "train".
         record: the file name of its record.
         names: what else the task writes at the top of the folder.
-        earlier: keys at the top of the records of versions 0.1 and 0.2, which do not say who made them; without any,
-            there are no such records.
+        earlier: how records of versions 0.1 and 0.2 are known, which do not say who made them: file -> keys at its top.
         free: settings that may differ when the task goes on.
         settings_of: takes from a record, of an earlier version too, its settings as this version writes them.
     """
@@ -50,12 +50,12 @@ class RunFolder:
         record: str,
         names: Collection[str] = (),
         *,
-        earlier: Collection[str] = (),
+        earlier: Mapping[str, Collection[str]] = MappingProxyType({}),
         free: Collection[str] = (),
         settings_of: Callable[[Mapping[str, Any]], Any] = lambda record: record.get("settings"),
     ) -> None:
         self.path, self.task, self.names = Path(path), task, (record, *names)
-        self.free, self.settings_of, self._earlier = free, settings_of, set(earlier)
+        self.free, self.settings_of, self._earlier = free, settings_of, earlier
         self._head: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
 
@@ -65,18 +65,17 @@ class RunFolder:
         return self.path / self.names[0]
 
     def read(self) -> dict[str, Any] | None:
-        """Return the record of this task; None where there is none, or one of something else. Raises OSError."""
-        if not self.record_path.is_file():
-            return None
-        try:
-            values = read_json(self.record_path)
-        except ValueError:
-            return None
-        if not isinstance(values, dict):
-            return None
+        """Return the record of this task; None where there is none, or one of something else. Raises OSError.
+
+        It is empty where an earlier version had another file for it.
+        """
+        values = _object_in(self.record_path)
         if "made_by" in values:
             return values if (values["made_by"], values.get("task")) == ("relinear", self.task) else None
-        return values if self._earlier and self._earlier <= values.keys() else None
+        for name, keys in self._earlier.items():
+            if _object_in(self.path / name).keys() >= set(keys):
+                return values
+        return None
 
     def claim(self) -> dict[str, Any] | None:
         """Return the record of this task, None where there is none; nothing is written.
@@ -132,7 +131,7 @@ class RunFolder:
             self._head = made_by(self.task) | {"settings": dict(settings)} | circumstances()
             self._head["wrote"] = list((record or {}).get("wrote", []))
             self._facts = {key: value for key, value in (record or {}).items() if key not in self._head}
-            if record is None:
+            if not record:
                 self.write()
             try:
                 yield record
@@ -175,6 +174,14 @@ class RunFolder:
 def made_by(task: str) -> dict[str, Any]:
     """Return what a record says of who made it."""
     return {"made_by": "relinear", "version": __version__, "task": task}
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is none."""
+    with contextlib.suppress(ValueError):
+        values = read_json(path) if path.is_file() else {}
+        return values if isinstance(values, dict) else {}
+    return {}
 
 
 def _check_directory(path: Path) -> None:

@@ -155,7 +155,7 @@ def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = F
     folder = RunFolder(
         out_dir,
         *("train", "run.json", ("model", *FILES)),
-        earlier=("status", "settings", "machine", "model", "data"),
+        earlier={"run.json": ("status", "settings", "machine", "model", "data")},
         free=FREE,
         settings_of=lambda record: TrainSettings.completed(record.get("settings")),
     )
