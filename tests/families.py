@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import relinear
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 from relinear.operators import CCL, HDPL, ContextManager, LowRank, Monarch, Rotor, Transponder
 from relinear.surgery.plan import attach_, replace_
 from relinear.system.files import write_json, write_text

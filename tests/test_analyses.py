@@ -11,6 +11,7 @@ import torch
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
+from relinear.activations.shared_context import context_owner
 from relinear.analysis.analyses import HeldOutText, Subject, analyze, applying, tokens_of
 from relinear.analysis.effective_rank import effective_rank, effective_ranks, realised_spectra
 from relinear.analysis.fingerprints import context_fingerprints
@@ -21,7 +22,6 @@ from relinear.analysis.recording import record_contexts, record_gates
 from relinear.analysis.report import analyses_blocks
 from relinear.analysis.top_tokens import top_tokens
 from relinear.clifford import bivector_to_matrix
-from relinear.core.context import context_owner
 from relinear.data import DataSettings
 from relinear.data.tokenizers import load_tokenizer
 from relinear_cli.analyze import analyze_saved

@@ -10,8 +10,8 @@ from torch import nn
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.core.anatomy import decoder_layers, layer_finder, layer_index, paths
-from relinear.core.operator import is_linear
+from relinear.contract.operator import is_linear
+from relinear.hf.model_layout import decoder_layers, layer_finder, layer_index, paths
 from tiny_models import FAMILIES, LAYERS, VOCABULARY, make_family
 
 IDS = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -12,9 +12,9 @@ from transformers import Trainer, TrainingArguments
 
 import relinear
 from relinear import contract
-from relinear.core.aux import operator_metrics
-from relinear.core.config import Config, register
-from relinear.core.operator import OperatorConfig
+from relinear.contract.auxiliary_losses import operator_metrics
+from relinear.contract.config import Config, register
+from relinear.contract.operator import OperatorConfig
 from relinear.operators.low_rank import LowRank, LowRankLinear
 from test_surgery import IDS, llama
 
@@ -82,7 +82,7 @@ def test_absent_in_eval_and_in_generate(model):
 def energy_by_hand(model, ids, counted, **kwargs):
     """0.1 times the mean squared output of every layer over the tokens that count, through hooks of its own."""
     terms, handles = {}, []
-    for name, operator in relinear.core.aux.named_operators(model):
+    for name, operator in relinear.contract.auxiliary_losses.named_operators(model):
         handles.append(
             operator.register_forward_hook(
                 lambda module, args, y, name=name: terms.update({f"{name}/energy": 0.1 * y[counted].square().mean()})
@@ -114,7 +114,7 @@ def test_the_terms_are_means_over_the_tokens_that_the_loss_counts(model):
         model(BATCH, **inputs)
         found = contract.aux_losses(model)
         assert set(found) == set(expected)
-        measured = relinear.core.aux.operator_metrics(model)
+        measured = relinear.contract.auxiliary_losses.operator_metrics(model)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value)
             torch.testing.assert_close(measured[name], value.detach() / 0.1)

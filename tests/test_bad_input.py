@@ -17,9 +17,9 @@ from cases import CASES, case_of_every_kind
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.compare.folder import check_same
 from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import UnknownSettingError, nearest, parse_setting, shown
-from relinear.core.operator import Operator, OperatorConfig
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.config import UnknownSettingError, nearest, parse_setting, shown
+from relinear.contract.operator import Operator, OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.models import model_place

@@ -11,7 +11,7 @@ import relinear
 from relinear.bench import peers
 from relinear.bench.operators import Case, bench_case
 from relinear.bench.run import BenchSettings, of_runs, slower, table
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 from relinear_cli.main import main
 
 CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")

@@ -13,7 +13,7 @@ from torch import nn
 import relinear
 from conftest import make_tiny_llama
 from relinear.analysis.causality import CausalityError
-from relinear.core.causal import check_predicts_next_token
+from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.operators.context_manager import SharedContext
 from tiny_models import make_family
 

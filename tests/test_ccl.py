@@ -189,7 +189,7 @@ def test_the_balance_of_templates_hangs_neither_on_padding_nor_on_batches() -> N
         model(ids, labels=labels, **inputs)
         (loss,), (busiest,) = (
             contract.aux_losses(model).values(),
-            relinear.core.aux.operator_metrics(model).values(),
+            relinear.contract.auxiliary_losses.operator_metrics(model).values(),
         )
         return torch.stack([loss, busiest])
 

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from relinear.core import plugins
+from relinear.contract import plugins
 from relinear_cli.main import main
 
 

@@ -19,7 +19,7 @@ from relinear import contract, residual
 from relinear.bench import models as bench_file
 from relinear.bench.models import ModelBenchSettings, bench_models
 from relinear.compare import speed as speed_file
-from relinear.core.aux import named_operators, operator_metrics
+from relinear.contract.auxiliary_losses import named_operators, operator_metrics
 from relinear.models import heads  # noqa: F401  registers its kind
 from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias

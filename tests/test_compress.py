@@ -15,7 +15,7 @@ from relinear.compress import CompressSettings, compress, layerwise
 from relinear.compress.budget import Candidate, allocate, best_uniform
 from relinear.compress.calibrate import calibrate
 from relinear.compress.plan import CompressPlan, LayerPlan
-from relinear.core.operator import is_linear
+from relinear.contract.operator import is_linear
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False}
 
@@ -44,7 +44,7 @@ def tokens(count: int = 512) -> list[torch.Tensor]:
 
 
 def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
-    from relinear.core.anatomy import layer_index
+    from relinear.hf.model_layout import layer_index
 
     found: dict[int, dict[str, torch.nn.Module]] = {}
     for name, module in model.named_modules():
@@ -330,7 +330,7 @@ def test_killed_fit_resumes_to_the_same_bits(tmp_path) -> None:
 def test_plan_can_be_edited_and_given_back(tmp_path) -> None:
     model = tiny()
     compress(model, tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path, plan_only=True)
-    assert not any(isinstance(m, relinear.core.operator.Operator) for m in model.modules())
+    assert not any(isinstance(m, relinear.contract.operator.Operator) for m in model.modules())
     values = json.loads((tmp_path / "plan.json").read_text())
     name = "model.layers.1.mlp.down_proj"
     for layer in values["layers"].values():
@@ -491,7 +491,7 @@ def test_command_line(tmp_path, capsys) -> None:
     assert not (tmp_path / "out" / "model").exists()
     assert main(arguments) == 0
     loaded = relinear.from_pretrained(tmp_path / "out" / "model")
-    assert any(isinstance(m, relinear.core.operator.Operator) for m in loaded.modules())
+    assert any(isinstance(m, relinear.contract.operator.Operator) for m in loaded.modules())
     rows = tmp_path / "elsewhere" / "test.jsonl"
     rows.parent.mkdir()
     rows.write_text("".join(json.dumps({"body": f"Row {i}. " * 9, "kind": "row"}) + "\n" for i in range(9)))

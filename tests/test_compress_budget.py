@@ -14,7 +14,7 @@ from relinear.compress.budget import Budget, budget_of
 from relinear.compress.calibrate import calibrate
 from relinear.compress.candidates import layer_candidates
 from relinear.compress.report import write_page
-from relinear.core.operator import Operator, is_linear, linear_features
+from relinear.contract.operator import Operator, is_linear, linear_features
 from relinear.surgery.summary import module_flops
 from test_compress import in_layers, tiny, tokens
 

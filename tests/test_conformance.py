@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cases import CASES, model_with
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 from relinear.kernels import native
 from relinear.testing import Case, OperatorConformance
 from relinear.testing.conformance import assert_close, assert_same_gradients, build, call, gradients, inputs

@@ -19,7 +19,7 @@ from transformers import (
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear.core.context import context_owner, current_context
+from relinear.activations.shared_context import context_owner, current_context
 from relinear.functional.context_manager import linear_recurrence
 from relinear.train import TrainSettings, build_model
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 
 OPERATORS = sorted((REPOSITORY / "docs" / "operators").glob("*.md"))
 CLAIMS = REPOSITORY / "docs" / "claims.md"

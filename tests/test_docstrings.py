@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import relinear
-from relinear.core import config as registry
+from relinear.contract import config as registry
 from relinear.deprecated import MOVED
 
 #: names whose example needs more than this machine has: they are read, not run

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import relinear
 from cases import case_of_every_kind, every_case
 from conftest import make_tiny_llama, mostly_slow
-from relinear.core.inference import CachingModule, caching_for_inference
+from relinear.contract.inference import CachingModule, caching_for_inference
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
 TOLERANCE = 1e-5

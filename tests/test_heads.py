@@ -16,8 +16,8 @@ from transformers import (
 import relinear
 from cases import CASES
 from relinear import residual
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.record import record
+from relinear.contract.attachment import AttachmentConfig
+from relinear.hf.config_record import record
 from tiny_models import make_family
 
 HEADS = {

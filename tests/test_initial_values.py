@@ -10,8 +10,8 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from outside.families import FAMILIES
-from relinear.core.operator import Operator
-from relinear.core.wrapper import Wrapper
+from relinear.contract.operator import Operator
+from relinear.contract.wrapper import Wrapper
 from relinear.models.cgt import CGTForRegression
 
 MAKERS = {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}

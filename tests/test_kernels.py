@@ -272,7 +272,7 @@ def test_a_wrong_wish_in_the_environment_is_refused() -> None:
 def test_large_inputs_under_autocast(kind: str, given: torch.dtype) -> None:
     """Forms for large inputs lower what they are given, as autocast does for the reference."""
     settings = {"hdpl": ":rank=16,blocks=8", "low_rank": ":rank=16", "pivoted_low_rank": ":rank=16"}.get(kind, "")
-    operator = relinear.core.operator.OperatorConfig.read(kind + settings).build(256, 256)
+    operator = relinear.contract.operator.OperatorConfig.read(kind + settings).build(256, 256)
     x = torch.randn(1024, 256).to(given)
     for training in (False, True):
         operator.train(training)

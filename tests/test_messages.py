@@ -20,9 +20,9 @@ from conftest import make_tiny_llama
 from relinear.compare.match import match_target, plan_comparison
 from relinear.compare.recipe import read_value
 from relinear.compare.settings import CompareSettings
-from relinear.core.operator import OperatorConfig
-from relinear.core.places import missing_directory
+from relinear.contract.operator import OperatorConfig
 from relinear.explore import server as explore_server
+from relinear.hf.model_source import missing_directory
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import writing
 from relinear.train import FitSettings, TrainSettings, fit

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.core.moments import Moments
+from relinear.contract.calibration_statistics import Moments
 
 IN, OUT = 24, 16
 
@@ -116,5 +116,5 @@ def test_refusals() -> None:
         Moments(torch.zeros(3, 4))
     with pytest.raises(ValueError, match="not finite"):
         Moments(torch.full((2, 2), float("nan")))
-    with pytest.raises(relinear.core.operator.NotLinearError):
+    with pytest.raises(relinear.contract.operator.NotLinearError):
         relinear.HDPL(rank=4, blocks=2).build(16, 16).from_moments(nn.Linear(16, 16), Moments.identity(16))

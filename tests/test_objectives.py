@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy, softmax
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.core.objective import ObjectiveConfig
-from relinear.core.settings import Settings
+from relinear.contract.objective import ObjectiveConfig
+from relinear.contract.settings import Settings
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, train
 from relinear.train.distill import Distill, divergence
 from relinear_cli.main import main

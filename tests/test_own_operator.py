@@ -139,9 +139,9 @@ def examples(tmp_path_factory) -> Path:
 FITS = """
 import torch
 from relinear import OperatorConfig
-from relinear.core.moments import Moments
-from relinear.core.operator import linear_of
-from relinear.core import plugins
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.operator import linear_of
+from relinear.contract import plugins
 
 torch.manual_seed(0)
 weight = torch.randn(48, 32, dtype=torch.float64)

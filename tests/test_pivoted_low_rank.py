@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.core.moments import Moments
+from relinear.contract.calibration_statistics import Moments
 from relinear.functional.pivoted_low_rank import LARGEST_PIVOTED, pivoted_factors, pivoted_low_rank
 
 

@@ -8,9 +8,9 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.core import config as registry
-from relinear.core import plugins
-from relinear.core.operator import OperatorConfig
+from relinear.contract import config as registry
+from relinear.contract import plugins
+from relinear.contract.operator import OperatorConfig
 from relinear_cli.main import main
 
 OPERATOR = '''

@@ -21,7 +21,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from fuzz.kinds import settings_examples
 from relinear.compare.recipe import BUNDLED, apply_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
-from relinear.core.operator import NotLinearError, Operator, OperatorConfig
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.train import TrainSettings
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -153,7 +153,7 @@ print(type(model.model.layers[0].self_attn.q_proj).__name__)
 
 
 def test_kinds_are_known_to_whoever_asks_first() -> None:
-    code = "from relinear.core.config import Config\nfrom relinear.core.operator import OperatorConfig\n"
+    code = "from relinear.contract.config import Config\nfrom relinear.contract.operator import OperatorConfig\n"
     assert "hdpl" in run(code + "print(*OperatorConfig.kinds())").split()
 
 

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.core.moments import Moments
+from relinear.contract.calibration_statistics import Moments
 from relinear.functional.quantized import dequantized, pack, unpack
 from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
 

@@ -10,33 +10,34 @@ import pytest
 
 import relinear
 from relinear.analysis.analyses import ANALYSES
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 
 SOURCE = Path(relinear.__file__).parent
 
 #: room -> the rooms it may import beside itself, in the order in which they stand on each other
+_MODEL = {"contract", "hf", "activations"}
 MAY_IMPORT = {
     "system": set(),
     "pages": {"system"},
     "clifford": set(),
-    "core": {"system"},
-    "contract": {"core"},
-    "activations": {"core"},
     "functional": {"clifford"},
+    "contract": {"system"},
+    "hf": {"contract"},
+    "activations": {"contract", "hf"},
     "kernels": {"functional", "system"},
-    "operators": {"core", "functional", "clifford", "kernels", "system"},
-    "residual": {"core"},
-    "surgery": {"core", "system"},
-    "models": {"core", "functional", "kernels", "system"},
-    "data": {"core", "system"},
-    "testing": {"core", "operators", "surgery", "system"},
-    "evaluate": {"core", "data"},
-    "distill": {"core", "surgery", "data", "evaluate", "pages", "system"},
-    "train": {"core", "surgery", "models", "data", "evaluate", "pages", "system"},
-    "compress": {"core", "surgery", "distill", "data", "evaluate", "train", "pages", "system"},
-    "analysis": {"clifford", "core", "surgery", "data", "models", "pages", "system"},
-    "explore": {"core", "surgery", "data", "models", "analysis", "pages", "system"},
-    "compare": {"core", "surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
+    "operators": _MODEL | {"functional", "clifford", "kernels", "system"},
+    "residual": _MODEL,
+    "surgery": _MODEL | {"system"},
+    "models": _MODEL | {"functional", "kernels", "system"},
+    "data": {"contract", "hf", "system"},
+    "testing": _MODEL | {"operators", "surgery", "system"},
+    "evaluate": {"contract", "hf", "data"},
+    "distill": _MODEL | {"surgery", "data", "evaluate", "pages", "system"},
+    "train": _MODEL | {"surgery", "models", "data", "evaluate", "pages", "system"},
+    "compress": _MODEL | {"surgery", "distill", "data", "evaluate", "train", "pages", "system"},
+    "analysis": _MODEL | {"clifford", "surgery", "data", "models", "pages", "system"},
+    "explore": _MODEL | {"surgery", "data", "models", "analysis", "pages", "system"},
+    "compare": _MODEL | {"surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import relinear
 from conftest import mostly_slow
 from relinear import clifford
-from relinear.core.moments import Moments
-from relinear.core.operator import linear_of
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.operator import linear_of
 from relinear.functional.rotor import branch_permutation, from_windows, to_windows
 from relinear.operators.sandwich_sum import SandwichSum
 

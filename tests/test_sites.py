@@ -8,8 +8,8 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.core.latents import observe_sites
-from relinear.core.sites import sites
+from relinear.activations.hook_points import sites
+from relinear.activations.interventions import observe_sites
 from test_cgt import make_cgt
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear.core.operator import dense_weight
+from relinear.contract.operator import dense_weight
 from relinear.operators.low_rank import LowRankLinear
 from relinear.surgery.patterns import _ENDS, check_misspelt, patterns_of
 from relinear.surgery.states import flat_states, load_states_, place_

@@ -9,7 +9,7 @@ import relinear
 from cases import CASES
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import LowRank, replace_
-from relinear.core.operator import ParamRole
+from relinear.contract.operator import ParamRole
 from relinear.train import FitSettings
 from relinear.train.optim import build_optimizer, build_schedule, parameter_groups, parameter_roles
 from test_cgt import make_cgt

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from relinear import LowRank
-from relinear.core.config import parse_setting
-from relinear.core.settings import Settings
+from relinear.contract.config import parse_setting
+from relinear.contract.settings import Settings
 from relinear.system.allocator import tune_allocator
 from relinear.train import TrainSettings
 

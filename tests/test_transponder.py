@@ -13,7 +13,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import residual
 from relinear.compare.recipe import apply_overrides, read_recipe
 from relinear.compare.settings import CompareSettings
-from relinear.core.operator import NotLinearError
+from relinear.contract.operator import NotLinearError
 from relinear.functional import transponder as reference
 from relinear.kernels import native
 from relinear.train import FitSettings, fit

@@ -8,8 +8,8 @@ from transformers import TrainerCallback
 
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import replace_
-from relinear.core.config import register
-from relinear.core.operator import OperatorConfig
+from relinear.contract.config import register
+from relinear.contract.operator import OperatorConfig
 from relinear.operators.low_rank import LowRankLinear
 
 MODELS = {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}

@@ -238,8 +238,8 @@ class _Modulator(nn.Module):
 
 def _layer(setting: str, tokens: int, width: int) -> tuple[nn.Module, int | None]:
     """The operator as a square layer, and the width of the context that it reads."""
-    from relinear.core.config import parse_setting
-    from relinear.core.operator import OperatorConfig
+    from relinear.contract.config import parse_setting
+    from relinear.contract.operator import OperatorConfig
 
     if setting == "cgt":
         return _Modulator(width, tokens), None
@@ -276,7 +276,7 @@ def _on_device(plan: Plan) -> contextlib.AbstractContextManager:
 
 def _timing(setting: str, tokens: int, width: int, step: bool, plan: Plan) -> dict[str, Any]:
     """Of one layer in every form: seconds, and ratios to a dense layer in eager mode."""
-    from relinear.core.context import context
+    from relinear.activations.shared_context import context
     from relinear.kernels.triton import triton_kernels
     from relinear.system.timing import interleave
 
@@ -365,8 +365,8 @@ def _text(megabytes: int = 16) -> Tensor:
 
 
 def _model(name: str, plan: Plan) -> Any:
-    from relinear.core.config import parse_setting
-    from relinear.core.operator import OperatorConfig
+    from relinear.contract.config import parse_setting
+    from relinear.contract.operator import OperatorConfig
     from relinear.models import from_preset
     from relinear.surgery.plan import replace_
 

@@ -22,7 +22,7 @@ from typing import Any
 from relinear.compare import CompareSettings, compare
 from relinear.compare.recipe import read_yaml
 from relinear.compare.settings import planned
-from relinear.core.plugins import VARIABLE, import_named
+from relinear.contract.plugins import VARIABLE, import_named
 
 __all__ = ["QUEUE", "carry_out", "rehearse"]
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from measured import table
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 from relinear_cli.list import meanings_of
 
 #: settings, and words of one, that are shown at once; more are folded

@@ -22,12 +22,12 @@ from relinear.compress import CompressSettings
 from relinear.compress.budget import size_of
 from relinear.compress.corpus import read_corpus
 from relinear.compress.work import Work, check_ids, check_model, linear_layers
-from relinear.core.anatomy import layer_finder, model_name
-from relinear.core.modes import evaluating
-from relinear.core.moments import Moments
-from relinear.core.operator import OperatorConfig, dense_weight, linear_features
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.modes import evaluating
+from relinear.contract.operator import OperatorConfig, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
+from relinear.hf.model_layout import layer_finder, model_name
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.system.files import write_json

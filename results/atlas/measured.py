@@ -18,8 +18,8 @@ from relinear.compress import CompressSettings
 from relinear.compress.beside import read
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_elsewhere
-from relinear.core.moments import Moments
-from relinear.core.operator import OperatorConfig, dense_weight, linear_features, linear_of
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.operator import OperatorConfig, dense_weight, linear_features, linear_of
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 

@@ -29,7 +29,7 @@ from cgt_study.baselines import plain_gpt2
 from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from relinear.compare.gaps import gap
 from relinear.compare.settings import read_plan
-from relinear.core.modes import evaluating
+from relinear.contract.modes import evaluating
 from relinear.data.corpora import iter_texts
 from relinear.data.settings import DataSettings
 from relinear.data.tokenizers import encode_documents, load_tokenizer, vocabulary_size

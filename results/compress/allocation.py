@@ -19,7 +19,7 @@ from pathlib import Path
 import relinear
 from relinear.compress.budget import Candidate, allocate
 from relinear.compress.calibrate import Calibration
-from relinear.core.operator import linear_features
+from relinear.contract.operator import linear_features
 
 BUDGETS = (4.375, 4.25, 3.5, 3.0)
 

@@ -48,8 +48,8 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_corpus, read_elsewhere
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.work import Work, linear_layers
-from relinear.core.moments import Moments
-from relinear.core.operator import Operator, dense_weight, linear_features
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.operator import Operator, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.evaluate import lambada

@@ -28,8 +28,8 @@ from relinear.compress import CompressSettings
 from relinear.compress.budget import Candidate, allocate
 from relinear.compress.corpus import read_corpus
 from relinear.compress.work import Work, linear_layers
-from relinear.core.moments import Moments
-from relinear.core.operator import dense_weight, linear_of
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
 from relinear.functional.low_rank import weighted_spectrum
 from relinear.system.machine import describe_machine

@@ -40,8 +40,8 @@ from torch.utils.data import Dataset
 import relinear
 from relinear.compress import CompressSettings, compress
 from relinear.compress.calibrate import Calibration
-from relinear.core.moments import Moments
-from relinear.core.operator import dense_weight, linear_features
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.distill.record import token_blocks

@@ -20,7 +20,7 @@ from relinear.compress import CompressSettings
 from relinear.compress.beside import read
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_elsewhere
-from relinear.core.operator import dense_weight
+from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
 
 

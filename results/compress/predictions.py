@@ -35,7 +35,7 @@ from relinear.compress import CompressSettings
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_elsewhere
 from relinear.compress.plan import layer_type
-from relinear.core.operator import dense_weight
+from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system.machine import describe_machine
 from relinear.system.student import half_width

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from relinear import Quantized
 from relinear.compress.budget import stored_bytes
 from relinear.compress.calibrate import Calibration
-from relinear.core.moments import Moments
+from relinear.contract.calibration_statistics import Moments
 from relinear.functional.rounding import Grid, nearest, nearest_grid
 
 __all__ = ["GRIDS", "clipped", "scale_inputs_", "take_gguf_"]

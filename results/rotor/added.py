@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear import register
-from relinear.core.config import check_choice
-from relinear.core.operator import NotLinearError
-from relinear.core.wrapper import Wrapper, WrapperConfig
+from relinear.contract.config import check_choice
+from relinear.contract.operator import NotLinearError
+from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.rotor import branch_permutation, mixed_branches
 from relinear.operators.rotor import Rotor
 

@@ -21,8 +21,8 @@ def serve(threads: int) -> None:
 
     import relinear
     from relinear.bench import operators as bench
-    from relinear.core.config import parse_setting
-    from relinear.core.operator import OperatorConfig
+    from relinear.contract.config import parse_setting
+    from relinear.contract.operator import OperatorConfig
     from relinear.kernels.native import build
 
     torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.core.inference import build_for_inference
+from relinear.contract.inference import build_for_inference
 from relinear.system.machine import describe_machine
 
 SHAPES = ((576, 576), (576, 1536), (1536, 576), (2048, 2048), (4096, 4096))

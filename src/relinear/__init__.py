@@ -20,11 +20,11 @@ from relinear import evaluate as evaluate
 from relinear import residual as residual
 from relinear.analysis.causality import check_causality as check_causality
 from relinear.compress import compress as compress
-from relinear.core.config import register as register
-from relinear.core.inference import for_inference_ as for_inference_
-from relinear.core.operator import Operator as Operator
-from relinear.core.operator import OperatorConfig as OperatorConfig
-from relinear.core.plugins import import_named as _import_named
+from relinear.contract.config import register as register
+from relinear.contract.inference import for_inference_ as for_inference_
+from relinear.contract.operator import Operator as Operator
+from relinear.contract.operator import OperatorConfig as OperatorConfig
+from relinear.contract.plugins import import_named as _import_named
 from relinear.deprecated import MOVED as _MOVED
 from relinear.deprecated import moved as _moved
 from relinear.distill import distill_ as distill_

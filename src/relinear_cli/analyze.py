@@ -70,7 +70,7 @@ def analyze_saved(
 
     from relinear.analysis.analyses import Subject, analyze, known_analyses, tokens_of
     from relinear.analysis.report import RECORD
-    from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+    from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
     from relinear.system.run_folder import RunFolder
 
     asked: dict[str, Any] = {"model": model, "control": control, "data": text.data.data, "only": names}

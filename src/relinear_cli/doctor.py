@@ -127,7 +127,7 @@ def _caches() -> Iterator[_Finding]:
 
 
 def _plugins() -> Iterator[_Finding]:
-    from relinear.core import plugins
+    from relinear.contract import plugins
 
     offered = [(family, *one) for family in plugins.GROUPS for one in plugins.offered(family).items()]
     for family, name, point in offered:

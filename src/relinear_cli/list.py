@@ -28,7 +28,7 @@ def command(
         for every in _WHAT:
             print(fitted(f"{every}: {', '.join(listed(every))}", sys.stdout, 2))
         return
-    from relinear.core.config import nearest
+    from relinear.contract.config import nearest
 
     if what not in _WHAT:
         raise ValueError(f"there is no list of {what!r}; {nearest(what, _WHAT)}")
@@ -63,10 +63,10 @@ def listed(what: str) -> dict[str, Any]:
     import relinear
     from relinear.analysis.analyses import analysis, known_analyses
     from relinear.compare.recipe import BUNDLED, read_yaml
-    from relinear.core import plugins
-    from relinear.core.attachment import AttachmentConfig
-    from relinear.core.objective import ObjectiveConfig
-    from relinear.core.operator import OperatorConfig
+    from relinear.contract import plugins
+    from relinear.contract.attachment import AttachmentConfig
+    from relinear.contract.objective import ObjectiveConfig
+    from relinear.contract.operator import OperatorConfig
     from relinear.models import preset_config, preset_names
 
     if what == "presets":
@@ -90,7 +90,7 @@ def _line(thing: Any) -> str:
 
 
 def _package(thing: Any) -> str:
-    from relinear.core.plugins import origin
+    from relinear.contract.plugins import origin
 
     if not isinstance(thing, type) or thing.__module__.startswith("relinear."):
         return ""

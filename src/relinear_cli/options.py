@@ -106,7 +106,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     Raises:
         ValueError: if a text has not this form, or a pattern comes twice.
     """
-    from relinear.core.config import parse_setting, shown
+    from relinear.contract.config import parse_setting, shown
 
     mapping: dict[str, dict[str, Any] | None] = {}
     for text in texts:
@@ -124,7 +124,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
 
 def operator_mapping(texts: list[str]) -> dict[str, Any]:
     """Return the same texts as the mapping that ``replace_`` takes. Raises ValueError for unknown operators too."""
-    from relinear.core.operator import OperatorConfig
+    from relinear.contract.operator import OperatorConfig
 
     return {p: None if s is None else OperatorConfig.from_dict(s) for p, s in parse_operators(texts).items()}
 
@@ -135,7 +135,7 @@ def parse_layers(text: str | None) -> list[int] | None:
     Raises:
         ValueError: if a part is neither a number nor a range.
     """
-    from relinear.core.config import shown
+    from relinear.contract.config import shown
 
     if text is None:
         return None
@@ -225,7 +225,7 @@ def corpus_of(data: str, text_column: str | None) -> DataSettings:
 
 def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any] = int) -> list[Any] | None:
     """``"0,1,2"``, given as ``option``, as a list; None for none. Raises ValueError if a part is no such number."""
-    from relinear.core.config import shown
+    from relinear.contract.config import shown
 
     try:
         return None if text is None else [kind(part) for part in text.split(",")]
@@ -239,7 +239,7 @@ def named_entries(settings: list[str]) -> dict[str, str]:
     Raises:
         ValueError: if the same setting is given twice.
     """
-    from relinear.core.config import shown
+    from relinear.contract.config import shown
 
     kinds = [setting.partition(":")[0].strip() for setting in settings]
     entries: dict[str, str] = {}

@@ -25,7 +25,7 @@ def command(
 
     **Example:** `relinear specialize runs/cgt/model --prefix-file prompt.txt --out runs/specialized`
     """
-    from relinear.core.vocabulary import check_tokenizer_fits
+    from relinear.hf.vocabulary import check_tokenizer_fits
     from relinear.models.cgt.config import CGTConfig
     from relinear.models.cgt.specialize import specialize
     from relinear.surgery.checkpoint import from_pretrained, reading_config, save_pretrained

@@ -27,7 +27,7 @@ from relinear.compare.folder import check_same as check_same_comparison
 from relinear.compare.settings import CompareSettings
 from relinear.compress import CompressSettings
 from relinear.compress.plan import CompressPlan
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings
 from relinear.data.sources import local_sources
 from relinear.distill.settings import DistillSettings

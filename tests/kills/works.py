@@ -17,7 +17,7 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.compare.run import compare
 from relinear.compress import beside
-from relinear.core.operator import is_linear
+from relinear.contract.operator import is_linear
 from relinear.data.tokenizers import train_bpe
 from relinear.distill.run import distill_
 from relinear.train import TrainSettings, train, trainer  # noqa: F401

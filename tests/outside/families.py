@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import relinear
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.operator import OperatorConfig
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.operator import OperatorConfig
 
 __all__ = ["FAMILIES", "Family", "with_operators"]
 

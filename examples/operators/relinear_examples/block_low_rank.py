@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear.core.moments import Moments
+from relinear.contract.calibration_statistics import Moments
 from relinear_examples.structured import BlockedConfig, StructuredLinear, low_rank_under, with_low_rank
 
 __all__ = ["BlockLowRank", "BlockLowRankLinear"]

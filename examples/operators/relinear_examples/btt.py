@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear.core.moments import Moments
+from relinear.contract.calibration_statistics import Moments
 from relinear_examples.structured import RankedConfig, StructuredLinear, factors
 
 __all__ = ["BTT", "BTTLinear"]

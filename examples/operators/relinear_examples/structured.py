@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from relinear import LowRank, Operator, OperatorConfig
-from relinear.core.moments import Moments, descend_
-from relinear.core.operator import linear_of
+from relinear.contract.calibration_statistics import Moments, descend_
+from relinear.contract.operator import linear_of
 
 __all__ = [
     "BlockedConfig",

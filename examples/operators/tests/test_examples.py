@@ -17,8 +17,8 @@ from relinear_examples.toeplitz import Toeplitz
 from torch import Tensor, nn
 
 from relinear import LowRank
-from relinear.core.moments import Moments, descend_
-from relinear.core.operator import linear_of
+from relinear.contract.calibration_statistics import Moments, descend_
+from relinear.contract.operator import linear_of
 from relinear.testing import Case, OperatorConformance
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from relinear.core.config import check_choice
+from relinear.contract.config import check_choice
 from relinear.models.cgt.model import CGTOutput, squared_error
 
 __all__ = ["PlainRegression", "plain_gpt2"]

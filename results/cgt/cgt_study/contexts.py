@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.core.modes import evaluating
+from relinear.contract.modes import evaluating
 
 __all__ = [
     "clustering_scores",

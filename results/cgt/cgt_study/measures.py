@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from cgt_study.tasks import ArithmeticTask, RegressionTask
-from relinear.core.config import check_choice
-from relinear.core.modes import evaluating
+from relinear.contract.config import check_choice
+from relinear.contract.modes import evaluating
 
 __all__ = [
     "Accuracy",

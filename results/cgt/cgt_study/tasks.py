@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from relinear.core.aux import IGNORED_LABEL
-from relinear.core.config import check_choice
+from relinear.contract.auxiliary_losses import IGNORED_LABEL
+from relinear.contract.config import check_choice
 
 __all__ = ["ArithmeticTask", "RegressionTask", "TextMixture"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.core import plugins
-from relinear.core.config import nearest
+from relinear.contract import plugins
+from relinear.contract.config import nearest
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import encode, text_start, windows
 from relinear.pages.blocks import Cell, Chart, Row

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import layer_index
-from relinear.core.causal import precision_of
-from relinear.core.modes import evaluating, watching
-from relinear.core.operator import check_model
-from relinear.core.vocabulary import most_positions
+from relinear.contract.modes import evaluating, watching
+from relinear.contract.operator import check_model
+from relinear.hf.model_layout import layer_index
+from relinear.hf.next_token_check import precision_of
+from relinear.hf.vocabulary import most_positions
 
 
 @dataclasses.dataclass(frozen=True)

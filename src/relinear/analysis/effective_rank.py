@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject, layer_row
 from relinear.analysis.recording import record_gates
-from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError
+from relinear.contract.auxiliary_losses import named_operators
+from relinear.contract.operator import NotLinearError
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 

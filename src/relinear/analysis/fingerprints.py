@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from relinear.activations.shared_context import context_owner
 from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.recording import record_contexts
-from relinear.core.context import context_owner
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
 from relinear.pages.figures import Heat, Panel, numbered
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.activations.interventions import Latent, LatentOperator, observe
 from relinear.analysis.analyses import Result, Subject, layer_row
-from relinear.core.latents import Latent, LatentOperator, observe
-from relinear.core.modes import evaluating
+from relinear.contract.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 

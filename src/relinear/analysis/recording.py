@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import decoder
-from relinear.core.context import context_owner
-from relinear.core.modes import evaluating, watching
+from relinear.activations.shared_context import context_owner
+from relinear.contract.modes import evaluating, watching
+from relinear.hf.model_layout import decoder
 
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch import nn
 from relinear.bench.operators import Mode
 from relinear.bench.run import DTYPES, Dtype, read_by
 from relinear.compare.speed import training_step
-from relinear.core.inference import for_inference_
-from relinear.core.operator import Operator, OperatorConfig
-from relinear.core.settings import PositiveInt, Settings, Threads
+from relinear.contract.inference import for_inference_
+from relinear.contract.operator import Operator, OperatorConfig
+from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.models import from_preset, preset_config
 from relinear.operators.context_manager import ContextManager
 from relinear.surgery.plan import attach_, replace_

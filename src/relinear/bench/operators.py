@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from relinear.activations.shared_context import context
 from relinear.bench.peers import PEERS
-from relinear.core.context import context
-from relinear.core.inference import for_inference_
-from relinear.core.operator import Operator, OperatorConfig
+from relinear.contract.inference import for_inference_
+from relinear.contract.operator import Operator, OperatorConfig
 from relinear.system.timing import Timing, interleave, peak_memory
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 
 Builder = Callable[[int, int], nn.Module]
 

@@ -20,9 +20,9 @@ from pydantic import AfterValidator, Field
 
 from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, measure_roofline, phase_of
 from relinear.bench.peers import PEERS
-from relinear.core.config import environment as environment_of_kinds
-from relinear.core.operator import OperatorConfig
-from relinear.core.settings import PositiveInt, Settings, Threads
+from relinear.contract.config import environment as environment_of_kinds
+from relinear.contract.operator import OperatorConfig
+from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import read_json, write_json

@@ -17,8 +17,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from relinear.core import plugins
-from relinear.core.config import environment
+from relinear.contract import plugins
+from relinear.contract.config import environment
 from relinear.system.allocator import tune_allocator
 from relinear.system.signals import Terminated
 

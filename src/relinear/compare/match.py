@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from relinear.compare.settings import CompareSettings
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 from relinear.models import preset_config, preset_names
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary

@@ -9,8 +9,8 @@ import pydantic
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
 from relinear.compare import figures
-from relinear.core.config import shown
-from relinear.core.settings import readable
+from relinear.contract.config import shown
+from relinear.contract.settings import readable
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Panel, colours

@@ -12,7 +12,7 @@ from relinear.compare.folder import BUDGETS, FORMAT, precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned, match_target
 from relinear.compare.settings import CompareSettings, shortened
-from relinear.core.config import Config
+from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
 from relinear.system.files import atomic_path
 from relinear.train.settings import TrainSettings

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from relinear.compare.recipe import apply_overrides, read_yaml
-from relinear.core.config import nearest, parse_setting
-from relinear.core.settings import Different, Patterns, PositiveInt, Seed, Settings
+from relinear.contract.config import nearest, parse_setting
+from relinear.contract.settings import Different, Patterns, PositiveInt, Seed, Settings
 from relinear.system.student import seeds_needed
 from relinear.train.settings import TrainSettings
 

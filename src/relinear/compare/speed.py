@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.core.inference import for_inference_
+from relinear.contract.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
 from relinear.train.fit import checkpointing, compiled, training_device, training_dtype

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.inference import build_for_inference
-from relinear.core.operator import linear_features
-from relinear.core.vocabulary import entries_of, most_positions
+from relinear.contract.inference import build_for_inference
+from relinear.contract.operator import linear_features
 from relinear.data.tokenizers import encode, text_start
 from relinear.evaluate.losses import token_losses
+from relinear.hf.vocabulary import entries_of, most_positions
 from relinear.system.student import half_width
 from relinear.system.timing import Timing, interleave
 

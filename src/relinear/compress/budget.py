@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from relinear.compress.settings import CompressSettings
-from relinear.core.operator import OperatorConfig, linear_features
+from relinear.contract.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_flops, module_parameters
 
 

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from relinear.compress.checksums import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compress.layerwise import LayerByLayer
-from relinear.core.modes import frozen, watching
-from relinear.core.moments import Moments
-from relinear.core.operator import OperatorConfig, linear_features
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.modes import frozen, watching
+from relinear.contract.operator import OperatorConfig, linear_features
 from relinear.distill.record import fingerprint_of
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import remove_temporaries

@@ -24,7 +24,7 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import Corpus
 from relinear.compress.plan import CompressPlan, LayerPlan, check_fittable
 from relinear.compress.work import Work
-from relinear.core.operator import OperatorConfig, dense_bias, dense_weight, linear_features, linear_of
+from relinear.contract.operator import OperatorConfig, dense_bias, dense_weight, linear_features, linear_of
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compress.budget import at_half_precision, stored_bytes
-from relinear.core.attachment import attachments
-from relinear.core.aux import named_operators
-from relinear.core.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features, linear_of
+from relinear.contract.attachment import attachments
+from relinear.contract.auxiliary_losses import named_operators
+from relinear.contract.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features, linear_of
 from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_
 from relinear.system.files import read_json, write_json, write_text

@@ -11,8 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from relinear.compress.export import check_stock
-from relinear.core.aux import named_operators
-from relinear.core.operator import OperatorConfig, linear_features, plain_linear
+from relinear.contract.auxiliary_losses import named_operators
+from relinear.contract.operator import OperatorConfig, linear_features, plain_linear
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from relinear.compress.calibrate import fingerprint
 from relinear.compress.checksums import load_tensors, read_record, save_tensors, write_record
 from relinear.compress.settings import CompressSettings
-from relinear.core.aux import named_operators
-from relinear.core.modes import evaluating
-from relinear.core.objective import GuidedTraining
-from relinear.core.operator import is_conv1d
+from relinear.contract.auxiliary_losses import named_operators
+from relinear.contract.modes import evaluating
+from relinear.contract.objective import GuidedTraining
+from relinear.contract.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
 from relinear.train.distill import against
 from relinear.train.fit import remove_checkpoints, run_fit

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import decoder_layers
-from relinear.core.causal import rounding_bound
 from relinear.distill.record import first_call
+from relinear.hf.model_layout import decoder_layers
+from relinear.hf.next_token_check import rounding_bound
 
 _Call = tuple[tuple, dict[str, Any]]
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from relinear.compress.budget import size_of
 from relinear.compress.checksums import write_record
-from relinear.core.config import parse_setting, shown
-from relinear.core.operator import NotLinearError, Operator, OperatorConfig, is_linear, linear_features
+from relinear.contract.config import parse_setting, shown
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, understood
 from relinear.system.grouped import grouped

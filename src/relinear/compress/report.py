@@ -9,7 +9,7 @@ from relinear.compress.budget import Budget
 from relinear.compress.corpus import Corpus
 from relinear.compress.heal import HealReport
 from relinear.compress.plan import CompressPlan, by_type, holds_integers, layer_type
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 from relinear.pages import page as pages
 from relinear.pages.blocks import Chart, Part, Section
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Panel, Series, blend

@@ -26,10 +26,10 @@ from relinear.compress.plan import CompressPlan
 from relinear.compress.report import CompressReport, write_page
 from relinear.compress.settings import CompressSettings
 from relinear.compress.work import OnProgress, Work, check_ids, check_model, linear_layers
-from relinear.core.anatomy import model_name
-from relinear.core.config import check_choice
-from relinear.core.modes import evaluating
-from relinear.core.operator import linear_features
+from relinear.contract.config import check_choice
+from relinear.contract.modes import evaluating
+from relinear.contract.operator import linear_features
+from relinear.hf.model_layout import model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Batch, Seed, Settings
+from relinear.contract.operator import OperatorConfig
+from relinear.contract.settings import Batch, Seed, Settings
 from relinear.distill.settings import check_whole_blocks
 
 #: what layers may become where bytes are the budget

@@ -17,11 +17,11 @@ from relinear.compress.budget import saved_bytes
 from relinear.compress.calibrate import Calibration, calibrate
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.settings import CompressSettings
-from relinear.core.anatomy import layer_finder
-from relinear.core.causal import check_predicts_next_token
-from relinear.core.modes import evaluating
-from relinear.core.operator import Operator, OperatorConfig, check_finite, linear_features
-from relinear.core.vocabulary import check_length_fits, entries_of
+from relinear.contract.modes import evaluating
+from relinear.contract.operator import Operator, OperatorConfig, check_finite, linear_features
+from relinear.hf.model_layout import layer_finder
+from relinear.hf.next_token_check import check_predicts_next_token
+from relinear.hf.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan, replace_
 

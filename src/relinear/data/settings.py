@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from relinear.core.settings import Settings
+from relinear.contract.settings import Settings
 from relinear.data.tokenizers import check_tokenizer_name
 
 

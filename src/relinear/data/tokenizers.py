@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from relinear.core.config import shown
-from relinear.core.places import exists, is_fetched, is_path
+from relinear.contract.config import shown
 from relinear.data.chat import Closed, encodable, spoken
 from relinear.data.sources import hub_in_reach
+from relinear.hf.model_source import exists, is_fetched, is_path
 from relinear.system.text import cut
 
 END, PAD = "<|endoftext|>", "<|pad|>"

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from relinear.core.context import context
-from relinear.core.modes import evaluating, frozen
-from relinear.core.objective import kl_terms
-from relinear.core.operator import Operator
+from relinear.activations.shared_context import context
+from relinear.contract.modes import evaluating, frozen
+from relinear.contract.objective import kl_terms
+from relinear.contract.operator import Operator
 from relinear.distill.record import output_of
 
 #: recorded tokens that are judged at a time

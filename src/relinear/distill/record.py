@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.aux import without_padding
-from relinear.core.config import shown
-from relinear.core.context import current_context
-from relinear.core.modes import watching
+from relinear.activations.shared_context import current_context
+from relinear.contract.auxiliary_losses import without_padding
+from relinear.contract.config import shown
+from relinear.contract.modes import watching
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
 

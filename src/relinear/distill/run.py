@@ -17,17 +17,18 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import layer_index, model_name, stock_name
-from relinear.core.causal import check_predicts_next_token
-from relinear.core.config import first_settings
-from relinear.core.modes import evaluating
-from relinear.core.operator import Operator, OperatorConfig, is_linear
-from relinear.core.vocabulary import check_tokenizer_fits
+from relinear.contract.config import first_settings
+from relinear.contract.modes import evaluating
+from relinear.contract.modules import stock_name
+from relinear.contract.operator import Operator, OperatorConfig, is_linear
 from relinear.distill.fit import Course, Pairs, Within, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillProgress, DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.losses import token_losses
+from relinear.hf.model_layout import layer_index, model_name
+from relinear.hf.next_token_check import check_predicts_next_token
+from relinear.hf.vocabulary import check_tokenizer_fits
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.patterns import matches

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from relinear.core.aux import IGNORED_LABEL, without_padding
-from relinear.core.causal import check_numbers, check_predicts_next_token
-from relinear.core.inference import caching_for_inference
-from relinear.core.modes import evaluating
-from relinear.core.operator import check_model
-from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+from relinear.contract.auxiliary_losses import IGNORED_LABEL, without_padding
+from relinear.contract.inference import caching_for_inference
+from relinear.contract.modes import evaluating
+from relinear.contract.operator import check_model
 from relinear.data.tokenizers import encode, text_start
 from relinear.evaluate.losses import token_losses
+from relinear.hf.next_token_check import check_numbers, check_predicts_next_token
+from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relinear.core.aux import IGNORED_LABEL
+from relinear.contract.auxiliary_losses import IGNORED_LABEL
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relinear.core.latents import Add, Clamp, Edit, Patch
-from relinear.core.sites import sites
+from relinear.activations.hook_points import sites
+from relinear.activations.interventions import Add, Clamp, Edit, Patch
 from relinear.explore.subject import SHOWN, Subject
 from relinear.explore.units import values_of
 

@@ -17,8 +17,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import ConfigDict, StrictFloat, ValidationError, create_model
 
-from relinear.core.config import shown
-from relinear.core.settings import readable
+from relinear.contract.config import shown
+from relinear.contract.settings import readable
 from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import Subject

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relinear.activations.hook_points import Site
+from relinear.activations.interventions import Edit, intervene
 from relinear.analysis.analyses import HeldOutText, tokens_of
-from relinear.core.latents import Edit, intervene
-from relinear.core.modes import evaluating
-from relinear.core.sites import Site
-from relinear.core.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+from relinear.contract.modes import evaluating
 from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_sites, index_folder, index_units, read_index, values_of
+from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
 from relinear.system.own import check_all_own, check_own
 
 #: tokens of a typed text

@@ -1,7 +1,8 @@
 """The units of a model over a corpus: what moves each of them most, in memory that the corpus does not make grow.
 
-A unit is one dimension of a site (``relinear.core.sites``): a gate, a latent's dimension, a channel of what a layer
-puts out. The index over all of them is one safetensors file of numbers and one JSON file, which open in a moment.
+A unit is one dimension of a hook point (``relinear.activations.hook_points``): a gate, a latent's dimension, a channel
+of what a layer puts out. The index over all of them is one safetensors file of numbers and one JSON file, which open in
+a moment.
 """
 
 # Legend: N texts, T tokens of a text, B texts at a time, R units of a site, U units of all sites, K = TOP, H = BINS
@@ -17,11 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relinear.core.anatomy import layer_finder
-from relinear.core.config import nearest
-from relinear.core.latents import observe_sites
-from relinear.core.modes import evaluating
-from relinear.core.sites import OUTPUT, Latent, Site, sites
+from relinear.activations.hook_points import OUTPUT, Latent, Site, sites
+from relinear.activations.interventions import observe_sites
+from relinear.contract.config import nearest
+from relinear.contract.modes import evaluating
+from relinear.hf.model_layout import layer_finder
 from relinear.system.files import atomic_directory, read_json, write_json
 from relinear.system.own import check_all_own
 from relinear.system.run_folder import RunFolder, made_by

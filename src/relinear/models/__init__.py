@@ -1,7 +1,7 @@
 """Models: named sizes of stock Hugging Face models, and the one model that is no surgery on them."""
 
-from relinear.core.places import is_fetched as is_fetched
-from relinear.core.places import missing_directory as missing_directory
+from relinear.hf.model_source import is_fetched as is_fetched
+from relinear.hf.model_source import missing_directory as missing_directory
 from relinear.models.heads import HeadBias as HeadBias
 from relinear.models.heads import ReadoutScale as ReadoutScale
 from relinear.models.presets import draw_as_torch_ as draw_as_torch_

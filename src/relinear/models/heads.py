@@ -5,9 +5,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import output_head
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import NonNegative, register
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.config import NonNegative, register
+from relinear.hf.model_layout import output_head
 
 #: attribute of the head that holds the factor
 SCALE = "relinear_readout_scale"

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import nearest, shown
-from relinear.core.operator import is_linear, linear_features
-from relinear.core.places import saved_place
-from relinear.core.record import sync_record
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.config import nearest, shown
+from relinear.contract.operator import is_linear, linear_features
+from relinear.hf.config_record import sync_record
+from relinear.hf.model_source import saved_place
 from relinear.models.heads import HeadBias
 from relinear.system.files import read_json
 from relinear.system.text import cut

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import MOST_LAYERS, Bounds, Count, check_fits, register
-from relinear.core.operator import Operator, OperatorConfig
-from relinear.core.parameters import ListedParameters
+from relinear.contract.config import MOST_LAYERS, Bounds, Count, check_fits, register
+from relinear.contract.operator import Operator, OperatorConfig
+from relinear.contract.parameters import ListedParameters
 from relinear.functional.block_hadamard import block_hadamard_dense, block_hadamard_fit, block_hadamard_sizes
 from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
 from relinear.kernels.dense import Dense, dense_inference

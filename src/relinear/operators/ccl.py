@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_divides, register
-from relinear.core.context import current_context
-from relinear.core.inference import prepared
-from relinear.core.operator import NotLinearError, Operator, OperatorConfig
-from relinear.core.parameters import AffineParameters, are_affine
-from relinear.core.sites import Gated
+from relinear.activations.hook_points import Gated
+from relinear.activations.shared_context import current_context
+from relinear.contract.config import MOST_LAYERS, Bounds, Count, NonNegative, check_divides, register
+from relinear.contract.inference import prepared
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
+from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import ccl, few_rows

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from relinear.core.anatomy import is_checkpointing
-from relinear.core.attachment import AttachmentConfig, kw_like
-from relinear.core.config import Count, check_type, register, shown
-from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators
-from relinear.core.operator import check_features
-from relinear.core.vocabulary import check_table_fits
+from relinear.activations.shared_context import ContextOwner, check_carries_context, conditioned_operators
+from relinear.contract.attachment import AttachmentConfig, kw_like
+from relinear.contract.config import Count, check_type, register, shown
+from relinear.contract.operator import check_features
+from relinear.hf.model_layout import is_checkpointing
+from relinear.hf.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence
 
 GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the variance through a hidden layer

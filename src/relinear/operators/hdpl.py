@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as affine
 
-from relinear.core.config import Count, NonNegative, check_divides, register
-from relinear.core.inference import prepared
-from relinear.core.latents import Latent, LatentOperator
-from relinear.core.operator import OperatorConfig
-from relinear.core.parameters import AffineParameters, are_affine
+from relinear.activations.interventions import Latent, LatentOperator
+from relinear.contract.config import Count, NonNegative, check_divides, register
+from relinear.contract.inference import prepared
+from relinear.contract.operator import OperatorConfig
+from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional import hdpl as reference
 from relinear.kernels.hdpl import few_rows, hdpl
 from relinear.kernels.native import refuses_rows

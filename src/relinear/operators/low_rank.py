@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Count, check_fits, register
-from relinear.core.moments import Moments
-from relinear.core.operator import Operator, OperatorConfig, dense_weight, linear_features
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.config import Count, check_fits, register
+from relinear.contract.operator import Operator, OperatorConfig, dense_weight, linear_features
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.dense import Dense, dense_inference
 

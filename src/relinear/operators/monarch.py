@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Count, check_fits, register
-from relinear.core.operator import Operator, OperatorConfig
+from relinear.contract.config import Count, check_fits, register
+from relinear.contract.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
 from relinear.kernels.dense import Dense, dense_inference
 

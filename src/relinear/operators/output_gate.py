@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import register
-from relinear.core.sites import Gated
-from relinear.core.wrapper import Wrapper, WrapperConfig
+from relinear.activations.hook_points import Gated
+from relinear.contract.config import register
+from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.output_gate import gate_of, output_gate
 
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from relinear.core.anatomy import SubBlock, paths
-from relinear.core.attachment import AttachmentConfig, Junction, add_part, kw_like, met
-from relinear.core.config import layer_indices, register
+from relinear.contract.attachment import AttachmentConfig, Junction, add_part, kw_like, met
+from relinear.contract.config import layer_indices, register
+from relinear.hf.model_layout import SubBlock, paths
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
 _NAME = "relinear_modulator"

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import register
-from relinear.core.operator import OperatorConfig, ParamRole
+from relinear.contract.config import register
+from relinear.contract.operator import OperatorConfig, ParamRole
 from relinear.functional.pivoted_low_rank import pivoted_factors
 from relinear.kernels.dense import Dense, dense_inference
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Bounds, Count, register
-from relinear.core.moments import Moments
-from relinear.core.operator import Operator, OperatorConfig, ParamRole, dense_weight
+from relinear.contract.calibration_statistics import Moments
+from relinear.contract.config import Bounds, Count, register
+from relinear.contract.operator import Operator, OperatorConfig, ParamRole, dense_weight
 from relinear.functional import quantized as reference
 from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
 from relinear.kernels.native.build import is_loaded_beside

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from relinear.clifford.blades import MAX_DIMENSION
 from relinear.clifford.tables import device_table
-from relinear.core.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, register
-from relinear.core.inference import ParameterCache
-from relinear.core.operator import NotLinearError, Operator, OperatorConfig, ParamRole
+from relinear.contract.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, register
+from relinear.contract.inference import ParameterCache
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.functional import rotor as reference
 from relinear.kernels.autograd import lowered
 from relinear.kernels.dense import dense_inference, prefers_dense

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relinear import clifford
 from relinear.clifford.tables import device_table
-from relinear.core.inference import CachingModule, ParameterCache
+from relinear.contract.inference import CachingModule, ParameterCache
 from relinear.functional import rotor as reference
 from relinear.kernels.dense import factored_cost, prefers_dense
 from relinear.kernels.forms import is_transformed

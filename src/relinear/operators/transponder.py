@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import Config, Count, check_choice, register
-from relinear.core.inference import CachingModule, prepared
-from relinear.core.operator import NotLinearError
-from relinear.core.parameters import add_parameters, is_bare, is_plain_linear
-from relinear.core.sites import Gated
-from relinear.core.wrapper import Wrapper, WrapperConfig
+from relinear.activations.hook_points import Gated
+from relinear.contract.config import Config, Count, check_choice, register
+from relinear.contract.inference import CachingModule, prepared
+from relinear.contract.operator import NotLinearError
+from relinear.contract.parameters import add_parameters, is_bare, is_plain_linear
+from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
 from relinear.kernels.native import refuses_rows
 from relinear.kernels.native.build import is_loaded_beside

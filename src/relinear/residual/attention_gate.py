@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import SubBlock, sub_blocks
-from relinear.core.attachment import AttachmentConfig, Junction, add_part, kw_like
-from relinear.core.config import register
-from relinear.core.operator import check_features, is_linear, linear_features
-from relinear.core.sites import Gated
+from relinear.activations.hook_points import Gated
+from relinear.contract.attachment import AttachmentConfig, Junction, add_part, kw_like
+from relinear.contract.config import register
+from relinear.contract.operator import check_features, is_linear, linear_features
+from relinear.hf.model_layout import SubBlock, sub_blocks
 
 _GATE = "relinear_gate"
 _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")

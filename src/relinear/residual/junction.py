@@ -11,9 +11,9 @@ import dataclasses
 
 from torch import nn
 
-from relinear.core.anatomy import SubBlock, sub_blocks
-from relinear.core.attachment import AttachmentConfig, Junction, add_part, attachments
-from relinear.core.operator import swap_hooks
+from relinear.contract.attachment import AttachmentConfig, Junction, add_part, attachments
+from relinear.contract.operator import swap_hooks
+from relinear.hf.model_layout import SubBlock, sub_blocks
 
 #: name of the submodule that holds what a residual method learns
 SITE = "relinear_residual"

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import SubBlock, sub_blocks
-from relinear.core.attachment import Junction, add_part, kw_like, met
-from relinear.core.config import Count, register
-from relinear.core.handover import check_hands_over, hand_over
+from relinear.activations.layer_context import check_hands_over, hand_over
+from relinear.contract.attachment import Junction, add_part, kw_like, met
+from relinear.contract.config import Count, register
+from relinear.hf.model_layout import SubBlock, sub_blocks
 from relinear.residual.junction import SITE, ResidualConfig, connect
 
 _STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams

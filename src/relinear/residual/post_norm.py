@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import SubBlock, decoder, sub_blocks
-from relinear.core.config import register
-from relinear.core.operator import Operator, is_conv1d
-from relinear.core.wrapper import Wrapper
+from relinear.contract.config import register
+from relinear.contract.operator import Operator, is_conv1d
+from relinear.contract.wrapper import Wrapper
+from relinear.hf.model_layout import SubBlock, decoder, sub_blocks
 from relinear.residual.junction import ResidualConfig, without_norm
 
 _FINAL_NORMS = ("norm", "ln_f", "final_layernorm")

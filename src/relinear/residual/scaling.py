@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import sub_blocks
-from relinear.core.attachment import Junction, add_part, kw_like
-from relinear.core.config import register
+from relinear.contract.attachment import Junction, add_part, kw_like
+from relinear.contract.config import register
+from relinear.hf.model_layout import sub_blocks
 from relinear.residual.junction import SITE, ResidualConfig, connect, without_norm
 
 

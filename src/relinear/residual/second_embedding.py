@@ -6,11 +6,16 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from relinear.core.anatomy import sub_blocks
-from relinear.core.attachment import AttachmentConfig, kw_like
-from relinear.core.config import Count, NonNegative, register
-from relinear.core.context import ContextOwner, check_carries_context, conditioned_operators, current_context
-from relinear.core.vocabulary import check_table_fits
+from relinear.activations.shared_context import (
+    ContextOwner,
+    check_carries_context,
+    conditioned_operators,
+    current_context,
+)
+from relinear.contract.attachment import AttachmentConfig, kw_like
+from relinear.contract.config import Count, NonNegative, register
+from relinear.hf.model_layout import sub_blocks
+from relinear.hf.vocabulary import check_table_fits
 
 
 class _Table(ContextOwner):

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core import plugins
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import nearest, shown
-from relinear.core.operator import check_model
-from relinear.core.record import refuse_quantized, sync_record
+from relinear.contract import plugins
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.config import nearest, shown
+from relinear.contract.operator import check_model
+from relinear.hf.config_record import refuse_quantized, sync_record
 from relinear.residual.attention_gate import SDPAGate
 from relinear.residual.junction import ResidualConfig
 

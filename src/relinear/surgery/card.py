@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.attachment import attachments
-from relinear.core.operator import named_operators
-from relinear.core.plugins import packages_of
+from relinear.contract.attachment import attachments
+from relinear.contract.operator import named_operators
+from relinear.contract.plugins import packages_of
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_text
 

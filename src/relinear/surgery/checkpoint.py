@@ -23,13 +23,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from relinear.core.anatomy import named_in
-from relinear.core.attachment import AttachmentConfig, attachments
-from relinear.core.config import UnknownKindError, nearest, shown
-from relinear.core.operator import OperatorConfig, check_model, is_embedding, is_linear, named_operators
-from relinear.core.places import saved_place
-from relinear.core.record import FORMAT_VERSION, LOADER, METHOD, config_record, own_record, record, sync_record
-from relinear.core.vocabulary import token_tables
+from relinear.contract.attachment import AttachmentConfig, attachments
+from relinear.contract.config import UnknownKindError, nearest, shown
+from relinear.contract.operator import OperatorConfig, check_model, is_embedding, is_linear, named_operators
+from relinear.hf.config_record import FORMAT_VERSION, LOADER, METHOD, config_record, own_record, record, sync_record
+from relinear.hf.model_layout import named_in
+from relinear.hf.model_source import saved_place
+from relinear.hf.vocabulary import token_tables
 from relinear.surgery.card import CARD, is_own_card, write_card
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.operator import Operator, embeds, is_linear, linear_features
+from relinear.contract.operator import Operator, embeds, is_linear, linear_features
 from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own, reader_of_weight
 
 _TIED = "tied to the embedding"

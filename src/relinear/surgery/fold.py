@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.modes import evaluating
-from relinear.core.operator import NotLinearError, check_model, named_operators, plain_linear
-from relinear.core.record import sync_record
+from relinear.contract.modes import evaluating
+from relinear.contract.operator import NotLinearError, check_model, named_operators, plain_linear
+from relinear.hf.config_record import sync_record
 from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import settle_head_, swap_layer
 

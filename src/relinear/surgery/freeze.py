@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from relinear.core.config import nearest, shown
-from relinear.core.operator import check_model
+from relinear.contract.config import nearest, shown
+from relinear.contract.operator import check_model
 from relinear.surgery.patterns import listed, matches
 
 

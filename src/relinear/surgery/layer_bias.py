@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from relinear.core.anatomy import named_in
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import register, shown
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.config import register, shown
+from relinear.hf.model_layout import named_in
 
 
 @register

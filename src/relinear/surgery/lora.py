@@ -5,7 +5,7 @@ PEFT adapts ``nn.Linear`` and a few other classes by itself, any other by a clas
 
 from typing import Any
 
-from relinear.core.operator import Operator
+from relinear.contract.operator import Operator
 
 
 def lora_on_operators_(config: Any) -> Any:

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from relinear.core.operator import Operator, named_operators
-from relinear.core.token_terms import TokenTerms
+from relinear.contract.auxiliary_mixin import TokenTerms
+from relinear.contract.operator import Operator, named_operators
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import regex  # transformers has it; unlike re it can be told when to stop
 
-from relinear.core.config import shown
+from relinear.contract.config import shown
 
 ALL_LINEAR = "all-linear"
 _PLAIN = re.compile(r"[\w.\-]+")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from relinear.core.config import nearest
-from relinear.core.operator import OperatorConfig
+from relinear.contract.config import nearest
+from relinear.contract.operator import OperatorConfig
 
 # Llama's names first, then GPT-2's, whose fused c_attn holds q, k and v.
 _ATTENTION = r".*\.(self_attn\.[qkvo]_proj|attn\.c_attn|attn\.c_proj)"

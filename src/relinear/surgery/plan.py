@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.anatomy import say_adapters_leave_out, train_new_parameters, unwrapped
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import check_choice, shown
-from relinear.core.context import check_conditioned
-from relinear.core.operator import Init, Operator, OperatorConfig, check_finite, check_model, linear_features
-from relinear.core.record import refuse_quantized, sync_record
-from relinear.core.wrapper import WrapperConfig
+from relinear.activations.shared_context import check_conditioned
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.config import check_choice, shown
+from relinear.contract.modules import say_adapters_leave_out, train_new_parameters, unwrapped
+from relinear.contract.operator import Init, Operator, OperatorConfig, check_finite, check_model, linear_features
+from relinear.contract.wrapper import WrapperConfig
+from relinear.hf.config_record import refuse_quantized, sync_record
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, is_tied, reader_of_weight, select_targets

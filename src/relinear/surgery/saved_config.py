@@ -15,8 +15,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from relinear.core.config import shown
-from relinear.core.record import LOADER, METHOD, config_record, without_loader
+from relinear.contract.config import shown
+from relinear.hf.config_record import LOADER, METHOD, config_record, without_loader
 from relinear.system.files import write_text
 
 _LOADER_TEXT = '''"""Lets programs that do not import relinear load this checkpoint, with trust_remote_code=True.

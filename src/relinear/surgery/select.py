@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.anatomy import BASE_LAYER, layer_finder, output_head, stock_name, unwrapped
-from relinear.core.config import layer_indices, shown
-from relinear.core.operator import Operator, is_embedding, is_linear
+from relinear.contract.config import layer_indices, shown
+from relinear.contract.modules import BASE_LAYER, stock_name, unwrapped
+from relinear.contract.operator import Operator, is_embedding, is_linear
+from relinear.hf.model_layout import layer_finder, output_head
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches, no_match
 
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds

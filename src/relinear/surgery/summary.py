@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.anatomy import outermost
-from relinear.core.operator import Operator, check_model, embeds, is_linear, linear_features
+from relinear.contract.modules import outermost
+from relinear.contract.operator import Operator, check_model, embeds, is_linear, linear_features
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 from relinear.surgery.tied import TiedHead
 from relinear.system.text import columns

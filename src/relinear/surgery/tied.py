@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relinear.core.anatomy import output_head, unwrapped
-from relinear.core.initialization import swap_module
-from relinear.core.operator import NotLinearError, Operator, OperatorConfig, embeds, linear_features, linear_of
-from relinear.core.record import sync_record
-from relinear.core.wrapper import WrapperConfig
+from relinear.contract.modules import unwrapped
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, embeds, linear_features, linear_of
+from relinear.contract.wrapper import WrapperConfig
+from relinear.hf.config_record import sync_record
+from relinear.hf.initialization import swap_module
+from relinear.hf.model_layout import output_head
 
 
 class TiedHead(nn.Module):

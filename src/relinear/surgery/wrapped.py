@@ -19,12 +19,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from relinear.core.config import shown
-from relinear.core.initialization import initialize_
-from relinear.core.operator import Operator, embeds
-from relinear.core.record import config_record, own_record, record
-from relinear.core.vocabulary import token_tables
-from relinear.core.wrapper import Wrapper
+from relinear.contract.config import shown
+from relinear.contract.operator import Operator, embeds
+from relinear.contract.wrapper import Wrapper
+from relinear.hf.config_record import config_record, own_record, record
+from relinear.hf.initialization import initialize_
+from relinear.hf.vocabulary import token_tables
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config

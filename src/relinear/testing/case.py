@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from relinear.core.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig
 
 #: shapes (in, out) that rows may take
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)

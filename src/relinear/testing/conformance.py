@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from relinear.core.context import context as given_context
-from relinear.core.operator import NotLinearError, Operator, OperatorConfig
+from relinear.activations.shared_context import context as given_context
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.testing.case import Case
 
 LEADING = [(), (1,), (7,), (1, 1), (2, 3), (2, 1, 3)]

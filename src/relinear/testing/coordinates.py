@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import decoder_layers, paths
-from relinear.core.modes import watching
+from relinear.contract.modes import watching
+from relinear.hf.model_layout import decoder_layers, paths
 
 #: what is measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")

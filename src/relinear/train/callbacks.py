@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from relinear.core.config import shown
-from relinear.core.latents import Latent, Moments, observe
+from relinear.activations.interventions import Latent, Moments, observe
+from relinear.contract.config import shown
 from relinear.system.files import parse_json, read_json, read_text, understood, write_json, write_text, writing
 from relinear.train.settings import FitSettings
 

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.aux import IGNORED_LABEL, aux_losses
-from relinear.core.config import NonNegative, register, shown
-from relinear.core.modes import evaluating
-from relinear.core.objective import Objective, ObjectiveConfig, kl_terms
+from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
+from relinear.contract.config import NonNegative, register, shown
+from relinear.contract.modes import evaluating
+from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.models.presets import model_folder, model_place
 from relinear.surgery.checkpoint import from_pretrained
 

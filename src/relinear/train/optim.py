@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from relinear.core.anatomy import output_head
-from relinear.core.operator import Operator, is_conv1d, is_linear
-from relinear.core.roles import ParamRole, StatedFans
+from relinear.contract.operator import Operator, is_conv1d, is_linear
+from relinear.contract.parameter_roles import ParamRole, StatedFans
+from relinear.hf.model_layout import output_head
 from relinear.models import ReadoutScale
 from relinear.models.heads import SCALE
 from relinear.surgery.plan import attach_

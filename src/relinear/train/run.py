@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, TrainerCallback
 
-from relinear.core.config import nearest
-from relinear.core.context import check_context_is_there
-from relinear.core.vocabulary import check_length_fits
+from relinear.activations.shared_context import check_context_is_there
+from relinear.contract.config import nearest
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
+from relinear.hf.vocabulary import check_length_fits
 from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.plan import attach_, plan

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from relinear.core.attachment import AttachmentConfig
-from relinear.core.config import Config, shown
-from relinear.core.objective import ObjectiveConfig
-from relinear.core.operator import OperatorConfig
-from relinear.core.settings import Batch, Patterns, PositiveInt, Seed, Settings, Threads
+from relinear.contract.attachment import AttachmentConfig
+from relinear.contract.config import Config, shown
+from relinear.contract.objective import ObjectiveConfig
+from relinear.contract.operator import OperatorConfig
+from relinear.contract.settings import Batch, Patterns, PositiveInt, Seed, Settings, Threads
 from relinear.data import DataSettings
 
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]

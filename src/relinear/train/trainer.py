@@ -22,12 +22,12 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
-from relinear.core.aux import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
-from relinear.core.inference import caching_for_inference
-from relinear.core.modes import evaluating
-from relinear.core.objective import GuidedTraining
-from relinear.core.record import sync_record
+from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
+from relinear.contract.inference import caching_for_inference
+from relinear.contract.modes import evaluating
+from relinear.contract.objective import GuidedTraining
 from relinear.evaluate.losses import token_losses
+from relinear.hf.config_record import sync_record
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, sync_files, write_manifest, writing
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside

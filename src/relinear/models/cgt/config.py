@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig, GPT2Config
 
-from relinear.core.config import UnknownSettingError, check_at_least, check_choice, nearest, shown
-from relinear.core.record import without_loader
+from relinear.contract.config import UnknownSettingError, check_at_least, check_choice, nearest, shown
+from relinear.hf.config_record import without_loader
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
 _OF_TRANSFORMERS = frozenset(

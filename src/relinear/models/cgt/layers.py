@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 from transformers.pytorch_utils import Conv1D
 
-from relinear.core.operator import ParamRole
-from relinear.core.parameters import AffineParameters
+from relinear.contract.operator import ParamRole
+from relinear.contract.parameters import AffineParameters
 from relinear.functional.cgt import generated_map, mixing
 from relinear.kernels.cgt import modulate
 from relinear.models.cgt.config import CGTConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relinear.core.config import check_choice
+from relinear.contract.config import check_choice
 
 
 def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:

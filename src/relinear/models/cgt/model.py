@@ -18,9 +18,9 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from relinear.core.config import UnknownSettingError, nearest, shown
-from relinear.core.modes import evaluating
-from relinear.core.sites import Gated
+from relinear.activations.hook_points import Gated
+from relinear.contract.config import UnknownSettingError, nearest, shown
+from relinear.contract.modes import evaluating
 from relinear.functional.cgt import moving_average
 from relinear.models.cgt.config import CGTConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator

@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.core.aux import IGNORED_LABEL
-from relinear.core.config import Bounds, Count, NonNegative, register
-from relinear.core.objective import GuidedTraining as GuidedTraining
-from relinear.core.objective import ObjectiveConfig
+from relinear.contract.auxiliary_losses import IGNORED_LABEL
+from relinear.contract.config import Bounds, Count, NonNegative, register
+from relinear.contract.objective import GuidedTraining as GuidedTraining
+from relinear.contract.objective import ObjectiveConfig
 from relinear.models.cgt import losses
 
 #: what marks a position that does not count, by the name of a batch's entry

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from relinear.core.attachment import attachments
-from relinear.core.config import shown
-from relinear.core.operator import NotLinearError, named_operators, plain_linear
+from relinear.contract.attachment import attachments
+from relinear.contract.config import shown
+from relinear.contract.operator import NotLinearError, named_operators, plain_linear
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM
 from relinear.models.heads import ReadoutScale

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from relinear.core.anatomy import say_adapters_leave_out, train_new_parameters, unwrapped
-from relinear.core.config import Config
-from relinear.core.initialization import mark_initialized_
+from relinear.contract.config import Config
+from relinear.contract.modules import mark_initialized_, say_adapters_leave_out, train_new_parameters, unwrapped
 
 #: attribute of a model, and of its base model, which may be saved by itself: the list of settings, one for both
 _ATTRIBUTE = "_relinear_attachments"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.modes import evaluating
-from relinear.core.operator import check_finite, check_model
-from relinear.core.vocabulary import most_positions
+from relinear.contract.modes import evaluating
+from relinear.contract.operator import check_finite, check_model
+from relinear.hf.vocabulary import most_positions
 
 _NEEDED = "needs a causal language model, one that AutoModelForCausalLM loads"
 _TOKENS = 8

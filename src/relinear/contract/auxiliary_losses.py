@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import shown
-from relinear.core.operator import check_model, named_operators
+from relinear.contract.config import shown
+from relinear.contract.operator import check_model, named_operators
 
 _NO_LOSS = (
     "the auxiliary losses of the operators are in no loss, as the model was given no labels. If the loss is computed "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.core.anatomy import attention_of, decoder, decoder_layers, takes_keywords
+from relinear.hf.model_layout import attention_of, decoder, decoder_layers, takes_keywords
 
 
 class _Running(threading.local):

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.anatomy import outermost
-from relinear.core.config import Config, shown
-from relinear.core.inference import CachingModule
-from relinear.core.moments import Moments, descend_
-from relinear.core.roles import ParamRole, StatedFans
-from relinear.core.token_terms import TokenTerms
+from relinear.contract.auxiliary_mixin import TokenTerms
+from relinear.contract.calibration_statistics import Moments, descend_
+from relinear.contract.config import Config, shown
+from relinear.contract.inference import CachingModule
+from relinear.contract.modules import outermost
+from relinear.contract.parameter_roles import ParamRole, StatedFans
 
 Init = Literal["fresh", "from_weight"]
 

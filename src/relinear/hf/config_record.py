@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from relinear.core.anatomy import stock_name, unwrapped
-from relinear.core.attachment import attachments
-from relinear.core.aux import install_aux_hooks
-from relinear.core.config import shown
-from relinear.core.operator import named_operators
-from relinear.core.plugins import packages_of
+from relinear.contract.attachment import attachments
+from relinear.contract.auxiliary_losses import install_aux_hooks
+from relinear.contract.config import shown
+from relinear.contract.modules import stock_name, unwrapped
+from relinear.contract.operator import named_operators
+from relinear.contract.plugins import packages_of
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model
 LOADER = "configuration_relinear"  # the module beside a checkpoint by which programs without relinear load it

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from relinear.core.config import nearest, shown
+from relinear.contract.config import nearest, shown
 
 #: names of the Hub from before every model had an owner
 _WITHOUT_OWNER = frozenset(

@@ -11,17 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.core.operator import Operator, swap_hooks
-from relinear.core.wrapper import Wrapper
-
-_MARK = "_is_hf_initialized"  # transformers' own, of modules and of what was loaded
-
-
-def mark_initialized_(part: nn.Module) -> None:
-    """Mark ``part`` and all in it as initialised, unless it is on the meta device."""
-    if not any(tensor.is_meta for tensor in part.state_dict(keep_vars=True).values()):
-        for module in part.modules():
-            setattr(module, _MARK, True)
+from relinear.contract.modules import INITIALIZED, mark_initialized_
+from relinear.contract.operator import Operator, swap_hooks
+from relinear.contract.wrapper import Wrapper
 
 
 def initialize_(module: Any) -> None:
@@ -30,7 +22,7 @@ def initialize_(module: Any) -> None:
     if not ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
         return
     tensors = module.state_dict(keep_vars=True).values()
-    loaded = [(tensor, tensor.detach().clone()) for tensor in tensors if getattr(tensor, _MARK, False)]
+    loaded = [(tensor, tensor.detach().clone()) for tensor in tensors if getattr(tensor, INITIALIZED, False)]
     if len(loaded) < len(tensors):
         module.reset_parameters()
         with torch.no_grad():

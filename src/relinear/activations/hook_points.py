@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relinear.core.operator import Operator, is_linear, linear_features
+from relinear.contract.operator import Operator, is_linear, linear_features
 
 if TYPE_CHECKING:
-    from relinear.core.latents import Edit
+    from relinear.activations.interventions import Edit
 
 #: what the name of a layer's output ends with
 OUTPUT = "output"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from relinear.core.config import nearest, shown
+from relinear.contract.config import nearest, shown
 from relinear.system.text import cut, requirement
 
 #: of random numbers: NumPy takes 32 bits

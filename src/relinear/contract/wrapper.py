@@ -8,11 +8,19 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.core.aux import named_operators
-from relinear.core.config import shown
-from relinear.core.operator import Init, Operator, OperatorConfig, dense_bias, dense_weight, is_conv1d, linear_features
-from relinear.core.roles import ParamRole
-from relinear.core.token_terms import TokenTerms
+from relinear.contract.auxiliary_losses import named_operators
+from relinear.contract.auxiliary_mixin import TokenTerms
+from relinear.contract.config import shown
+from relinear.contract.operator import (
+    Init,
+    Operator,
+    OperatorConfig,
+    dense_bias,
+    dense_weight,
+    is_conv1d,
+    linear_features,
+)
+from relinear.contract.parameter_roles import ParamRole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
-from relinear.core import plugins
+from relinear.contract import plugins
 from relinear.system.text import cut
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}

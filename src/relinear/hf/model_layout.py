@@ -6,52 +6,17 @@ of as many modules as the config names), not by what they are called, so ``model
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-#: what PEFT calls the layer that it puts an adapter around
-BASE_LAYER = "base_layer"
+from relinear.contract.modules import outermost, unwrapped
+
 _ATTENTIONS = ("self_attn", "attn", "attention", "self_attention")
 #: names of the norms of a decoder layer that read the stream for its attention and for its MLP
 _READERS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))
-
-
-def unwrapped(model: Any) -> Any:
-    """Return the Hugging Face model itself: what a PEFT model holds inside, any other model as it is."""
-    inside = getattr(model, "get_base_model", None)
-    return inside() if callable(inside) and hasattr(model, "peft_config") else model
-
-
-def stock_name(name: str) -> str:
-    """The name that a layer has without what PEFT, FSDP, activation checkpointing and ``torch.compile`` put around it:
-    ``q_proj`` for ``q_proj.base_layer``.
-    """
-    around = (BASE_LAYER, "_orig_mod")
-    return ".".join(part for part in name.split(".") if part not in around and not part.endswith("_wrapped_module"))
-
-
-def say_adapters_leave_out(what: str, module_names: list[str]) -> None:
-    """Warn that PEFT's adapter checkpoint will not hold ``what``, which is now in the model, and say what to do."""
-    parts = sorted({stock_name(name).rpartition(".")[2] for name in module_names})
-    warnings.warn(
-        f"{what} in a PEFT model: new parameters train, but the adapter's checkpoint (model.save_pretrained) does not "
-        "hold them, and layers inside an adapter cannot be merged with it. To save them, do this before "
-        "peft.get_peft_model, save that model with relinear.save_pretrained, and name its new parts in "
-        f"modules_to_save={parts}",
-        UserWarning,
-        stacklevel=4,
-    )
-
-
-def train_new_parameters(model: nn.Module, known: set[int]) -> None:
-    """Let every parameter of ``model`` train whose identity is not ``known``: what is new is not frozen in silence."""
-    for parameter in model.parameters():
-        if id(parameter) not in known and parameter.is_floating_point():
-            parameter.requires_grad_(True)
 
 
 def output_head(model: Any) -> Any:
@@ -77,23 +42,6 @@ def named_in(model: Any, name: str) -> nn.Module | None:
         except AttributeError:
             continue
     return None
-
-
-def outermost(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """The modules of ``model`` that are ``wanted``, by their first names, each once; none that lies within another."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if wanted(module):
-            yield name, module
-            return
-        for key, child in module.named_children():
-            yield from walk(child, f"{name}.{key}" if name else key)
-
-    yield from walk(model, "")
 
 
 # The list of layers

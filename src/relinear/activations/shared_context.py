@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relinear.core.anatomy import decoder, decoder_layers, takes_keywords, unwrapped
-from relinear.core.handover import check_hands_over, hand_over, strong, weak
-from relinear.core.operator import Operator
+from relinear.activations.layer_context import check_hands_over, hand_over, strong, weak
+from relinear.contract.modules import unwrapped
+from relinear.contract.operator import Operator
+from relinear.hf.model_layout import decoder, decoder_layers, takes_keywords
 
 #: name of the owner's submodule in the base model
 OWNER_NAME = "relinear_context"

@@ -1,7 +1,8 @@
 """Latent variables of operators: read them, intervene on them, align their moments between models.
 
 An operator that has a latent derives from ``LatentOperator`` and hands every latent it computes to its tap, where one
-is set; everything here works for any such operator. Interventions reach every site (``relinear.core.sites``).
+is set; everything here works for any such operator. Interventions reach every hook point
+(``relinear.activations.hook_points``).
 """
 
 # Legend: R latent size
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relinear.core.config import nearest, shown
-from relinear.core.operator import check_model
-from relinear.core.sites import LATENT, OUTPUT, Latent, LatentOperator, LatentTap, Site, sites
+from relinear.activations.hook_points import LATENT, OUTPUT, Latent, LatentOperator, LatentTap, Site, sites
+from relinear.contract.config import nearest, shown
+from relinear.contract.operator import check_model
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.aux import share_of_batch
-from relinear.core.config import Config
+from relinear.contract.auxiliary_losses import share_of_batch
+from relinear.contract.config import Config
 
 #: (model, batch) -> (the loss, a mean over the batch's targets; its weighted terms by name; the model's output)
 Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor], Any]]

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from relinear.core.parameters import forward_hooks
+from relinear.contract.parameters import forward_hooks
 
 Model = TypeVar("Model", bound=nn.Module)
 Run = TypeVar("Run", bound=Callable[..., Tensor | None])

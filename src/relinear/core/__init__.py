@@ -1,1 +1,0 @@
-"""The operator contract, the config registry and the context carrier."""
