@@ -15,7 +15,7 @@ from torch import nn
 import relinear
 from cases import CASES, case_of_every_kind
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear.compare.folder import check_same
+from relinear.compare.folder import comparison_folder
 from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownSettingError, nearest, parse_setting, shown
@@ -295,7 +295,9 @@ def test_overrides_that_lead_through_a_long_name():
 def test_a_comparison_with_other_settings_of_long_names(tmp_path):
     record = {"format": 1, "recipe": {LONG: 1, "entries": {LONG: 1, "a": 2}}, "entries": {}}
     (tmp_path / "run.json").write_text(json.dumps(record))
-    refused(lambda: check_same(tmp_path, {"entries": {"a": 2, LONG: 1}}), "other settings", "(gone)", "order")
+    refused(
+        lambda: comparison_folder(tmp_path).check({"entries": {"a": 2, LONG: 1}}), "other settings", "(gone)", "order"
+    )
 
 
 def test_columns_of_long_names(tmp_path):

@@ -128,6 +128,15 @@ def test_a_match_that_was_just_missed_names_the_tolerance_that_does():
     assert size == measure_size(settings, VOCABULARY)
 
 
+def test_a_match_out_of_reach_is_refused_before_any_text_is_read(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("relinear.compare.run.prepare_data", lambda *given, **more: pytest.fail("text was read"))
+    recipe = small(text, match={"by": "parameters", "to": 10**9})
+    recipe["train"]["data"] |= {"tokenizer": "bpe:300"}
+    with pytest.raises(ValueError, match="gives 1,000,000,000 parameters"):
+        compare(recipe, tmp_path / "out", workers=0)
+    assert not (tmp_path / "out").exists()
+
+
 def test_all_entries_are_matched_to_the_first_with_operators(text):
     planned = plan_comparison(CompareSettings.load(small(text)), VOCABULARY)
     dense, low_rank, hdpl = planned
@@ -503,6 +512,18 @@ def test_a_changed_recipe_is_refused_with_the_difference(finished):
         compare(recipe | {"train": recipe["train"] | {"steps": 5}}, out)
     assert "entries" not in str(caught.value)
     assert (out / "results.json").read_bytes() == before
+
+
+def test_overwriting_renames_what_was_there(text, tmp_path):
+    recipe = small(text, entries={"dense": "dense"}, match="width", seeds=[0])
+    compare(recipe, tmp_path / "out", workers=0)
+    recipe["train"] |= {"learning_rate": 0.1}
+    with pytest.raises(ValueError, match=r"other settings(.|\n)*train.learning_rate: 0.001 -> 0.1"):
+        compare(recipe, tmp_path / "out", workers=0)
+    again = compare(recipe, tmp_path / "out", workers=0, overwrite=True)
+    assert again["entries"][0]["learning_rate"] == 0.1
+    (before,) = (tmp_path / "out").glob("results.json.*")
+    assert json.loads(before.read_text())["entries"][0]["learning_rate"] == 0.001
 
 
 def test_lost_results_are_made_again_from_the_runs(finished):

@@ -31,6 +31,7 @@ def command(
     seeds: Annotated[str | None, typer.Option(help="A run of every entry for each.", show_default="0")] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
     out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
+    overwrite: options.Overwrite = False,
     compile: options.Compile = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
@@ -101,7 +102,9 @@ def command(
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     options.prepare_process()
     with watch_comparison() as on_event:
-        results = compare(settings, out, workers=workers, executor=executor, slurm=jobs, on_event=on_event)
+        results = compare(
+            settings, out, overwrite=overwrite, workers=workers, executor=executor, slurm=jobs, on_event=on_event
+        )
     report = write_report(out)
     (print_results if settings.sizes is None else print_scale)(results)
     print(f"\nreport: {report.resolve()}")

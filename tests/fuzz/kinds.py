@@ -23,7 +23,7 @@ import relinear
 from conftest import make_tiny_llama
 from fuzz import mutate
 from relinear.compare import recipe, report
-from relinear.compare.folder import check_same as check_same_comparison
+from relinear.compare.folder import comparison_folder
 from relinear.compare.settings import CompareSettings
 from relinear.compress import CompressSettings
 from relinear.compress.plan import CompressPlan
@@ -248,8 +248,8 @@ def run_records(rng: random.Random, folder: Path) -> None:
 
 @kind(4)
 def comparison_records(rng: random.Random, folder: Path) -> None:
-    json_file(folder, "run.json", {"recipe": RECIPES[0], "entries": {}}, rng)
-    check_same_comparison(folder, {"base": TRAIN})
+    json_file(folder, "run.json", {"format": 1, "recipe": RECIPES[0], "entries": {}}, rng)
+    comparison_folder(folder).check({"base": TRAIN})
 
 
 @functools.cache

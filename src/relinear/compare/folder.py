@@ -1,7 +1,8 @@
 """The directory of a comparison: what it was made with."""
 
+import contextlib
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,19 @@ import numpy as np
 from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.data import PackedData
-from relinear.system.files import read_json, write_json, writing
-from relinear.system.machine import command_line, describe_machine
-from relinear.system.run_folder import RunFolder, made_by
+from relinear.system.files import writing
+from relinear.system.run_folder import RunFolder
 from relinear.train.fit import training_device, training_dtype
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 
-RUN, RESULTS, SPEED, NGRAM, BUDGETS = "run.json", "results.json", "speed.json", "ngram.json", "budgets"
+RUN, RESULTS, SCALE, SPEED, NGRAM = "run.json", "results.json", "scale.json", "speed.json", "ngram.json"
+#: folders of short runs, of final runs, and of comparisons at each budget or size
+TUNING, RUNS, BUDGETS, SIZES = "tuning", "runs", "budgets", "sizes"
 BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
 #: of what ``tune.tune`` tries: a comparison goes on with the search that it was begun with
 _SEARCH = 2
-#: differences that a message lists
-_TOLD = 10
 
 
 def read_losses(run: Path) -> np.ndarray:
@@ -34,69 +34,67 @@ def read_losses(run: Path) -> np.ndarray:
         return np.load(run / BLOCK_LOSSES, allow_pickle=False)
 
 
-def run_folder(out_dir: str | Path) -> RunFolder:
-    """Return the folder of a comparison."""
+def comparison_folder(out_dir: str | Path) -> RunFolder:
+    """Return the folder of a comparison; a recipe's description may change, as no run depends on it."""
     return RunFolder(
         out_dir,
-        *("compare", RUN, (RESULTS, SPEED, NGRAM, BUDGETS, "tuning", "runs", "plots")),
+        *("compare", RUN, (RESULTS, SCALE, SPEED, NGRAM, TUNING, RUNS, BUDGETS, SIZES, "plots")),
         earlier={RUN: ("format", "recipe", "entries")},
         free=("description",),
-        settings_of=lambda record: CompareSettings.completed(record.get("recipe")),
+        settings_of=lambda record: CompareSettings.completed(recipe_of(record)),
     )
 
 
-def check_same(out_dir: Path, described: Mapping[str, Any], *, overwrite: bool = False) -> None:
-    """Refuse a directory that holds a comparison with another recipe, with every setting in which they differ."""
-    run_folder(out_dir).check(described, overwrite=overwrite)
+def recipe_of(record: Mapping[str, Any]) -> Any:
+    """Return the recipe that ``run.json`` holds, also that of an earlier version."""
+    return record.get("settings", record.get("recipe"))
 
 
-def record_start(
-    out_dir: Path, described: Mapping[str, Any], planned: list[Planned], data: PackedData | None = None
-) -> dict[str, Any]:
-    """``run.json`` of the directory, written now unless it is there: the recipe, its entries, machine and command.
+@contextlib.contextmanager
+def held(
+    recipe: CompareSettings,
+    out_dir: Path,
+    planned: list[Planned],
+    data: PackedData | None = None,
+    overwrite: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Hold ``out_dir`` for work on ``recipe``; give what ``run.json`` says there, written if it is not.
 
     Raises:
-        ValueError: if it was begun with other text under the same name, or computes in another precision or on another
-            kind of device than here: runs of both could not be held against each other.
+        ValueError: if another comparison is there, if it was begun with other text under the same name, or computes in
+            another precision or on another kind of device than here: runs of both could not be compared.
     """
+    folder = comparison_folder(out_dir)
     tokens = None if data is None else {"train": data.train.checksum, "validation": data.validation.checksum}
-    if (out_dir / RUN).is_file():
-        record = read_json(out_dir / RUN)
-        _check_as_begun(out_dir, record, planned, tokens)
-        return record
-    entries = {
-        p.name: {
-            "parameters": p.size.parameters,
-            "flops_per_token": p.size.flops,
-            "deviation": p.deviation,
-            "settings": p.settings.model_dump(mode="json"),
-            "computed": _computed(p.settings),
-        }
-        for p in planned
-    }
-    record = made_by("compare") | {
-        "format": FORMAT,
-        "recipe": described,
-        "entries": entries,
-        "machine": describe_machine(),
-    }
-    record |= {"tokens": tokens} if tokens else {}
-    record["search"] = _SEARCH
-    record |= {"command": command_line(), "started": now()}
-    write_json(out_dir / RUN, record)
-    return record
+    with folder.open(recipe.model_dump(mode="json"), overwrite=overwrite) as record:
+        if record is None or "entries" not in record:
+            entries = {
+                p.name: {
+                    "parameters": p.size.parameters,
+                    "flops_per_token": p.size.flops,
+                    "deviation": p.deviation,
+                    "settings": p.settings.model_dump(mode="json"),
+                    "computed": _computed(p.settings),
+                }
+                for p in planned
+            }
+            text = {"tokens": tokens} if tokens else {}
+            record = folder.write(format=FORMAT, entries=entries, **text, search=_SEARCH, started=now())
+        else:
+            _check_as_begun(out_dir, record, planned, tokens)
+        yield record
 
 
 def _check_as_begun(
     out_dir: Path, record: Mapping[str, Any], planned: list[Planned], tokens: Mapping[str, int] | None
 ) -> None:
-    """Refuse to go on with what settings alone do not show; earlier versions did not note it."""
+    """Refuse to go on with what settings alone do not show; earlier versions did not record it."""
     if tokens and record.get("tokens", tokens) != tokens:
         raise ValueError(
             f"{out_dir} was begun on other text: the files that train.data names, or what they are tokenised by, have "
             "changed since; bring the old ones back, or give another --out"
         )
-    tuned = record["recipe"].get("tune") or {}
+    tuned = recipe_of(record).get("tune") or {}
     if tuned.get("initializer_range") and record.get("search") != _SEARCH:
         raise ValueError(
             f"{out_dir} was begun by a version whose tuning tried fewer rates at each initialisation, so that its "

@@ -1,10 +1,9 @@
 """The comparison: match sizes, tune, train every entry on every seed, measure speed; stop and go on at any point."""
 
-import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,20 @@ import numpy as np
 
 from relinear.compare.engine import Engine, Run, Search, carry_out, side_by_side
 from relinear.compare.executors import executor_at
-from relinear.compare.folder import BUDGETS, NGRAM, RESULTS, RUN, SPEED, check_same, now, read_losses, record_start
+from relinear.compare.folder import (
+    BUDGETS,
+    NGRAM,
+    RESULTS,
+    RUN,
+    RUNS,
+    SPEED,
+    TUNING,
+    comparison_folder,
+    held,
+    now,
+    read_losses,
+    recipe_of,
+)
 from relinear.compare.gaps import gap
 from relinear.compare.match import Event, OnEvent, Planned, plan_comparison
 from relinear.compare.results import at_budget, chosen_by, comparison_result, count_ngrams, entry_result, over_budgets
@@ -21,16 +33,15 @@ from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
 from relinear.compare.tune import Trials, beside, grid_search
 from relinear.data import prepare_data
+from relinear.data.corpora import open_corpus
+from relinear.data.tokenizers import expected_vocabulary
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
-from relinear.system.lock import only_process_in
 from relinear.train.fit import training_device
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
-#: folder of the short runs
-TUNING = "tuning"
 #: in an entry's folder there: the rates at which final runs diverged
 DIVERGED = "diverged.json"
 
@@ -39,6 +50,7 @@ def compare(
     recipe: CompareSettings | Mapping[str, Any],
     out_dir: str | Path,
     *,
+    overwrite: bool = False,
     workers: int | None = None,
     executor: Executor | str | None = None,
     slurm: Mapping[str, Any] | None = None,
@@ -54,6 +66,7 @@ def compare(
     Args:
         recipe: ``CompareSettings`` or a mapping of them.
         out_dir: directory of the comparison, made once everything has been checked.
+        overwrite: start over, and rename what is in the way in ``out_dir``: ``runs`` becomes ``runs.<time>``.
         workers: runs at once, each in a process of its own; None for as many as this machine has cores for. 0 trains in
             this process, so that the peak memory of a run is that of all before it.
         executor: where runs are carried out: None on this machine, "slurm", the address of a scheduler of Dask
@@ -77,7 +90,7 @@ def compare(
     if workers is None:
         workers = _fitting(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as place:
-        return work(recipe, out_dir, Engine(place, workers, on_event))
+        return work(recipe, out_dir, Engine(place, workers, on_event), overwrite)
 
 
 def _fitting(recipe: CompareSettings) -> int:
@@ -89,21 +102,24 @@ def _fitting(recipe: CompareSettings) -> int:
     return max(1, cores // settings.threads)
 
 
-def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine) -> dict[str, Any]:
+def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> dict[str, Any]:
     """Check everything, then hold ``out_dir`` for the comparison and do it, unless it has ended."""
     path = out_dir / RESULTS
-    check_same(out_dir, recipe.model_dump(mode="json"))
-    if path.is_file():
+    comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
+    if path.is_file() and not overwrite:
         return read_json(path)
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
-    data = prepare_data(recipe.train.data, on_progress=lambda what, done: engine.on_event(Event("data", what, done)))
-    for name in recipe.entries:
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
-    planned = plan_comparison(recipe, data.vocab_size, engine.on_event)
-    with held(recipe, out_dir, planned, data) as started:
+    open_corpus(recipe.train.data)
+    vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
+    planned = plan_comparison(recipe, vocabulary, engine.on_event)  # what cannot be matched is refused in seconds
+    data = prepare_data(recipe.train.data, on_progress=lambda what, done: engine.on_event(Event("data", what, done)))
+    if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
+        planned = plan_comparison(recipe, data.vocab_size, engine.on_event)
+    with held(recipe, out_dir, planned, data, overwrite) as started:
         if recipe.budgets is None:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
         found: list[dict[str, Any]] = []
@@ -111,15 +127,6 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine) -> dict[s
             at_one = at_budget(recipe, index, chosen_by(found))
             found.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
         return kept(path, lambda: over_budgets(recipe, found) | circumstances(started))
-
-
-@contextlib.contextmanager
-def held(recipe: CompareSettings, out_dir: Path, planned: list[Planned], data: Any = None) -> Iterator[dict[str, Any]]:
-    """Hold ``out_dir`` for work on ``recipe``; gives what ``run.json`` says there, written if it is not."""
-    described = recipe.model_dump(mode="json")
-    with only_process_in(out_dir):
-        check_same(out_dir, described)  # another process may have been here since
-        yield record_start(out_dir, described, planned, data)
 
 
 def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -131,7 +138,7 @@ def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def circumstances(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what results take from ``run.json``."""
-    return {key: record[key] for key in ("recipe", "machine", "command")}
+    return {"recipe": recipe_of(record), "machine": record["machine"], "command": record["command"]}
 
 
 def _check_tunable(recipe: CompareSettings, name: str) -> None:
@@ -355,7 +362,7 @@ class _Comparison:
         return Trials(self.out_dir / TUNING / name, run, prefix, common)
 
     def _folder(self, name: str, seed: int) -> Path:
-        return self.out_dir / "runs" / name / f"seed-{seed}"
+        return self.out_dir / RUNS / name / f"seed-{seed}"
 
     def _final(self, name: str, choice: _Choice, seed: int) -> Run:
         """The run of a seed. One at a rate that was given up since, as another seed diverged at it, is put aside."""

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from relinear.compare.engine import Engine
-from relinear.compare.folder import check_same, read_losses
+from relinear.compare.folder import RUNS, SCALE, SIZES, comparison_folder, held, read_losses
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import Event, at_width, config_of_preset, measure_size, scaled_operators
-from relinear.compare.run import circumstances, comparison, held, kept
+from relinear.compare.run import circumstances, comparison, kept
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.system.files import read_json, understood
 
-SCALE, SIZES = "scale.json", "sizes"
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
 FORMAT = 1
 _SHARE = 0.75  # of the width or the depth that the controls keep
@@ -31,15 +30,15 @@ _PASSES = 3
 AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
 
 
-def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine) -> dict[str, Any]:
+def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> dict[str, Any]:
     """Hold ``out_dir`` for a comparison at every width, unless all have ended."""
-    check_same(out_dir, recipe.model_dump(mode="json"))
-    if (out_dir / SCALE).is_file():
+    comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
+    if (out_dir / SCALE).is_file() and not overwrite:
         return read_scale(out_dir)
     data = prepare_data(recipe.train.data, on_progress=lambda what, done: engine.on_event(Event("data", what, done)))
     widths = recipe.sizes.widths if recipe.sizes else ()
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in widths}
-    with held(recipe, out_dir, []) as started:
+    with held(recipe, out_dir, [], overwrite=overwrite) as started:
         found = {width: comparison(sized, out_dir / SIZES / str(width), engine) for width, sized in recipes.items()}
         head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
         return kept(out_dir / SCALE, lambda: head | _summary(recipe, out_dir, found) | circumstances(started))
@@ -209,7 +208,7 @@ def _drawn(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[M
     """
     rows = []
     for point in points:
-        runs = out_dir / SIZES / str(point["width"]) / "runs" / name
+        runs = out_dir / SIZES / str(point["width"]) / RUNS / name
         losses = [read_losses(runs / f"seed-{s}") for s in recipe.seeds]
         rows.append(replicates(np.stack(losses).astype(float)) if losses[1:] else losses[0].mean(keepdims=True))
     # of two or three seeds replicates may lie as far out as below 0, where there is no logarithm; so far out one is all

@@ -155,6 +155,14 @@ def vocabulary_size(tokenizer: Any) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
+def expected_vocabulary(name: str) -> int:
+    """Return the vocabulary of ``bytes``, ``bpe:N`` or a saved tokenizer, before any text is read.
+
+    Raises ValueError if there is no such tokenizer.
+    """
+    return trained_size(name) or vocabulary_size(load_tokenizer(name))
+
+
 def _is_byte_tokenizer(tokenizer: Any) -> bool:
     vocabulary = tokenizer.get_vocab()
     return len(vocabulary) == _SMALLEST_BPE and vocabulary.get("Ā") == 0 and vocabulary.get(END) == 256
