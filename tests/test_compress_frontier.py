@@ -59,7 +59,7 @@ def test_what_a_budget_of_bytes_brings_with_it() -> None:
 def test_candidates_are_those_that_lose_less_than_all_that_cost_no_more() -> None:
     points = [(3, 8.0), (1, 9.0), (2, 9.5), (4, 8.0), (5, 1.0)]
     curve = [(relinear.LowRank(rank=rank), 2 * nats) for rank, nats in points]
-    calibration = type("Known", (), {"knows": lambda *_: True, "error_curve": lambda *_: curve})()
+    calibration = type("Known", (), {"knows": lambda *_: True, "candidate_errors": lambda *_: curve})()
     budget = type("Ranks", (), {"cost": lambda self, name, config: 9.0 if config is None else config.rank})()
     found = layer_candidates(torch.nn.Linear(16, 16), "a", calibration, (relinear.LowRank(rank=1),), budget)
     assert found[0] == Candidate(None, 9.0, 0.0)

@@ -209,13 +209,13 @@ def test_negative_predictions_in_a_plan_are_refused(tmp_path) -> None:
 
 def test_errors_of_sizes_are_found_once_a_directory(tmp_path, monkeypatch) -> None:
     asked: list[str] = []
-    curve = relinear.LowRank.error_curve
+    curve = relinear.LowRank.candidate_errors
 
     def counted(self, linear, moments):
         asked.append(str(self))
         return curve(self, linear, moments)
 
-    monkeypatch.setattr(relinear.LowRank, "error_curve", counted)
+    monkeypatch.setattr(relinear.LowRank, "candidate_errors", counted)
     settings = SETTINGS | {"menu": ("low_rank",)}
     first = compress(tiny(), tokens(), keep=0.6, settings=settings, out_dir=tmp_path, plan_only=True)
     assert len(asked) == 21

@@ -139,14 +139,14 @@ def examples(tmp_path_factory) -> Path:
 FITS = """
 import torch
 from relinear import OperatorConfig
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import linear_of
 from relinear.contract import plugins
 
 torch.manual_seed(0)
 weight = torch.randn(48, 32, dtype=torch.float64)
 inputs, outputs = torch.randn(99, 32).double() * torch.arange(1, 33), torch.randn(99, 48).double()
-moments = Moments(inputs.T @ inputs / 99, outputs.T @ outputs / 99)
+moments = CalibrationStatistics(inputs.T @ inputs / 99, outputs.T @ outputs / 99)
 linear = linear_of(weight)
 for kind in sorted(plugins.offered("operator")):
     config = OperatorConfig.read(kind)
@@ -156,7 +156,7 @@ for kind in sorted(plugins.offered("operator")):
         error = first.fit_error(linear, moments, steps=20)
         print(kind, error < 0.98 * float(moments.error(weight - plain)))
 many = OperatorConfig.read("kronecker")
-print("kronecker", [found for found, _ in many.error_curve(linear, moments)] == many.sizes(32, 48))
+print("kronecker", [found for found, _ in many.candidate_errors(linear, moments)] == many.sizes(32, 48))
 """
 
 

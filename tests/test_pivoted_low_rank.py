@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.pivoted_low_rank import LARGEST_PIVOTED, pivoted_factors, pivoted_low_rank
 
 
@@ -35,11 +35,11 @@ def test_factors_that_lack_rank_keep_their_product() -> None:
 def test_the_same_map_as_low_rank_with_fewer_parameters_and_flops() -> None:
     torch.manual_seed(0)
     linear, a, g = torch.nn.Linear(30, 20), torch.randn(90, 30), torch.randn(90, 20)
-    moments = Moments(a.T @ a / 90, g.T @ g / 90)
+    moments = CalibrationStatistics(a.T @ a / 90, g.T @ g / 90)
     x = torch.randn(5, 30)
     for rank in (1, 7, 20):
-        plain = relinear.LowRank(rank=rank).convert(linear).from_moments(linear, moments)
-        pivoted = relinear.PivotedLowRank(rank=rank).convert(linear).from_moments(linear, moments)
+        plain = relinear.LowRank(rank=rank).convert(linear).fit_to_calibration(linear, moments)
+        pivoted = relinear.PivotedLowRank(rank=rank).convert(linear).fit_to_calibration(linear, moments)
         assert torch.allclose(pivoted(x), plain(x), atol=1e-5)
         assert torch.allclose(pivoted.to_dense(), plain.to_dense(), atol=1e-5)
         sizes = [sum(p.numel() for p in m.parameters()) for m in (plain, pivoted)]

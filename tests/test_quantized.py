@@ -10,17 +10,17 @@ from transformers.pytorch_utils import Conv1D
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.quantized import dequantized, pack, unpack
 from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
 
 
-def moments_of(inputs: int, outputs: int, seed: int = 0) -> Moments:
+def moments_of(inputs: int, outputs: int, seed: int = 0) -> CalibrationStatistics:
     """Correlated ones, of few tokens."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(4 * inputs, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator)
     g = torch.randn(4 * outputs, outputs, generator=generator) @ torch.randn(outputs, outputs, generator=generator)
-    return Moments((x.T @ x / len(x)).double(), (g.T @ g / len(g)).double())
+    return CalibrationStatistics((x.T @ x / len(x)).double(), (g.T @ g / len(g)).double())
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -106,7 +106,7 @@ def test_rounding_under_moments_is_the_plain_loop_of_obq(inputs: int) -> None:
 
 
 def tried_one_by_one(
-    weight: torch.Tensor, codes: torch.Tensor, grid: Grid, group: int, moments: Moments
+    weight: torch.Tensor, codes: torch.Tensor, grid: Grid, group: int, moments: CalibrationStatistics
 ) -> torch.Tensor:
     """One sweep in which every code of every weight is tried, and the best one is kept."""
     codes = codes.clone()
@@ -129,7 +129,7 @@ def tried_one_by_one(
 def test_the_descent_is_that_of_trying_every_code(inputs: int, weighed: bool) -> None:
     torch.manual_seed(0)
     weight, both = torch.randn(6, inputs).double(), moments_of(inputs, 6)
-    moments = Moments(steadied(both.inputs, 0.05), steadied(both.outputs, 0.5) if weighed else None)
+    moments = CalibrationStatistics(steadied(both.inputs, 0.05), steadied(both.outputs, 0.5) if weighed else None)
     for bits in (2, 3):
         grid = nearest_grid(weight, bits, 16, False)
         start = nearest(weight, grid, 16)
@@ -161,13 +161,13 @@ def test_moments_lower_the_error_that_is_foretold(kind: str, symmetric: bool) ->
         source = Conv1D(40, 70)
         source.weight.data, source.bias.data = linear.weight.data.T.contiguous(), linear.bias.data
     config = relinear.Quantized(group=32, symmetric=symmetric)
-    curve = config.error_curve(source, moments)
+    curve = config.candidate_errors(source, moments)
     assert [entry for entry, _ in curve] == config.sizes(70, 40)
     previous = float("inf")
     for entry, error in curve:
         blind, seeing = (entry.convert(source) for _ in range(2))
         blind.from_linear(source)
-        seeing.from_moments(source, moments)
+        seeing.fit_to_calibration(source, moments)
         found = [float(moments.error(m.to_dense().double() - linear.weight.double())) for m in (seeing, blind)]
         assert found[0] < min(error, found[1], previous)
         assert torch.equal(seeing.bias, linear.bias)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import relinear
 from conftest import mostly_slow
 from relinear import clifford
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import linear_of
 from relinear.functional.rotor import branch_permutation, from_windows, to_windows
 from relinear.operators.sandwich_sum import SandwichSum
@@ -322,11 +322,11 @@ def test_a_sum_of_permuted_terms_is_any_matrix(size):
 
 def test_permuted_terms_are_fitted_to_an_orthogonal_map_that_the_plain_sum_cannot_be():
     wanted = torch.linalg.qr(torch.randn(8, 8, dtype=D)).Q
-    moments, errors = Moments.identity(8), []
+    moments, errors = CalibrationStatistics.identity(8), []
     for permuted in (False, True):
         torch.manual_seed(1)
         config = relinear.Rotor(depth=0, width=16, scale=True, init_std=1.0, permute_terms=permuted)
-        module = config.build(8, 8, bias=False, dtype=D).from_moments(linear_of(wanted), moments, steps=500)
+        module = config.build(8, 8, bias=False, dtype=D).fit_to_calibration(linear_of(wanted), moments, steps=500)
         errors.append(((module.to_dense() - wanted).norm() / wanted.norm()).item())
     assert errors[0] > 0.5
     assert errors[1] < 1e-4

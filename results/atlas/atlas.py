@@ -22,7 +22,7 @@ from relinear.compress import CompressSettings
 from relinear.compress.budget import size_of
 from relinear.compress.corpus import read_corpus
 from relinear.compress.work import Work, check_ids, check_model, linear_layers
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import OperatorConfig, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
@@ -70,7 +70,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
 
 
 def _of_layer(
-    depth: int, name: str, module: nn.Module, menu: Sequence[OperatorConfig], moments: Moments, given: Any
+    depth: int, name: str, module: nn.Module, menu: Sequence[OperatorConfig], moments: CalibrationStatistics, given: Any
 ) -> dict[str, Any]:
     """One layer's row of the record."""
     dense = size_of(module).parameters
@@ -92,16 +92,16 @@ def _of_layer(
 
 
 def _curve(
-    entry: OperatorConfig, module: nn.Module, moments: Moments, given: Any
+    entry: OperatorConfig, module: nn.Module, moments: CalibrationStatistics, given: Any
 ) -> list[tuple[OperatorConfig, float]]:
     """Sizes and errors: all of them from one decomposition where there is such, else those nearest to the shares."""
-    if type(entry).error_curve is not OperatorConfig.error_curve:
-        return entry.error_curve(module, moments)
+    if type(entry).candidate_errors is not OperatorConfig.candidate_errors:
+        return entry.candidate_errors(module, moments)
     dense = size_of(module).parameters
     sizes = {config: size_of(module, config).parameters for config in entry.sizes(*linear_features(module))}
     nearest = {min(sizes, key=lambda config: abs(sizes[config] - share * dense)) for share in given.shares if sizes}
     outputs = None if moments.outputs is None else moments.outputs.float()
-    single = Moments(moments.inputs.float(), outputs)  # half the time
+    single = CalibrationStatistics(moments.inputs.float(), outputs)  # half the time
     return [(config, config.fit_error(module, single, steps=given.steps)) for config in nearest]
 
 

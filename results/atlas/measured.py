@@ -18,7 +18,7 @@ from relinear.compress import CompressSettings
 from relinear.compress.beside import read
 from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_elsewhere
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import OperatorConfig, dense_weight, linear_features, linear_of
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
@@ -50,8 +50,8 @@ def main() -> None:
         setting = point["setting"].partition("(")[2].rstrip(")").replace(" ", "")
         config, weight = OperatorConfig.read(f"{kind}:{setting}".rstrip(":")), dense_weight(layer).clone()
         operator = config.build(*linear_features(layer), bias=False)
-        single = Moments(moments.inputs.float(), moments.outputs.float())
-        operator.from_moments(linear_of(weight), single, steps=record["settings"]["steps"])
+        single = CalibrationStatistics(moments.inputs.float(), moments.outputs.float())
+        operator.fit_to_calibration(linear_of(weight), single, steps=record["settings"]["steps"])
         layer.weight.copy_(operator.to_dense())
         found = read(model, ids).against(original)
         layer.weight.copy_(weight)

@@ -37,7 +37,7 @@ def figures(model, calibration: Calibration) -> dict:
     for name in calibration.names:
         layer = model.get_submodule(name)
         weights[name] = math.prod(linear_features(layer))
-        curve = {config.bits: error / 2 for config, error in calibration.error_curve(entry, name, layer)}
+        curve = {config.bits: error / 2 for config, error in calibration.candidate_errors(entry, name, layer)}
         costs[name] = curve
         options[name] = [Candidate(entry.replace(bits=b), (b + 24 / 64) * weights[name], e) for b, e in curve.items()]
         rows[name] = geometric(calibration.moments(name).outputs.diagonal())

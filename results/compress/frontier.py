@@ -48,7 +48,7 @@ from relinear.compress.calibrate import Calibration
 from relinear.compress.corpus import read_corpus, read_elsewhere
 from relinear.compress.layerwise import LayerByLayer
 from relinear.compress.work import Work, linear_layers
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import Operator, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
@@ -70,13 +70,15 @@ def texts(path: str) -> list[str]:
 
 
 @torch.no_grad()
-def rounded(source: nn.Module, config: relinear.Quantized, moments: Moments | None, own: bool) -> nn.Module:
+def rounded(
+    source: nn.Module, config: relinear.Quantized, moments: CalibrationStatistics | None, own: bool
+) -> nn.Module:
     """A layer of ``config``: to nearest, by GPTQ under the moments of inputs alone, or as relinear rounds."""
     operator = config.convert(source)
     if moments is None:
         return operator.from_linear(source)
     if own:
-        return operator.from_moments(source, moments)
+        return operator.fit_to_calibration(source, moments)
     weight = dense_weight(source).detach().float()
     grid = config.grid(weight, moments)
     return taken(operator, source, grid, gptq(weight, grid, config.group, moments.inputs))
@@ -156,7 +158,7 @@ def round_in_order_(
             handle.remove()
         for name, module in own.items():
             outputs = None if calibration is None else calibration.moments(name).outputs
-            moments = Moments(seen[name] / blocks.numel(), outputs)
+            moments = CalibrationStatistics(seen[name] / blocks.numel(), outputs)
             put_(model, name, rounded(module, configs[name], moments, calibration is not None))
         states = [layers.layer(index, state) for state in states]
 

@@ -28,7 +28,7 @@ from relinear.compress import CompressSettings
 from relinear.compress.budget import Candidate, allocate
 from relinear.compress.corpus import read_corpus
 from relinear.compress.work import Work, linear_layers
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
 from relinear.functional.low_rank import weighted_spectrum
@@ -41,15 +41,15 @@ BUDGETS = (2.5, 3.0, 3.5, 4.25)
 GRID = 24 / 64
 
 
-def in_integers(weight: Tensor, bits: int, moments: Moments | None) -> Tensor:
+def in_integers(weight: Tensor, bits: int, moments: CalibrationStatistics | None) -> Tensor:
     """The matrix rounded as relinear rounds, to nearest without moments."""
     source = linear_of(weight)
     operator = relinear.Quantized(bits=bits).convert(source)
-    fitted = operator.from_linear(source) if moments is None else operator.from_moments(source, moments)
+    fitted = operator.from_linear(source) if moments is None else operator.fit_to_calibration(source, moments)
     return fitted.to_dense()
 
 
-def corrected(weight: Tensor, bits: int, rank: int, moments: Moments) -> Tensor:
+def corrected(weight: Tensor, bits: int, rank: int, moments: CalibrationStatistics) -> Tensor:
     """Q + L R after so many turns, the best on the way."""
     low_rank, best = torch.zeros_like(weight), weight * math.inf
     for _ in range(TURNS):
@@ -61,14 +61,16 @@ def corrected(weight: Tensor, bits: int, rank: int, moments: Moments) -> Tensor:
     return best
 
 
-def error(weight: Tensor, instead: Tensor, moments: Moments) -> float:
+def error(weight: Tensor, instead: Tensor, moments: CalibrationStatistics) -> float:
     """0.5 tr(G D A D^T)."""
     found = float(moments.error(weight - instead)) / 2
     return math.inf if math.isnan(found) else found
 
 
 @torch.no_grad()
-def options(layer: nn.Module, moments: Moments, other: Moments) -> dict[str, tuple[float, float]]:
+def options(
+    layer: nn.Module, moments: CalibrationStatistics, other: CalibrationStatistics
+) -> dict[str, tuple[float, float]]:
     """What -> bits a weight of the layer, and the predicted nats, under another draw's moments than it is fitted to."""
     weight = dense_weight(layer).detach().float()
     outputs, inputs = weight.shape

@@ -40,7 +40,7 @@ from torch.utils.data import Dataset
 import relinear
 from relinear.compress import CompressSettings, compress
 from relinear.compress.calibrate import Calibration
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
@@ -72,14 +72,14 @@ def texts(path: str):
     return iter_texts(DataSettings(data=path), "all")
 
 
-def moments_of(method: str, moments: Moments) -> Moments:
+def moments_of(method: str, moments: CalibrationStatistics) -> CalibrationStatistics:
     """What a method of equal shares knows of the data."""
     size = len(moments.inputs)
     if method == "scaled":
-        return Moments(moments.inputs.diagonal().diag())
+        return CalibrationStatistics(moments.inputs.diagonal().diag())
     if method == "whitened":
-        return Moments(moments.inputs)
-    return moments if method == "two-sided" else Moments.identity(size)
+        return CalibrationStatistics(moments.inputs)
+    return moments if method == "two-sided" else CalibrationStatistics.identity(size)
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def uniform_(model: nn.Module, names: list[str], calibration: Calibration, metho
             operator.set_factors_(basis.T, dense_weight(source).double() @ basis)
             operator.copy_bias_(source)
         else:
-            operator.from_moments(source, moments_of(method, calibration.moments(name)))
+            operator.fit_to_calibration(source, moments_of(method, calibration.moments(name)))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, operator)
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from relinear import Quantized
 from relinear.compress.budget import stored_bytes
 from relinear.compress.calibrate import Calibration
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.rounding import Grid, nearest, nearest_grid
 
 __all__ = ["GRIDS", "clipped", "scale_inputs_", "take_gguf_"]
@@ -133,7 +133,7 @@ def scale_inputs_(model: nn.Module, calibration: Calibration, config: Quantized,
     return importance
 
 
-def _best_scale(weights: list[Tensor], moments: Moments, magnitude: Tensor, config: Quantized) -> Tensor:
+def _best_scale(weights: list[Tensor], moments: CalibrationStatistics, magnitude: Tensor, config: Quantized) -> Tensor:
     """The scale (I,) of least summed output error."""
     inputs = moments.inputs.to(magnitude)
     best, found = torch.inf, torch.ones_like(magnitude)
@@ -145,7 +145,7 @@ def _best_scale(weights: list[Tensor], moments: Moments, magnitude: Tensor, conf
             scaled = weight * scale
             grid = minmax(scaled, config)
             missed = grid.values(nearest(scaled, grid, config.group), config.group) / scale - weight
-            error += float(Moments(inputs).error(missed))
+            error += float(CalibrationStatistics(inputs).error(missed))
         if error < best:
             best, found = error, scale
     return found

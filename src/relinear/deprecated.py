@@ -1,4 +1,4 @@
-"""Public names that have moved. The old place works for one version, with a DeprecationWarning."""
+"""Public names that have moved or changed. The old name works for one version, with a DeprecationWarning."""
 
 import warnings
 from importlib import import_module
@@ -28,3 +28,34 @@ def moved(name: str) -> Any:
     module, new = MOVED[name]
     warnings.warn(f"relinear.{name} has moved: from {module} import {new}", DeprecationWarning, stacklevel=3)
     return getattr(import_module(module), new)
+
+
+class RenamedHook:
+    """What an operator's author or caller still knows by an old name: it works for one version, and warns."""
+
+    def __init__(self, new: str) -> None:
+        self.new = new
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.old = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        _warn_renamed(owner, self.old, self.new, 3)
+        # an override under the old name was found first, unless it is the one that calls super()
+        overrides = [cls for cls in owner.__mro__ if not isinstance(vars(cls).get(self.old, self), RenamedHook)]
+        source: Any = owner if instance is None else instance
+        return getattr(super(overrides[-1], source) if overrides else source, self.new)
+
+
+def adopt_renamed_hooks(cls: type) -> None:
+    """Let hooks that the new class ``cls`` defines under an old name serve under the new one, and warn."""
+    for base in cls.__mro__[1:]:
+        for old, hook in vars(base).items():
+            if isinstance(hook, RenamedHook) and old in vars(cls):
+                _warn_renamed(cls, old, hook.new, 4)
+                setattr(cls, hook.new, vars(cls)[old])
+
+
+def _warn_renamed(cls: type, old: str, new: str, stacklevel: int) -> None:
+    message = f"{cls.__name__}.{old} has a new name: {new}; the old one works in this version only"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear_examples.structured import BlockedConfig, StructuredLinear, low_rank, low_rank_under
 
 __all__ = ["Blast", "BlastLinear"]
@@ -75,9 +75,9 @@ class BlastLinear(StructuredLinear):
             mix = solved(gram, target[..., None])[..., 0]
         return {"down": down, "mix": mix, "up": up}
 
-    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+    def begin(self, weight: Tensor, statistics: CalibrationStatistics) -> dict[str, Tensor]:
         """The best matrix of low rank alone, which has all s equal: the descent can only gain on it."""
-        down, up = low_rank_under(weight, self.config.rank, moments)
+        down, up = low_rank_under(weight, self.config.rank, statistics)
         k = self.config.blocks
         down, up = down.unflatten(1, (k, -1)).transpose(0, 1), up.unflatten(0, (k, -1))
         return {"down": down, "mix": torch.ones_like(self.mix), "up": up}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear_examples.structured import BlockedConfig, StructuredLinear, low_rank_under, with_low_rank
 
 __all__ = ["BlockLowRank", "BlockLowRankLinear"]
@@ -54,9 +54,9 @@ class BlockLowRankLinear(StructuredLinear):
         rest, down, up = with_low_rank(weight, self.config.rank, lambda matrix: torch.block_diag(*diagonal(matrix)))
         return {"blocks": diagonal(rest), "down": down, "up": up}
 
-    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+    def begin(self, weight: Tensor, statistics: CalibrationStatistics) -> dict[str, Tensor]:
         """The best matrix of low rank alone: the descent can only gain on it."""
-        down, up = low_rank_under(weight, self.config.rank, moments)
+        down, up = low_rank_under(weight, self.config.rank, statistics)
         return {"down": down, "up": up, "blocks": torch.zeros_like(self.blocks)}
 
     def flops_per_token(self) -> int:

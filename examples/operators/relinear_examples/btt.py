@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear_examples.structured import RankedConfig, StructuredLinear, factors
 
 __all__ = ["BTT", "BTTLinear"]
 
 
-def roots(moments: Tensor) -> tuple[Tensor, Tensor]:
+def roots(statistics: Tensor) -> tuple[Tensor, Tensor]:
     """Square roots of symmetric matrices (..., N, N), a little above singular, and their inverses."""
-    values, vectors = torch.linalg.eigh(moments)
+    values, vectors = torch.linalg.eigh(statistics)
     root = (values.clamp_min(0) + 1e-6 * values.mean(-1, keepdim=True) + 1e-30).sqrt()[..., None, :]
     return (vectors * root) @ vectors.mT, (vectors / root) @ vectors.mT
 
@@ -54,15 +54,15 @@ class BTTLinear(StructuredLinear):
         return torch.einsum("qpir,iqrj->pqij", second, first).reshape(self.out_features, self.in_features)
 
     def fit(self, weight: Tensor) -> dict[str, Tensor]:
-        return self.begin(weight, Moments.identity(self.in_features))
+        return self.begin(weight, CalibrationStatistics.identity(self.in_features))
 
-    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+    def begin(self, weight: Tensor, statistics: CalibrationStatistics) -> dict[str, Tensor]:
         """The best fit under what the moments say within each sub-block: exact where they say nothing between them."""
         (i1, _, i2), (o2, o1, _), rank = self.first.shape, self.second.shape, self.config.rank
         blocks = weight.reshape(o1, o2, i1, i2).permute(1, 2, 0, 3)  # (O2, I1) matrices (O1, I2)
-        outputs = torch.eye(o1 * o2).to(weight) if moments.outputs is None else moments.outputs.to(weight)
+        outputs = torch.eye(o1 * o2).to(weight) if statistics.outputs is None else statistics.outputs.to(weight)
         outer = roots(outputs.view(o1, o2, o1, o2).diagonal(dim1=1, dim2=3).permute(2, 0, 1))  # (O2, O1, O1) each
-        inner = roots(moments.inputs.to(weight).view(i1, i2, i1, i2).diagonal(dim1=0, dim2=2).permute(2, 0, 1))
+        inner = roots(statistics.inputs.to(weight).view(i1, i2, i1, i2).diagonal(dim1=0, dim2=2).permute(2, 0, 1))
         u, s, vh = torch.linalg.svd(outer[0][:, None] @ blocks @ inner[0], full_matrices=False)
         root = s[..., :rank].sqrt()
         first = (root[..., None] * vh[..., :rank, :] @ inner[1]).transpose(0, 1).flatten(1, 2)

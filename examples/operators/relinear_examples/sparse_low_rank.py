@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relinear import register
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear_examples.structured import RankedConfig, StructuredLinear, low_rank_under, with_low_rank
 
 __all__ = ["SparseLowRank", "SparseLowRankLinear"]
@@ -73,9 +73,9 @@ class SparseLowRankLinear(StructuredLinear):
             return None
         return f"places must rise from 0 to below {self.in_features * self.out_features:,}, and do not"
 
-    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
+    def begin(self, weight: Tensor, statistics: CalibrationStatistics) -> dict[str, Tensor]:
         """The best matrix of low rank alone: the descent can only gain on it."""
-        down, up = low_rank_under(weight, self.config.rank, moments)
+        down, up = low_rank_under(weight, self.config.rank, statistics)
         return {"down": down, "up": up, "values": torch.zeros_like(self.values)}
 
     def flops_per_token(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from relinear import LowRank, Operator, OperatorConfig
-from relinear.contract.calibration_statistics import Moments, descend_
+from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
 from relinear.contract.operator import linear_of
 
 __all__ = [
@@ -53,10 +53,10 @@ def with_low_rank(weight: Tensor, rank: int, nearest: Callable[[Tensor], Tensor]
     return weight - up @ down, down, up
 
 
-def low_rank_under(weight: Tensor, rank: int, moments: Moments) -> tuple[Tensor, Tensor]:
-    """down (R, I) and up (O, R) of the best matrix of rank R under moments, which has a closed form."""
+def low_rank_under(weight: Tensor, rank: int, statistics: CalibrationStatistics) -> tuple[Tensor, Tensor]:
+    """down (R, I) and up (O, R) of the best matrix of rank R under statistics, which has a closed form."""
     best = LowRank(rank=rank).build(weight.shape[1], weight.shape[0], bias=False, dtype=torch.float64)
-    best.from_moments(linear_of(weight), moments)
+    best.fit_to_calibration(linear_of(weight), statistics)
     return best.down.detach(), best.up.detach()
 
 
@@ -128,18 +128,18 @@ class StructuredLinear(Operator):
         self.copy_bias_(linear)
         return self
 
-    def begin(self, weight: Tensor, moments: Moments) -> dict[str, Tensor]:
-        """The tensors from which the descent under moments starts; by default those of ``fit``."""
+    def begin(self, weight: Tensor, statistics: CalibrationStatistics) -> dict[str, Tensor]:
+        """The tensors from which the descent under statistics starts; by default those of ``fit``."""
         return self.fit(weight)
 
-    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
+    def fit_to_calibration(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
         weight = self.source_weight(linear).double()
-        moments.check(self.in_features, self.out_features)
+        statistics.check(self.in_features, self.out_features)
         with torch.no_grad():
-            for name, value in self.begin(weight, moments).items():
+            for name, value in self.begin(weight, statistics).items():
                 self.get_parameter(name).copy_(value)
             self.copy_bias_(linear)
-        descend_(self, weight, moments, steps)
+        descend_(self, weight, statistics, steps)
         return self
 
     def param_roles(self):

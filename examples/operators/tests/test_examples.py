@@ -17,7 +17,7 @@ from relinear_examples.toeplitz import Toeplitz
 from torch import Tensor, nn
 
 from relinear import LowRank
-from relinear.contract.calibration_statistics import Moments, descend_
+from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
 from relinear.contract.operator import linear_of
 from relinear.testing import Case, OperatorConformance
 
@@ -244,39 +244,43 @@ def test_a_layer_of_displacement_rank_one_is_scipy_s_product() -> None:
     np.testing.assert_allclose(layer.to_dense().detach().numpy(), expected, atol=1e-12)
 
 
-def skewed_moments(inputs: int, outputs: int) -> Moments:
+def skewed_statistics(inputs: int, outputs: int) -> CalibrationStatistics:
     """Of data whose directions differ a thousandfold, so that a plain fit is a poor one."""
     torch.manual_seed(0)
     x = torch.randn(200, inputs, dtype=torch.float64) @ torch.diag(torch.logspace(0, -3, inputs).double())
     g = torch.randn(200, outputs, dtype=torch.float64) @ torch.diag(torch.logspace(0, -3, outputs).double())
-    return Moments(x.T @ x / 200, g.T @ g / 200)
+    return CalibrationStatistics(x.T @ x / 200, g.T @ g / 200)
 
 
 @pytest.mark.parametrize("config", [Blast(rank=4), BlockLowRank(rank=4), SparseLowRank(rank=4)], ids=lambda c: c.kind)
-def test_what_holds_a_matrix_of_low_rank_is_never_worse_under_moments(config) -> None:
-    weight, moments = torch.randn(48, 32, dtype=torch.float64), skewed_moments(32, 48)
-    best = LowRank(rank=4).build(32, 48, bias=False, dtype=torch.float64).from_moments(linear_of(weight), moments)
-    mine = config.build(32, 48, bias=False, dtype=torch.float64).from_moments(linear_of(weight), moments, steps=3)
-    errors = [moments.error(weight - layer.to_dense().detach()).item() for layer in (mine, best)]
+def test_what_holds_a_matrix_of_low_rank_is_never_worse_under_statistics(config) -> None:
+    weight, statistics = torch.randn(48, 32, dtype=torch.float64), skewed_statistics(32, 48)
+    best = (
+        LowRank(rank=4).build(32, 48, bias=False, dtype=torch.float64).fit_to_calibration(linear_of(weight), statistics)
+    )
+    mine = config.build(32, 48, bias=False, dtype=torch.float64).fit_to_calibration(
+        linear_of(weight), statistics, steps=3
+    )
+    errors = [statistics.error(weight - layer.to_dense().detach()).item() for layer in (mine, best)]
     assert errors[0] < errors[1]
 
 
 def test_btt_is_exact_where_moments_say_nothing_between_sub_blocks() -> None:
     """Against descents from many starts, none of which comes below the closed form."""
-    weight, moments = torch.randn(48, 32, dtype=torch.float64), skewed_moments(32, 48)
+    weight, statistics = torch.randn(48, 32, dtype=torch.float64), skewed_statistics(32, 48)
     at_inputs, at_outputs = (
         torch.arange(32) // 8,
         torch.arange(48) % 8,
     )  # the first index of inputs, the second of outputs
-    inputs = moments.inputs * (at_inputs[:, None] == at_inputs)
-    moments = Moments(inputs, moments.outputs * (at_outputs[:, None] == at_outputs))
+    inputs = statistics.inputs * (at_inputs[:, None] == at_inputs)
+    statistics = CalibrationStatistics(inputs, statistics.outputs * (at_outputs[:, None] == at_outputs))
     layer = BTT(rank=2).build(32, 48, bias=False, dtype=torch.float64)
     with torch.no_grad():
-        for name, value in layer.begin(weight, moments).items():
+        for name, value in layer.begin(weight, statistics).items():
             layer.get_parameter(name).copy_(value)
-    closed = moments.error(weight - layer.to_dense().detach()).item()
+    closed = statistics.error(weight - layer.to_dense().detach()).item()
     for seed in range(3):
         torch.manual_seed(seed)
         other = BTT(rank=2).build(32, 48, bias=False, dtype=torch.float64)
-        descend_(other, weight, moments, 300)
-        assert moments.error(weight - other.to_dense().detach()).item() > closed * (1 - 1e-4)
+        descend_(other, weight, statistics, 300)
+        assert statistics.error(weight - other.to_dense().detach()).item() > closed * (1 - 1e-4)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from relinear.compress.checksums import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compress.layerwise import LayerByLayer
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.modes import frozen, watching
 from relinear.contract.operator import OperatorConfig, linear_features
 from relinear.distill.record import fingerprint_of
@@ -68,18 +68,18 @@ class Calibration:
         """The name of the layer whose input ``name`` reads: its own, or that of one before it in the same block."""
         return self._layer(name)[1].get(name, name)
 
-    def moments(self, name: str) -> Moments:
+    def moments(self, name: str) -> CalibrationStatistics:
         """Return the moments of the linear layer ``name``."""
         tensors, about = self._layer(name)
-        return Moments(tensors[f"inputs {about[name]}"], tensors.get(f"outputs {name}"))
+        return CalibrationStatistics(tensors[f"inputs {about[name]}"], tensors.get(f"outputs {name}"))
 
-    def error_curve(self, entry: OperatorConfig, name: str, module: Any) -> list[tuple[OperatorConfig, float]]:
+    def candidate_errors(self, entry: OperatorConfig, name: str, module: Any) -> list[tuple[OperatorConfig, float]]:
         """Return the sizes of ``entry`` for a layer with their errors; found once, for they hang on no budget."""
         mark = hashlib.sha256(f"{__version__} {json.dumps(entry.to_dict(), sort_keys=True)}".encode()).hexdigest()
         path = self.folder / f"curves-{mark[:16]}" / f"{name}.json"
         if path.is_file():
             return [(OperatorConfig.from_dict(config), error) for config, error in read_record(path)["curve"]]
-        curve = entry.error_curve(module, self.moments(name))
+        curve = entry.candidate_errors(module, self.moments(name))
         write_record(path, {"curve": [[config.to_dict(), error] for config, error in curve]})
         return curve
 
@@ -153,7 +153,7 @@ def calibrate(
     seed: int = 0,
     on_layer: OnLayer = lambda phase, done, total: None,
 ) -> Calibration:
-    """Moments of ``targets`` over ``blocks``, kept in ``folder``; goes on from what is there.
+    """CalibrationStatistics of ``targets`` over ``blocks``, kept in ``folder``; goes on from what is there.
 
     Args:
         model: in eval mode.

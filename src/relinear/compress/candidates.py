@@ -149,7 +149,7 @@ def layer_candidates(
         return [dense]  # an expert that hardly saw a token: its moments say nothing
     found = [dense]
     for entry in menu:
-        for config, error in calibration.error_curve(entry, name, module) if entry.sizes(*sizes) else ():
+        for config, error in calibration.candidate_errors(entry, name, module) if entry.sizes(*sizes) else ():
             cost = budget.cost(name, config)
             if cost < dense.cost:
                 found.append(Candidate(config, cost, 0.5 * error))
@@ -192,6 +192,6 @@ def replace_layers_(work: Work, whole: CompressPlan, calibration: Calibration) -
     for done, (name, replacement) in enumerate(replacements.items(), start=1):
         source = replacement.target.module
         exact = linear_of(dense_weight(source).detach().double(), dense_bias(source))
-        fitted[name] = replacement.config.convert(source).from_moments(exact, calibration.moments(name))
+        fitted[name] = replacement.config.convert(source).fit_to_calibration(exact, calibration.moments(name))
         work.on_progress("fit", done, len(replacements))
     place_(work.model, replacements.values(), flat_states(fitted))

@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
-    """Under which inputs, and for which directions of the output, a weight is to be fitted.
+class CalibrationStatistics:
+    """Hold what a fit needs of the calibration data: the second moments of a layer's inputs and output gradients.
 
-    A fit W' of a weight W under moments minimises tr(G (W - W') A (W - W')^T), which is the mean squared error of
-    the outputs in the metric G over inputs whose second moment is A.
+    A fit W' of a weight W minimises tr(G (W - W') A (W - W')^T), which is the mean squared error of the outputs in the
+    metric G over inputs whose second moment is A.
 
     Args:
         inputs: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
@@ -37,16 +37,17 @@ class Moments:
                 raise ValueError(f"moments of {name} hold values that are not finite; calibrate in another dtype")
 
     @classmethod
-    def identity(cls, in_features: int) -> Moments:
+    def identity(cls, in_features: int) -> CalibrationStatistics:
         """White inputs: a fit under these is the plain fit in the Frobenius norm."""
         return cls(torch.eye(in_features, dtype=torch.float64))
 
     def check(self, in_features: int, out_features: int) -> None:
-        """Raise ValueError unless these are moments of a layer of this size."""
-        own = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
-        if own != (in_features, out_features):
+        """Raise ValueError unless these are the statistics of a layer of this size."""
+        measured = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
+        if measured != (in_features, out_features):
             raise ValueError(
-                f"moments of (in, out) sizes {own} do not fit a layer of sizes {in_features, out_features}"
+                f"calibration statistics of (in, out) sizes {measured} do not fit a layer of sizes "
+                f"{in_features, out_features}"
             )
 
     def weighted(self, difference: Tensor) -> Tensor:
@@ -59,13 +60,13 @@ class Moments:
         return (self.weighted(difference) * difference).sum()
 
 
-def descend_(operator: Any, weight: Tensor, moments: Moments, steps: int) -> None:
-    """Bring ``operator``'s matrix nearer to ``weight`` (O, I) under ``moments``, in their precision; never farther."""
-    wide = deepcopy(operator).to(moments.inputs.dtype).train()
+def descend_(operator: Any, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
+    """Lower the error of ``operator``'s matrix against ``weight`` (O, I), in the precision of ``statistics``."""
+    wide = deepcopy(operator).to(statistics.inputs.dtype).train()
     bias = wide.bias
     parameters = [p.requires_grad_(True) for p in wide.parameters() if p is not bias]
-    weight = weight.detach().to(moments.inputs)
-    scale = float(moments.error(weight)) or 1.0
+    weight = weight.detach().to(statistics.inputs)
+    scale = float(statistics.error(weight)) or 1.0
     optimizer = torch.optim.LBFGS(parameters, max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -73,13 +74,13 @@ def descend_(operator: Any, weight: Tensor, moments: Moments, steps: int) -> Non
         dense = wide.to_dense()
         with torch.no_grad():  # G D A gives the gradient, too, where autograd would take as many products again
             difference = dense - weight
-            weighted = moments.weighted(difference) / scale
+            weighted = statistics.weighted(difference) / scale
         dense.backward(2 * weighted)
         return (weighted * difference).sum()
 
     with torch.enable_grad():
-        start = float(optimizer.step(closure))
+        initial_error = float(optimizer.step(closure))
     with torch.no_grad():
-        if float(moments.error(weight - wide.to_dense())) / scale <= start:  # not a number counts as worse
-            for own, fitted in zip(operator.parameters(), wide.parameters(), strict=True):
-                own.copy_(fitted)
+        if float(statistics.error(weight - wide.to_dense())) / scale <= initial_error:  # NaN counts as worse
+            for parameter, fitted in zip(operator.parameters(), wide.parameters(), strict=True):
+                parameter.copy_(fitted)

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import TokenTerms
-from relinear.contract.calibration_statistics import Moments, descend_
+from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
 from relinear.contract.config import Config, shown
 from relinear.contract.inference import CachingModule
 from relinear.contract.modules import outermost
 from relinear.contract.parameter_roles import ParamRole, StatedFans
+from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 
 Init = Literal["fresh", "from_weight"]
 
@@ -57,6 +58,11 @@ class OperatorConfig(Config):
     fits_weight: ClassVar[bool] = True
     #: what to do where it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
+    error_curve = RenamedHook("candidate_errors")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adopt_renamed_hooks(cls)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         """Raise ValueError, naming what would work, if a layer of this size cannot be built."""
@@ -117,20 +123,22 @@ class OperatorConfig(Config):
             return []
         return [self]
 
-    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
-        """Sizes of this operator that could take the place of ``linear``, each with its error under ``moments``.
+    def candidate_errors(
+        self, linear: nn.Module, statistics: CalibrationStatistics
+    ) -> list[tuple[OperatorConfig, float]]:
+        """Return the candidates for replacing ``linear``, each with its error under ``statistics``.
 
-        The error is that of ``from_moments``: tr(G (W - W') A (W - W')^T). Here each of ``sizes`` is fitted; operators
-        that know the errors of all of them at once override this.
+        The error is that of ``fit_to_calibration``: tr(G (W - W') A (W - W')^T). Here each of ``sizes`` is fitted;
+        operators that know the errors of all of them at once override this.
         """
-        return [(config, config.fit_error(linear, moments)) for config in self.sizes(*linear_features(linear))]
+        return [(config, config.fit_error(linear, statistics)) for config in self.sizes(*linear_features(linear))]
 
-    def fit_error(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> float:
-        """The error of ``from_moments`` at the size that this config names; ``steps`` as there."""
+    def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:
+        """The error of ``fit_to_calibration`` at the size that this config names; ``steps`` as there."""
         weight = dense_weight(linear).detach()
         operator = self.build(*linear_features(linear), bias=False, device=weight.device)
-        fitted = operator.from_moments(linear_of(weight), moments, steps=steps).to_dense().detach()
-        return float(moments.error(weight.double() - fitted.double()))
+        fitted = operator.fit_to_calibration(linear_of(weight), statistics, steps=steps).to_dense().detach()
+        return float(statistics.error(weight.double() - fitted.double()))
 
 
 class Operator(TokenTerms, CachingModule):
@@ -167,9 +175,12 @@ class Operator(TokenTerms, CachingModule):
     num_embeddings: int | None = None
     #: where the operator is in its model, for messages; empty where it stands alone
     name_in_model: str = ""
+    from_moments = RenamedHook("fit_to_calibration")
+    fit_moments_ = RenamedHook("fit_to_statistics_")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        adopt_renamed_hooks(cls)
         # Wrapped rather than hooked: a hook would cost every call torch's slow path, and could be taken away.
         if "forward" in cls.__dict__:
             cls.forward = _checked(cls.forward)
@@ -257,32 +268,32 @@ class Operator(TokenTerms, CachingModule):
         raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
 
     @torch.no_grad()
-    def from_moments(self, linear: nn.Module, moments: Moments, *, steps: int = 100) -> Self:
-        """Overwrite the parameters with the best fit of ``linear`` under what the data are like.
+    def fit_to_calibration(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
+        """Overwrite the parameters with the best fit of ``linear`` on the calibration data.
 
-        Minimises tr(G (W - W') A (W - W')^T) over the operator's own dense matrix W', the moments A and G given. Here
-        by descent (L-BFGS in the moments' precision) from where ``from_linear`` ends, or from the present parameters
-        where there is no such fit (``fit_moments_``). The bias is taken over as it is.
+        Minimises tr(G (W - W') A (W - W')^T) over the operator's own dense matrix W', with the statistics A and G. Here
+        by descent (L-BFGS in their precision) from where ``from_linear`` ends, or from the present parameters
+        where there is no such fit (``fit_to_statistics_``). The bias is taken over as it is.
 
         Args:
             linear: nn.Linear, Conv1D or an operator with ``to_dense``.
-            moments: of its inputs, and of the gradients at its output.
+            statistics: second moments of its inputs, and of the gradients at its output.
             steps: iterations of L-BFGS at most.
 
         Raises:
             ValueError: if sizes differ. NotLinearError: if this operator has no dense matrix of its own.
         """
         weight = self.source_weight(linear)
-        moments.check(self.in_features, self.out_features)
-        self.fit_moments_(weight, moments, steps)
+        statistics.check(self.in_features, self.out_features)
+        self.fit_to_statistics_(weight, statistics, steps)
         self.copy_bias_(linear)
         return self
 
-    def fit_moments_(self, weight: Tensor, moments: Moments, steps: int) -> None:
-        """``fit_`` under moments, in at most so many ``steps``; operators with an exact solution override this."""
+    def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
+        """``fit_`` under statistics, in at most so many ``steps``; operators with an exact solution override this."""
         if self.config.fits_weight:
             self.from_linear(linear_of(weight))
-        descend_(self, weight, moments, steps)
+        descend_(self, weight, statistics, steps)
 
     def source_weight(self, linear: nn.Module) -> Tensor:
         """Return the matrix that ``from_linear`` is to fit, checked: of this shape, finite, no bias that is lost."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import Count, check_fits, register
 from relinear.contract.operator import Operator, OperatorConfig, dense_weight, linear_features
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
@@ -41,9 +41,11 @@ class RankLinear(Operator):
         """Take the truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
         self.set_factors_(*low_rank_factors(weight, self.config.rank))
 
-    def fit_moments_(self, weight: Tensor, moments: Moments, steps: int) -> None:
+    def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
         """Take the exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
-        self.set_factors_(*weighted_spectrum(weight, moments.inputs, moments.outputs).factors(weight, self.config.rank))
+        self.set_factors_(
+            *weighted_spectrum(weight, statistics.inputs, statistics.outputs).factors(weight, self.config.rank)
+        )
 
 
 class LowRankLinear(RankLinear):
@@ -97,10 +99,12 @@ class RankConfig(OperatorConfig):
         step = max(1, min(RANK_STEP, min(in_features, out_features) // 16))
         return [self.replace(rank=r) for r in range(step, rank, step)]
 
-    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+    def candidate_errors(
+        self, linear: nn.Module, statistics: CalibrationStatistics
+    ) -> list[tuple[OperatorConfig, float]]:
         """Return all ``sizes``, from one decomposition."""
         weight = dense_weight(linear).detach()
-        energies = weighted_spectrum(weight, moments.inputs, moments.outputs).energies
+        energies = weighted_spectrum(weight, statistics.inputs, statistics.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
         sizes = self.sizes(*linear_features(linear))
         return [(config, errors[config.rank]) for config in sizes]  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import Bounds, Count, register
 from relinear.contract.operator import Operator, OperatorConfig, ParamRole, dense_weight
 from relinear.functional import quantized as reference
@@ -116,16 +116,16 @@ class QuantizedLinear(Operator):
         grid = self.config.grid(weight)
         self._take_(grid, nearest(weight, grid, self.config.group))
 
-    def fit_moments_(self, weight: Tensor, moments: Moments, steps: int) -> None:
+    def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
         """Round input by input, errors made up for under A (GPTQ), then descend in codes under A and G.
 
         ``steps`` has no meaning here. Both moments are drawn towards their diagonals: a descent under a sample's own
         correlations of gradients can end farther from another sample's optimum than it began.
         """
         weight = weight.float()
-        grid, group = self.config.grid(weight, moments), self.config.group
-        inputs = steadied(moments.inputs.to(weight), INPUTS_SHRINKAGE)
-        outputs = None if moments.outputs is None else steadied(moments.outputs.to(weight), OUTPUTS_SHRINKAGE)
+        grid, group = self.config.grid(weight, statistics), self.config.group
+        inputs = steadied(statistics.inputs.to(weight), INPUTS_SHRINKAGE)
+        outputs = None if statistics.outputs is None else steadied(statistics.outputs.to(weight), OUTPUTS_SHRINKAGE)
         start = gptq(weight, grid, group, inputs)
         codes = descend(weight, start, grid, group, inputs, outputs, change=code_changer(weight))
         self._take_(grid, codes)
@@ -187,21 +187,23 @@ class Quantized(OperatorConfig):
         """Return all bits, with this group."""
         return [self.replace(bits=bits) for bits in BITS]
 
-    def grid(self, weight: Tensor, moments: Moments | None = None) -> Grid:
+    def grid(self, weight: Tensor, statistics: CalibrationStatistics | None = None) -> Grid:
         """Scales and zero points for rounding ``weight`` (O, I)."""
-        importance = None if moments is None else moments.inputs.diagonal()
+        importance = None if statistics is None else statistics.inputs.diagonal()
         return nearest_grid(weight, self.bits, self.group, self.symmetric, importance)
 
     @torch.no_grad()
-    def error_curve(self, linear: nn.Module, moments: Moments) -> list[tuple[OperatorConfig, float]]:
+    def candidate_errors(
+        self, linear: nn.Module, statistics: CalibrationStatistics
+    ) -> list[tuple[OperatorConfig, float]]:
         """Return all ``sizes``, rounded together as rows of one matrix under A.
 
-        What ``from_moments`` gains beyond that under G is left out: it holds for the calibration's tokens above all.
+        What ``fit_to_calibration`` gains beyond that under G is left out: it holds for the calibration tokens mostly.
         """
         weight = dense_weight(linear).detach().float()
         sizes = [self.replace(bits=bits) for bits in BITS]
-        grids = [config.grid(weight, moments) for config in sizes]
+        grids = [config.grid(weight, statistics) for config in sizes]
         grid = Grid(*map(torch.cat, zip(*grids, strict=True)))
-        codes = gptq(weight.repeat(len(sizes), 1), grid, self.group, moments.inputs)
+        codes = gptq(weight.repeat(len(sizes), 1), grid, self.group, statistics.inputs)
         missed = grid.values(codes, self.group).view(len(sizes), *weight.shape) - weight
-        return [(config, float(moments.error(m))) for config, m in zip(sizes, missed, strict=True)]
+        return [(config, float(statistics.error(m))) for config, m in zip(sizes, missed, strict=True)]

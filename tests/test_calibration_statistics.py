@@ -1,4 +1,4 @@
-"""Fits of a weight under second moments: the exact low-rank one, descent for the rest, and what can go wrong."""
+"""Fits of a weight under second statistics: the exact low-rank one, descent for the rest, and what can go wrong."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import relinear
-from relinear.contract.calibration_statistics import Moments
+from relinear.contract.calibration_statistics import CalibrationStatistics
 
 IN, OUT = 24, 16
 
@@ -22,14 +22,14 @@ def linear(inputs: int, outputs: int, dtype=torch.float64) -> nn.Linear:
     return nn.Linear(inputs, outputs, dtype=dtype)
 
 
-def by_definition(weight: torch.Tensor, moments: Moments, rank: int) -> torch.Tensor:
+def by_definition(weight: torch.Tensor, statistics: CalibrationStatistics, rank: int) -> torch.Tensor:
     """G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2) with both roots taken, for moments that can be inverted."""
 
     def root(m: torch.Tensor, power: float) -> torch.Tensor:
         values, vectors = torch.linalg.eigh(m)
         return (vectors * values**power) @ vectors.T
 
-    a, g = moments.inputs, moments.outputs
+    a, g = statistics.inputs, statistics.outputs
     u, s, v = torch.linalg.svd(root(g, 0.5) @ weight @ root(a, 0.5))
     return root(g, -0.5) @ (u[:, :rank] * s[:rank]) @ v[:rank] @ root(a, -0.5)
 
@@ -37,13 +37,17 @@ def by_definition(weight: torch.Tensor, moments: Moments, rank: int) -> torch.Te
 @pytest.mark.parametrize(("inputs", "outputs"), [(IN, OUT), (OUT, IN)])
 def test_low_rank_solution_is_the_textbook_one(inputs: int, outputs: int) -> None:
     source = linear(inputs, outputs)
-    moments = Moments(moment(inputs, 200, 1), moment(outputs, 200, 2))
+    statistics = CalibrationStatistics(moment(inputs, 200, 1), moment(outputs, 200, 2))
     for rank in (1, 5, min(inputs, outputs)):
-        fitted = relinear.LowRank(rank=rank).build(inputs, outputs, dtype=torch.float64).from_moments(source, moments)
-        expected = by_definition(source.weight.detach(), moments, rank)
+        fitted = (
+            relinear.LowRank(rank=rank)
+            .build(inputs, outputs, dtype=torch.float64)
+            .fit_to_calibration(source, statistics)
+        )
+        expected = by_definition(source.weight.detach(), statistics, rank)
         # the small ridge keeps the two a little apart
         assert torch.allclose(fitted.to_dense(), expected, rtol=1e-4, atol=1e-4)
-        best, got = (float(moments.error(source.weight - w)) for w in (expected, fitted.to_dense()))
+        best, got = (float(statistics.error(source.weight - w)) for w in (expected, fitted.to_dense()))
         assert got <= best * (1 + 1e-4) + 1e-6
         assert torch.equal(fitted.bias, source.bias)
 
@@ -52,11 +56,14 @@ def test_low_rank_solution_is_the_textbook_one(inputs: int, outputs: int) -> Non
 def test_energies_are_the_errors_of_every_rank(inputs: int, outputs: int) -> None:
     from relinear.functional.low_rank import weighted_spectrum
 
-    weight, moments = linear(inputs, outputs).weight.detach(), Moments(moment(inputs, 99, 1), moment(outputs, 99, 2))
-    spectrum = weighted_spectrum(weight, moments.inputs, moments.outputs, ridge=0)
+    weight, statistics = (
+        linear(inputs, outputs).weight.detach(),
+        CalibrationStatistics(moment(inputs, 99, 1), moment(outputs, 99, 2)),
+    )
+    spectrum = weighted_spectrum(weight, statistics.inputs, statistics.outputs, ridge=0)
     for rank in (1, 4, 9):
         down, up = spectrum.factors(weight, rank)
-        assert float(moments.error(weight - up @ down)) == pytest.approx(
+        assert float(statistics.error(weight - up @ down)) == pytest.approx(
             float(spectrum.energies[rank:].sum()), rel=1e-9
         )
 
@@ -66,19 +73,21 @@ def test_energies_are_the_errors_of_every_rank(inputs: int, outputs: int) -> Non
 def test_singular_moments_give_finite_fits(singular: str, inputs: int, outputs: int) -> None:
     a = moment(inputs, 3 if singular in ("inputs", "both") else 99, 1)
     g = moment(outputs, 2 if singular in ("outputs", "both") else 99, 2)
-    moments = Moments(a * (singular != "zero"), g * (singular != "zero"))
+    statistics = CalibrationStatistics(a * (singular != "zero"), g * (singular != "zero"))
     source = linear(inputs, outputs)
-    fitted = relinear.LowRank(rank=3).build(inputs, outputs, dtype=torch.float64).from_moments(source, moments)
+    fitted = relinear.LowRank(rank=3).build(inputs, outputs, dtype=torch.float64).fit_to_calibration(source, statistics)
     assert bool(torch.isfinite(fitted.to_dense()).all())
     if singular in ("inputs", "both"):  # inputs of rank 3 are reproduced by a fit of rank 3
-        assert float(moments.error(source.weight - fitted.to_dense())) < 1e-3 * float(moments.error(source.weight))
+        assert float(statistics.error(source.weight - fitted.to_dense())) < 1e-3 * float(
+            statistics.error(source.weight)
+        )
 
 
 def test_identity_moments_give_the_plain_fit() -> None:
     source = linear(IN, OUT)
     config = relinear.LowRank(rank=4)
     plain = config.build(IN, OUT, dtype=torch.float64).from_linear(source)
-    fitted = config.build(IN, OUT, dtype=torch.float64).from_moments(source, Moments.identity(IN))
+    fitted = config.build(IN, OUT, dtype=torch.float64).fit_to_calibration(source, CalibrationStatistics.identity(IN))
     assert torch.allclose(fitted.to_dense(), plain.to_dense(), atol=1e-9)
 
 
@@ -94,15 +103,15 @@ def test_identity_moments_give_the_plain_fit() -> None:
 )
 def test_every_dense_operator_fits_better_under_the_moments_it_is_judged_by(config) -> None:
     source = linear(16, 16, torch.float32)
-    moments = Moments(moment(16, 40, 1) + 20 * moment(16, 1, 3), moment(16, 40, 2))
+    statistics = CalibrationStatistics(moment(16, 40, 1) + 20 * moment(16, 1, 3), moment(16, 40, 2))
     torch.manual_seed(1)
     fitted = config.build(16, 16)
     plain = copy.deepcopy(fitted)
     if config.fits_weight:
         plain.from_linear(source)
-    fitted.from_moments(source, moments)
+    fitted.fit_to_calibration(source, statistics)
     error = {
-        name: float(moments.error((source.weight - m.to_dense()).double()))
+        name: float(statistics.error((source.weight - m.to_dense()).double()))
         for name, m in (("plain", plain), ("fitted", fitted))
     }
     assert error["fitted"] < 0.9 * error["plain"]
@@ -111,10 +120,14 @@ def test_every_dense_operator_fits_better_under_the_moments_it_is_judged_by(conf
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"sizes \(24, 16\) do not fit a layer of sizes \(16, 16\)"):
-        relinear.LowRank(rank=2).build(16, 16).from_moments(nn.Linear(16, 16), Moments(moment(24, 9, 0)))
+        relinear.LowRank(rank=2).build(16, 16).fit_to_calibration(
+            nn.Linear(16, 16), CalibrationStatistics(moment(24, 9, 0))
+        )
     with pytest.raises(ValueError, match="square matrix"):
-        Moments(torch.zeros(3, 4))
+        CalibrationStatistics(torch.zeros(3, 4))
     with pytest.raises(ValueError, match="not finite"):
-        Moments(torch.full((2, 2), float("nan")))
+        CalibrationStatistics(torch.full((2, 2), float("nan")))
     with pytest.raises(relinear.contract.operator.NotLinearError):
-        relinear.HDPL(rank=4, blocks=2).build(16, 16).from_moments(nn.Linear(16, 16), Moments.identity(16))
+        relinear.HDPL(rank=4, blocks=2).build(16, 16).fit_to_calibration(
+            nn.Linear(16, 16), CalibrationStatistics.identity(16)
+        )

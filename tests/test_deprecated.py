@@ -1,0 +1,26 @@
+"""Old names of hooks and settings: they work for one version, and warn."""
+
+import pytest
+import torch
+
+import relinear
+from relinear.contract.calibration_statistics import CalibrationStatistics
+
+
+def test_hooks_of_the_version_before_work_under_their_old_names_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="OldLinear.fit_moments_ has a new name: fit_to_statistics_"):
+
+        class OldLinear(type(relinear.LowRank(rank=2).build(4, 4))):
+            def fit_moments_(self, weight, statistics, steps):
+                super().fit_moments_(weight, statistics, steps)
+                self.fitted_by_old_hook = True
+
+    layer = OldLinear(relinear.LowRank(rank=2), 6, 5, bias=False, dtype=torch.float64)
+    expected = relinear.LowRank(rank=2).build(6, 5, bias=False, dtype=torch.float64)
+    linear = torch.nn.Linear(6, 5, bias=False, dtype=torch.float64)
+    statistics = CalibrationStatistics.identity(6)
+    with pytest.warns(DeprecationWarning, match="from_moments has a new name: fit_to_calibration"):
+        layer.from_moments(linear, statistics)
+    expected.fit_to_calibration(linear, statistics)
+    assert layer.fitted_by_old_hook
+    torch.testing.assert_close(layer.to_dense(), expected.to_dense())
