@@ -203,7 +203,7 @@ def test_patterns_and_names_that_look_like_patterns(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("rows.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')),
+        ("rows.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n', mtime=0)),
         ("rows.csv", b"id,text\n1,one\n2,\n3,two\n"),
         ("rows.tsv", b"id\ttext\n1\tone\n3\ttwo\n"),
         ("rows.json", b'[{"text": "one"}, {"text": "two"}]'),

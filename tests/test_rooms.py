@@ -138,8 +138,10 @@ def test_kernels_show_twins_and_the_choice_between_their_forms() -> None:
     assert folders == {"native", "triton"}
 
 
-def test_the_readme_shows_every_room() -> None:
-    section = (SOURCE.parents[1] / "README.md").read_text(encoding="utf-8").split("## The rooms")[1].split("\n## ")[0]
+def test_contributing_shows_every_room() -> None:
+    section = (
+        (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The rooms")[1].split("\n## ")[0]
+    )
     first = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert sorted(name for cell in first for name in re.findall(r"`(\w+)/`", cell)) == sorted(
         [*MAY_IMPORT, "relinear_cli"]
