@@ -469,7 +469,7 @@ WRONG = {
     "inspect {cut}": "model.safetensors is damaged or cut off",
     "inspect {unknown}": "unknown operator kind 'low_rnak'",
     "eval nosuch": "unknown model 'nosuch'",
-    "analyze {model} --out {others}": "would be replaced",
+    "analyze {model} --out {others}": "has gates.json, and no record (analyze.json) of relinear's analyze",
     "bench --shapes x": "write it as IN->OUT",
     "bench --dtypes fp32,fp23": "dtypes.1 must be one of 'fp32' or 'bf16', got 'fp23'; did you mean 'fp32'",
     "distill {model} --data {text} -r q_proj=low_rank --layers first": "'first' is neither a number nor a range",
@@ -486,7 +486,7 @@ MORE = {
     "train --attach nosuch": "unknown attachment kind 'nosuch'",
     "train --batch-size 10000000000": "batch_size must be at most 1048576",
     "train --recipe {recipe}": "no valid YAML",
-    "train --out {others}": "would be replaced",
+    "train --out {others}": "has metrics.jsonl, and no record (run.json) of relinear's train",
     "compare -o low_rank --data ./no/such": "'./no/such' does not exist",
     "compare -o low_rank -o nosuch": "unknown operator kind 'nosuch'",
     "distill {model} -r q_proj=low_rank --data ./no/such": "'./no/such' does not exist",
@@ -514,7 +514,7 @@ MORE = {
 @pytest.mark.parametrize("table", [WRONG, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each command", "more"])
 def test_wrong_input_of_every_command(table, saved, text, tmp_path, monkeypatch, capfd):
     (tmp_path / "others").mkdir()
-    for name in ("report.html", "run.json", "others/report.html", "others/metrics.jsonl"):
+    for name in ("report.html", "run.json", "others/gates.json", "others/metrics.jsonl"):
         (tmp_path / name).write_text("[1")
     (tmp_path / "others" / "gone").symlink_to("nowhere")
     (tmp_path / "latin.txt").write_bytes(b"\xe9")

@@ -87,7 +87,7 @@ def test_tokens_that_cannot_be_read_are_named(tmp_path, monkeypatch):
 def test_what_a_failing_disk_leaves_of_a_checkpoint_is_none(tmp_path, monkeypatch):
     for name in ("checkpoint-2", "checkpoint-4"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "model.safetensors").touch()
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
     unlink = os.unlink
 
     def fails(path, **where):

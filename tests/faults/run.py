@@ -474,7 +474,8 @@ def run(
         commands = _arguments()
         code, told, *_ = _attempt(given, [*commands["train"][:-1], "run"])
         assert code == 0, told[-3000:]
-        shutil.rmtree(given / "cache")
+        shutil.rmtree(given / "cache", ignore_errors=True)
+        (home / "cache").mkdir(exist_ok=True)  # not every command fills it
         for name in names or list(commands):
             shutil.copytree(given, folder)
             code, told, calls, _ = _attempt(folder, commands[name])
