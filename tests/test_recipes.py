@@ -95,11 +95,11 @@ SMALL = [
 @pytest.mark.parametrize("budget", [["--tokens", "20k"], ["--steps", "20"]], ids=" ".join)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_runs_to_its_report(name, budget, tmp_path, monkeypatch):
-    """A batch of two short sequences; where the recipe is about GPT-2's layers, on its own small model."""
+    """A batch of short sequences; where the recipe is about GPT-2's layers, on its own small model."""
     monkeypatch.setattr("relinear.compare.run._fitting", lambda recipe: 0)  # a process a run takes seconds
     recipe, out = read_recipe(name), tmp_path / "out"
     model = [] if recipe["train"]["model"].startswith("gpt2") else ["--model", "tiny"]
-    cut = ["--set", "train.batch_size=2", "--set", "train.accumulation=1", "--set", "train.data.sequence_length=32"]
+    cut = ["--set", "train.batch_size=8", "--set", "train.accumulation=1", "--set", "train.data.sequence_length=64"]
     cut += ["--set", "train.data.tokenizer=bytes"] if "/" in recipe["train"]["data"]["tokenizer"] else []
     tuned = ["--set", "tune=null"] if recipe.get("tune") else []
     assert main(["compare", "--recipe", name, *model, *budget, *SMALL, *cut, *tuned, "--out", str(out)]) == 0
@@ -107,4 +107,4 @@ def test_every_recipe_runs_to_its_report(name, budget, tmp_path, monkeypatch):
     assert "Changed on the command line" in page
     results = json.loads((out / "results.json").read_text())
     assert len(results["entries"]) == len(recipe["entries"])
-    assert re.search(r"trained for [\d,]+ steps of 64 tokens .* of stdlib", results["budget"])
+    assert re.search(r"trained for [\d,]+ steps of 512 tokens .* of stdlib", results["budget"])
