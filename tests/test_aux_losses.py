@@ -26,7 +26,7 @@ class PenalisedLinear(LowRankLinear):
         y = super().forward(x)
         if self.training:
             squares = y.float().square().mean(-1)
-            self.note({"energy": 0.1 * squares}, {"energy": squares.detach()})
+            self.record_auxiliary({"energy": 0.1 * squares}, {"energy": squares.detach()})
         return y
 
 
@@ -312,8 +312,8 @@ def test_a_layer_that_is_skipped_keeps_the_means_of_its_own_forward(model) -> No
     layer(x)
     energy = layer._metrics["energy"]
     first, second = torch.arange(12).view(2, 6) < 5, torch.arange(12).view(2, 6) >= 5
-    layer.count_tokens(first)
-    layer.count_tokens(second)
+    layer.reduce_auxiliary(first)
+    layer.reduce_auxiliary(second)
     torch.testing.assert_close(layer.metrics()["energy"], energy[first].mean())
     layer(x)  # by itself: all tokens count
     torch.testing.assert_close(layer.metrics()["energy"], energy.mean())

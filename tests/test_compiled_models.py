@@ -132,7 +132,7 @@ def check_steps(name, how, checkpointed, tolerance, lowered=False, **options):
         got = steps(model, run, graphs.count, lowered)
     graphs.check()
     if how is whole:  # a second one where the hook of the whole model has losses or metrics to average
-        assert graphs.found[0] == 1 + any(operator.has_noted() for _, operator in named_operators(model))
+        assert graphs.found[0] == 1 + any(operator.has_auxiliary() for _, operator in named_operators(model))
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 

@@ -228,7 +228,7 @@ def test_a_small_hdpl_step_asks_and_calls_little() -> None:
 
     source = Path(relinear.__file__).parent
     layer(x).sum().backward()
-    layer.forget_losses()  # as a model does before every forward
+    layer.clear_auxiliary_losses()  # as a model does before every forward
     before = sys.getprofile()
     sys.setprofile(profile)
     try:

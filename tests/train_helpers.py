@@ -50,7 +50,7 @@ class ProbeLinear(LowRankLinear):
     def forward(self, x):
         y = super().forward(x)
         if self.training:
-            self.note({"energy": 0.1 * y.square().mean(-1)}, {"energy": y.detach().square().mean(-1)})
+            self.record_auxiliary({"energy": 0.1 * y.square().mean(-1)}, {"energy": y.detach().square().mean(-1)})
         return y
 
 

@@ -68,7 +68,7 @@ def install_aux_hooks(model: nn.Module) -> None:
 def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
     # A layer that a forward skips must not hand on the loss, and the graph, of an earlier one.
     for _, operator in named_operators(model):
-        operator.forget_losses()
+        operator.clear_auxiliary_losses()
 
 
 def _shifts_labels(model: Any) -> bool:
@@ -159,12 +159,12 @@ def _named(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     # torch.compile makes a graph of its own of what hooks of the outermost module compute
-    if not model.training or not (noting := [op for _, op in named_operators(model) if op.has_noted()]):
+    if not model.training or not (recording := [op for _, op in named_operators(model) if op.has_auxiliary()]):
         return None
     inputs = _named(model, args, kwargs)
     counted = counted_tokens(inputs, model)
-    for operator in noting:
-        operator.count_tokens(counted)
+    for operator in recording:
+        operator.reduce_auxiliary(counted)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = aux_losses(model)
     if terms and loss is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -172,7 +172,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
-    learns = (p.requires_grad for op in noting if op.aux_losses() for p in op.parameters())
+    learns = (p.requires_grad for op in recording if op.aux_losses() for p in op.parameters())
     if loss.requires_grad and not total.requires_grad and any(learns):
         raise ValueError(
             "the auxiliary losses carry no gradient: reentrant gradient checkpointing cuts them off; use "

@@ -1,4 +1,4 @@
-"""What an operator's training forward finds for every token, and its means over the tokens that count."""
+"""Auxiliary losses and metrics of an operator's training forward, for every token, and their means over tokens."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.deprecated import RenamedHook
 
-class TokenTerms(nn.Module):
-    """A module that notes auxiliary losses and metrics for every token (``core.aux`` says which tokens count)."""
+
+class AuxiliaryLossMixin(nn.Module):
+    """Record auxiliary losses and metrics of every token (``auxiliary_losses`` says which tokens count)."""
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
     _transient: tuple[str, ...] = ("_aux_losses", "_metrics", "_counted")
@@ -26,40 +28,40 @@ class TokenTerms(nn.Module):
         """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval.
 
         The means are over the tokens that count: in a model those whose prediction counts in its loss (see
-        ``core.aux.counted_tokens``), in a layer that runs by itself all of them.
+        ``auxiliary_losses.counted_tokens``), in a layer that runs alone all of them.
         """
-        noted = [(part, part._aux_losses) for part in self._noting() if part.training]
-        return {name: value for part, values in noted for name, value in part._reduced(values, None).items()}
+        recorded = [(part, part._aux_losses) for part in self._recording() if part.training]
+        return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}
 
     def metrics(self) -> dict[str, Tensor]:
         """Detached scalars of the last training forward that are worth logging (not losses), by name."""
-        found: dict[str, Tensor] = {}
-        for part in self._noting():
+        result: dict[str, Tensor] = {}
+        for part in self._recording():
             metrics, counted = part._counted or (None, None)
-            found |= part._reduced(part._metrics, counted if metrics is part._metrics else None)
-        return found
+            result |= part._reduced(part._metrics, counted if metrics is part._metrics else None)
+        return result
 
-    def _noting(self) -> list[TokenTerms]:
-        """What notes the terms of this module."""
+    def _recording(self) -> list[AuxiliaryLossMixin]:
+        """Return the modules that record the losses and metrics of this one."""
         return [self]
 
-    def has_noted(self) -> bool:
-        """Return whether the last forward noted a loss or a metric."""
-        return any(part._aux_losses or part._metrics for part in self._noting())
+    def has_auxiliary(self) -> bool:
+        """Return whether the last forward recorded a loss or a metric."""
+        return any(part._aux_losses or part._metrics for part in self._recording())
 
-    def forget_losses(self) -> None:
+    def clear_auxiliary_losses(self) -> None:
         """Drop the losses of an earlier forward, with their graph."""
-        for part in self._noting():
+        for part in self._recording():
             part._aux_losses = {}
 
-    def over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
+    def reduce_over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
         """Return the loss or metric ``name`` as a scalar: here the mean over the tokens that count.
 
-        An operator whose loss is another function of its tokens notes what that needs of each, and overrides this. Of
-        no token that does not count may it depend.
+        An operator whose loss is another function of its tokens records what that needs of each, and overrides this. It
+        must not depend on tokens that do not count.
 
         Args:
-            value: what was noted, (B, T, ...), (B T, ...), or of any shape where the layer runs alone.
+            value: what was recorded, (B, T, ...), (B T, ...), or of any shape where the layer runs alone.
             counted: bool of the leading sizes of ``value``; None if all tokens count.
         """
         if counted is None:
@@ -67,20 +69,23 @@ class TokenTerms(nn.Module):
         return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
 
     def _reduced(self, values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
-        """Scalars as they are, values of every token by ``over_tokens``."""
+        """Scalars as they are, values of every token by ``reduce_over_tokens``."""
         return {
-            name: value if value.ndim == 0 else self.over_tokens(name, value, _of_tokens(counted, value))
+            name: value if value.ndim == 0 else self.reduce_over_tokens(name, value, _of_tokens(counted, value))
             for name, value in values.items()
         }
 
-    def note(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
-        """Keep what this training forward found, by name: a value for every token (``over_tokens``), or a scalar.
+    note = RenamedHook("record_auxiliary")
+    over_tokens = RenamedHook("reduce_over_tokens")
 
-        Of several calls in one forward of a model the last one's is kept. A sum would need to know where a forward of
+    def record_auxiliary(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+        """Record losses and metrics of this training forward: a value for every token (``reduce_over_tokens``) or a scalar.
+
+        Of several calls in one forward of a model the last one counts. A sum would need to know where a forward of
         the model starts and ends, also in one that is compiled or run again, and a layer alone would add up for ever.
 
-        What a layer finds when gradient checkpointing runs it again, during the backward pass, is not kept: it is that
-        of a forward whose means have been taken, and nobody would tell again which tokens count.
+        Nothing is recorded when gradient checkpointing runs a layer again, during the backward pass: the means of that
+        forward have been taken already.
         """
         # a whole model that is run again has forgotten its terms first
         again = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -89,14 +94,14 @@ class TokenTerms(nn.Module):
             object.__setattr__(self, "_aux_losses", aux_losses)
             object.__setattr__(self, "_metrics", metrics)
 
-    def count_tokens(self, counted: Tensor | None) -> None:
-        """Reduce what the last forward noted for every token to losses and metrics of those that count.
+    def reduce_auxiliary(self, counted: Tensor | None) -> None:
+        """Reduce what the last forward recorded for every token to means over the tokens that count.
 
         Args:
             counted: (B, T) bool, or None for all. If an operator saw tokens in another shape (those routed to an
                 expert, say), all that it saw count.
         """
-        for part in self._noting():
+        for part in self._recording():
             part._aux_losses = part._reduced(part._aux_losses, counted)
             if torch.compiler.is_compiling():
                 part._metrics = part._reduced(part._metrics, counted)

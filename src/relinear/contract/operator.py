@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_mixin import TokenTerms
+from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
 from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
 from relinear.contract.config import Config, shown
 from relinear.contract.inference import CachingModule
@@ -141,7 +141,7 @@ class OperatorConfig(Config):
         return float(statistics.error(weight.double() - fitted.double()))
 
 
-class Operator(TokenTerms, CachingModule):
+class Operator(AuxiliaryLossMixin, CachingModule):
     """Map (..., in_features) to (..., out_features), as ``nn.Linear`` does: the base of all operators.
 
     It returns a tensor, never a tuple.

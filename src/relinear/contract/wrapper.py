@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.auxiliary_mixin import TokenTerms
+from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
 from relinear.contract.config import shown
 from relinear.contract.operator import (
     Init,
@@ -115,8 +115,8 @@ class Wrapper(Operator):
         base = self._modules.get("base")
         return [] if base is None else [operator for _, operator in named_operators(base)]
 
-    def _noting(self) -> list[TokenTerms]:
-        return [part for operator in self._inner for part in operator._noting()]
+    def _recording(self) -> list[AuxiliaryLossMixin]:
+        return [part for operator in self._inner for part in operator._recording()]
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it passes the wrapped layer's output on unchanged.

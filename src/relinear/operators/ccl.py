@@ -150,9 +150,9 @@ class CCLLinear(Gated, Operator):
         """Note each token's probabilities, and the templates that it uses, (..., T, 2, E)."""
         used = (shares.detach() > 0).to(shares.dtype) / self.config.selected
         both = torch.stack([probabilities, used], -2)
-        self.note({"balance": both}, {"busiest": both.detach()})
+        self.record_auxiliary({"balance": both}, {"busiest": both.detach()})
 
-    def over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
+    def reduce_over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
         """The Switch Transformer's loss against collapse, E sum_e f_e p_e, in each sequence; or the largest f_e of all.
 
         f_e is the share of tokens that use e, p_e their mean probability. The mean over sequences is weighted by their

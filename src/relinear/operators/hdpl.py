@@ -137,7 +137,7 @@ class HDPLLinear(LatentOperator):
             free = config.bound == "free_bits"
             bound = reference.free_bits_kl(kl, config.free_nats_per_dim) if free else reference.bounded_kl(divergence)
             loss, clamped = bound
-        self.note(
+        self.record_auxiliary(
             {"latent": config.beta * loss},
             {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()},
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from relinear.contract.auxiliary_mixin import TokenTerms
+from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
 from relinear.contract.operator import Operator, named_operators
 
 
@@ -75,7 +75,7 @@ def _run(module: nn.Module, forward: Callable[[Tensor], Tensor], mesh: DeviceMes
     with _Replicated(mesh):
         y = forward(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
     for part in module.modules():
-        if isinstance(part, TokenTerms):
+        if isinstance(part, AuxiliaryLossMixin):
             part._aux_losses, part._metrics = tree_map_only(DTensor, _local, (part._aux_losses, part._metrics))
     return _local(y)
 
