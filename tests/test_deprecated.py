@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import relinear
+import relinear.operators.low_rank
 from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.testing import Case
 
 
 def test_hooks_of_the_version_before_work_under_their_old_names_and_warn() -> None:
@@ -24,3 +26,16 @@ def test_hooks_of_the_version_before_work_under_their_old_names_and_warn() -> No
     expected.fit_to_calibration(linear, statistics)
     assert layer.fitted_by_old_hook
     torch.testing.assert_close(layer.to_dense(), expected.to_dense())
+
+
+def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() -> None:
+    class OldFans(relinear.operators.low_rank.LowRankLinear):
+        finite_fan_in = ()
+        fixed_fan_in = ("up",)
+
+    layer = OldFans(relinear.LowRank(rank=2), 6, 5, bias=False)
+    with pytest.warns(DeprecationWarning, match="fixed_fan_in has a new name: finite_fan_in"):
+        assert not layer.param_roles()["up"].fan_in_scales
+    with pytest.warns(DeprecationWarning, match="lossless_config"):
+        case = Case(config=layer.config, exact=relinear.LowRank(rank=16))
+    assert case.lossless_config == relinear.LowRank(rank=16)

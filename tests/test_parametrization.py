@@ -37,34 +37,34 @@ def at_width(width, **changes):
 def test_factors_of_every_kind_of_parameter(ratio):
     """Rates go by base fan-in / fan-in, standard deviations by its root, relative to the law they are drawn by."""
     hidden = ParamRole(64 * ratio, fan_out=256 * ratio)
-    assert hidden.rate_at(ratio) == pytest.approx(1 / ratio)
-    assert hidden.start_at(ratio) == pytest.approx(1)  # drawn as 1 / sqrt(fan-in) already
-    stock = hidden._replace(start="constant")
-    assert stock.start_at(ratio) == pytest.approx(ratio**-0.5)
-    assert stock._replace(readout=True).start_at(ratio) == pytest.approx(1 / ratio)
-    assert hidden._replace(readout=True).start_at(ratio) == pytest.approx(ratio**-0.5)
+    assert hidden.lr_scale(ratio) == pytest.approx(1 / ratio)
+    assert hidden.init_std_scale(ratio) == pytest.approx(1)  # drawn as 1 / sqrt(fan-in) already
+    stock = hidden._replace(init_law="constant")
+    assert stock.init_std_scale(ratio) == pytest.approx(ratio**-0.5)
+    assert stock._replace(readout=True).init_std_scale(ratio) == pytest.approx(1 / ratio)
+    assert hidden._replace(readout=True).init_std_scale(ratio) == pytest.approx(ratio**-0.5)
     short = ParamRole(64 * ratio - 16, fan_in_short=16)  # a width less a rank
-    assert short.rate_at(ratio) == pytest.approx(48 / (64 * ratio - 16))
+    assert short.lr_scale(ratio) == pytest.approx(48 / (64 * ratio - 16))
     factor = hidden._replace(growth=0.5)
-    assert factor.rate_at(ratio) == pytest.approx(ratio**-0.5)
+    assert factor.lr_scale(ratio) == pytest.approx(ratio**-0.5)
     for fixed in (ParamRole(None), ParamRole(8, fan_in_scales=False, fan_out=8, fan_out_scales=False)):
-        assert fixed.rate_at(ratio) == fixed.start_at(ratio) == 1
+        assert fixed.lr_scale(ratio) == fixed.init_std_scale(ratio) == 1
     down = ParamRole(64 * ratio, fan_out=8, fan_out_scales=False)  # into a rank that stays
-    assert down.rate_at(ratio) == pytest.approx(1 / ratio)
-    assert down.start_at(ratio) == pytest.approx(1)
+    assert down.lr_scale(ratio) == pytest.approx(1 / ratio)
+    assert down.init_std_scale(ratio) == pytest.approx(1)
     up = ParamRole(8, fan_in_scales=False, fan_out=64 * ratio)
-    assert up.rate_at(ratio) == up.start_at(ratio) == 1
-    decoder = ParamRole(8, fan_in_scales=False, fan_out=64 * ratio, start="orthogonal")
-    assert decoder.start_at(ratio) == pytest.approx(ratio**0.5)  # orthogonal columns are shorter than rows
-    encoder = ParamRole(64 * ratio, fan_out=8, fan_out_scales=False, start="orthogonal")
-    assert encoder.start_at(ratio) == pytest.approx(1)
+    assert up.lr_scale(ratio) == up.init_std_scale(ratio) == 1
+    decoder = ParamRole(8, fan_in_scales=False, fan_out=64 * ratio, init_law="orthogonal")
+    assert decoder.init_std_scale(ratio) == pytest.approx(ratio**0.5)  # orthogonal columns are shorter than rows
+    encoder = ParamRole(64 * ratio, fan_out=8, fan_out_scales=False, init_law="orthogonal")
+    assert encoder.init_std_scale(ratio) == pytest.approx(1)
 
 
 def test_at_the_base_width_every_factor_is_exactly_one():
     for start in ("fan_in", "constant", "orthogonal"):
         for readout in (False, True):
-            role = ParamRole(48, fan_out=80, start=start, readout=readout, growth=0.5)
-            assert role.rate_at(1.0) == role.start_at(1.0) == 1.0
+            role = ParamRole(48, fan_out=80, init_law=start, readout=readout, growth=0.5)
+            assert role.lr_scale(1.0) == role.init_std_scale(1.0) == 1.0
 
 
 OPERATORS = {

@@ -35,8 +35,8 @@ class BlastLinear(StructuredLinear):
     Parameters ``down`` V (K, R, I/K), ``mix`` s (K, K, R), ``up`` U (K, O/K, R).
     """
 
-    fixed_fan_in = ("up", "mix")
-    fixed_fan_out = ("down", "mix")
+    finite_fan_in = ("up", "mix")
+    finite_fan_out = ("down", "mix")
 
     def tensors(self):
         k, rank, inputs, outputs = self.config.blocks, self.config.rank, self.in_features, self.out_features

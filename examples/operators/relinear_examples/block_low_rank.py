@@ -26,8 +26,8 @@ class BlockLowRankLinear(StructuredLinear):
     Parameters ``blocks`` D (K, O/K, I/K), ``down`` V (R, I), ``up`` U (O, R).
     """
 
-    fixed_fan_in = ("up",)
-    fixed_fan_out = ("down",)
+    finite_fan_in = ("up",)
+    finite_fan_out = ("down",)
 
     def tensors(self):
         k, rank, inputs, outputs = self.config.blocks, self.config.rank, self.in_features, self.out_features

@@ -27,8 +27,8 @@ class ButterflyLinear(StructuredLinear):
     Matrix a S + c of factor l, with S = 2^l, mixes the coordinates 2 a S + c and 2 a S + S + c.
     """
 
-    fixed_fan_in = ("twiddles",)
-    fixed_fan_out = ("twiddles",)
+    finite_fan_in = ("twiddles",)
+    finite_fan_out = ("twiddles",)
 
     def tensors(self):
         levels = max(1, (max(self.in_features, self.out_features) - 1).bit_length())

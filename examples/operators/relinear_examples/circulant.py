@@ -88,8 +88,8 @@ class Circulant(OperatorConfig):
         if self.block > max(in_features, out_features):
             raise ValueError(f"block={self.block} exceeds both sizes of a layer {in_features} -> {out_features}")
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> Self:
-        return self.replace(block=max(1, min(round(self.block / scale), max(in_features, out_features))))
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> Self:
+        return self.replace(block=max(1, min(round(self.block / ratio), max(in_features, out_features))))
 
     def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Powers of two."""

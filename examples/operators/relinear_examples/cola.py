@@ -21,8 +21,8 @@ _SILU_SQUARED = 0.3558
 class CoLALinear(StructuredLinear):
     """y = U silu(V x) + bias; parameters ``down`` V (R, I), ``up`` U (O, R)."""
 
-    fixed_fan_in = ("up",)
-    fixed_fan_out = ("down",)
+    finite_fan_in = ("up",)
+    finite_fan_out = ("down",)
 
     def tensors(self):
         rank, inputs, outputs = self.config.rank, self.in_features, self.out_features

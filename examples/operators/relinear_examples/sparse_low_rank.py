@@ -27,8 +27,8 @@ class SparseLowRankLinear(StructuredLinear):
     in the flattened matrix.
     """
 
-    fixed_fan_in = ("up",)
-    fixed_fan_out = ("down",)
+    finite_fan_in = ("up",)
+    finite_fan_out = ("down",)
 
     def tensors(self):
         rank, inputs, outputs = self.config.rank, self.in_features, self.out_features

@@ -166,10 +166,10 @@ class RankedConfig(OperatorConfig):
         if self.rank > most:
             raise ValueError(f"rank={self.rank}: a layer {in_features} -> {out_features} takes at most {most}")
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> Self:
-        """The rank at which the parameters are nearest to ``scale`` times as many."""
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> Self:
+        """The rank at which the parameters are nearest to ``ratio`` times as many."""
         count = self._counts(in_features, out_features)
-        wanted = scale * count(self.rank)
+        wanted = ratio * count(self.rank)
         ranks = range(1, self.full_rank(in_features, out_features) + 1)
         above = bisect.bisect_left(ranks, wanted, key=count)
         return self.replace(rank=min(ranks[max(0, above - 1) : above + 1], key=lambda rank: abs(count(rank) - wanted)))

@@ -24,16 +24,16 @@ from relinear.testing import Case, OperatorConformance
 
 class TestExamples(OperatorConformance):
     cases = (
-        Case(config=Blast(rank=3, blocks=4), exact=Blast(rank=16, blocks=4), exact_tolerance=1e-8),
-        Case(config=BlockLowRank(rank=3, blocks=4), exact=BlockLowRank(rank=16, blocks=4)),
-        Case(config=BTT(rank=2), exact=BTT(rank=4)),
+        Case(config=Blast(rank=3, blocks=4), lossless_config=Blast(rank=16, blocks=4), exact_tolerance=1e-8),
+        Case(config=BlockLowRank(rank=3, blocks=4), lossless_config=BlockLowRank(rank=16, blocks=4)),
+        Case(config=BTT(rank=2), lossless_config=BTT(rank=4)),
         Case(config=Butterfly()),
-        Case(config=Circulant(block=4), exact=Circulant(block=1)),
-        Case(config=Circulant(block=5), exact=Circulant(block=1), variant="padded"),
+        Case(config=Circulant(block=4), lossless_config=Circulant(block=1)),
+        Case(config=Circulant(block=5), lossless_config=Circulant(block=1), variant="padded"),
         Case(config=CoLA(rank=4), linear=False),
-        Case(config=Kronecker(rank=2), exact=Kronecker(rank=16)),
-        Case(config=SparseLowRank(rank=3, density=0.1), exact=SparseLowRank(rank=16)),
-        Case(config=TensorTrain(rank=3), exact=TensorTrain(rank=16)),
+        Case(config=Kronecker(rank=2), lossless_config=Kronecker(rank=16)),
+        Case(config=SparseLowRank(rank=3, density=0.1), lossless_config=SparseLowRank(rank=16)),
+        Case(config=TensorTrain(rank=3), lossless_config=TensorTrain(rank=16)),
         Case(config=Toeplitz(rank=1)),
     )
 
@@ -96,7 +96,7 @@ def test_sizes_save_parameters_and_grow(config) -> None:
     counts = [sum(p.numel() for p in built(size, 96, 192).parameters()) for size in config.sizes(96, 192)]
     assert len(counts) > 2
     assert max(counts) < 96 * 192
-    doubled = config.resized(96, 192, 2.0)
+    doubled = config.scaled(96, 192, 2.0)
     now, then = (sum(p.numel() for p in built(one, 96, 192).parameters()) for one in (config, doubled))
     assert 1.6 * now < then < 2.4 * now
 

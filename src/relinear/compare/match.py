@@ -66,7 +66,7 @@ def matched(
         vocab_size: of the tokenizer.
         by: "parameters" or "flops".
         target: how many of them.
-        how: "operator" scales the operators through ``OperatorConfig.resized``, "width" the model.
+        how: "operator" scales the operators through ``OperatorConfig.scaled``, "width" the model.
         tolerance: largest relative deviation allowed.
         name: of the entry, for messages.
 
@@ -140,7 +140,7 @@ def scaled_operators(settings: TrainSettings, vocab_size: int, scale: float) -> 
     operators: dict[str, Any] = dict(settings.operators)
     for pattern, found in _shapes(settings, vocab_size).items():
         config = settings.mapping[pattern]
-        if config is not None and all(config.resized(*shape, scale) is not None for shape in found):
+        if config is not None and all(config.scaled(*shape, scale) is not None for shape in found):
             operators[pattern] = _resized(config, found, scale, pattern).to_dict()
     return operators
 
@@ -149,7 +149,7 @@ def _resized(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float
     """The setting at ``scale`` times its size that every layer of the pattern can take."""
     reasons = []
     for shape in shapes:
-        candidate = config.resized(*shape, scale)
+        candidate = config.scaled(*shape, scale)
         if candidate is None:
             raise ValueError(f"{name}: {config.kind} has no size that could be changed; use resize: width or fixed")
         try:

@@ -79,7 +79,7 @@ class AuxiliaryLossMixin(nn.Module):
     over_tokens = RenamedHook("reduce_over_tokens")
 
     def record_auxiliary(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
-        """Record losses and metrics of this training forward: a value for every token (``reduce_over_tokens``) or a scalar.
+        """Record losses and metrics of this training forward, of every token (``reduce_over_tokens``) or as scalars.
 
         Of several calls in one forward of a model the last one counts. A sum would need to know where a forward of
         the model starts and ends, also in one that is compiled or run again, and a layer alone would add up for ever.

@@ -59,6 +59,7 @@ class OperatorConfig(Config):
     #: what to do where it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
     error_curve = RenamedHook("candidate_errors")
+    resized = RenamedHook("scaled")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -108,8 +109,8 @@ class OperatorConfig(Config):
         operator.num_embeddings = getattr(source, "num_embeddings", None)
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
-        """A config of about ``scale`` times the size (rank, blocks, ...), to match budgets; None if it has no size."""
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> OperatorConfig | None:
+        """Return a config of about ``ratio`` times the parameters, to match budgets; None if it has no size."""
         return None
 
     def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
@@ -161,10 +162,10 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     """
 
     bias: nn.Parameter | None
-    #: names of parameters (or of submodules with all of theirs) that sum over a size which the settings fix, as a rank
-    fixed_fan_in: tuple[str, ...] = ()
-    #: likewise of those whose outputs are so many
-    fixed_fan_out: tuple[str, ...] = ()
+    #: names of parameters (or of submodules with all of theirs) whose fan-in the settings fix, as a rank does (muP)
+    finite_fan_in: tuple[str, ...] = ()
+    #: likewise of those whose fan-out they fix
+    finite_fan_out: tuple[str, ...] = ()
     #: what tensor parallelism splits (a parameter, or a submodule with all of its) -> along which dimension
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear

@@ -1,10 +1,18 @@
 """What a parameter is for: its fan-in and fan-out, how they grow with a model's width, and what follows from that."""
 
+import warnings
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-Start = Literal["fan_in", "constant", "orthogonal"]
+InitLaw = Literal["fan_in", "constant", "orthogonal"]
+#: what modules state in ``StatedFans`` -> the name that it had, which works for one version
+_OLD_NAMES = {
+    "finite_fan_in": "fixed_fan_in",
+    "finite_fan_out": "fixed_fan_out",
+    "constant_init": "constant_start",
+    "orthogonal_init": "orthogonal_start",
+}
 
 
 class ParamRole(NamedTuple):
@@ -19,7 +27,7 @@ class ParamRole(NamedTuple):
     fan_out: number of units that read an input; None where that is not known, and then as many as the fan-in.
     fan_out_scales: whether the fan-out is such a width.
     growth: the power of the model's width with which these two grow; 0.5 for a factor of a Kronecker product.
-    start: how the standard deviation of the standard start depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
+    init_law: how the default initialisation's standard deviation depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
         "constant" not at all, "orthogonal" as 1 / sqrt(max(fan_in, fan_out)).
     readout: whether this makes the logits.
     fan_in_short: how far the fan-in stays below a width, where it is not that itself but a width less a fixed size.
@@ -32,27 +40,27 @@ class ParamRole(NamedTuple):
     fan_out: int | None = None
     fan_out_scales: bool = True
     growth: float = 1.0
-    start: Start = "fan_in"
+    init_law: InitLaw = "fan_in"
     readout: bool = False
     fan_in_short: int = 0
 
-    def rate_at(self, ratio: float) -> float:
-        """Factor of the maximal update parametrisation on Adam's rate, base fan-in / fan-in.
+    def lr_scale(self, ratio: float) -> float:
+        """Return muP's factor on Adam's learning rate, base fan-in / fan-in.
 
         Args:
             ratio: the model's width over the base width, at which the factor is 1.
         """
         return self._base_fan_in(ratio) / self.fan_in if self.fan_in else 1.0
 
-    def start_at(self, ratio: float) -> float:
-        """Factor of that parametrisation on the standard deviation of the standard start.
+    def init_std_scale(self, ratio: float) -> float:
+        """Return muP's factor on the standard deviation of the default initialisation.
 
-        A matrix is to start with a standard deviation in proportion to 1 / sqrt(fan_in), every dense factor of a
-        structured one by its own, and one that makes the logits to 1 / fan_in; the factor is the quotient of that and
-        of the standard law, each relative to the base width.
+        muP initialises a matrix with a standard deviation in proportion to 1 / sqrt(fan_in), every dense factor of a
+        structured one by its own, and one that makes the logits to 1 / fan_in. The factor is the quotient of that and
+        of the default law, each relative to the base width.
 
         Args:
-            ratio: as in ``rate_at``.
+            ratio: as in ``lr_scale``.
         """
         if not self.fan_in or ratio == 1:
             return 1.0
@@ -70,27 +78,27 @@ class ParamRole(NamedTuple):
         return base if base > 0 else self.fan_in / grown  # where the base model has no such inputs at all
 
     def _standard(self, fan_in: float, fan_out: float) -> float:
-        if self.start == "constant":
+        if self.init_law == "constant":
             return 1.0
-        return (fan_in if self.start == "fan_in" else max(fan_in, fan_out)) ** -0.5
+        return (fan_in if self.init_law == "fan_in" else max(fan_in, fan_out)) ** -0.5
 
 
 class StatedFans:
-    """What the modules within ``module`` say of their parameters, each in attributes of its own.
+    """Collect what the modules within ``module`` state of their parameters, each in attributes.
 
-    ``fixed_fan_in``, ``fixed_fan_out``: sizes that settings fix; ``constant_start``, ``orthogonal_start``: the standard
-    start (see ``ParamRole``). Each is a tuple of names of the module's parameters, or of submodules that hold nothing
-    else.
+    ``finite_fan_in``, ``finite_fan_out``: the settings fix the fan, which does not grow with the model's width;
+    ``constant_init``, ``orthogonal_init``: the law of the default initialisation (``ParamRole``). Each is a tuple of
+    names of the module's parameters, or of submodules that hold nothing else.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._fixed_in = _named_in(module, "fixed_fan_in")
-        self._fixed_out = _named_in(module, "fixed_fan_out")
-        self._starts: dict[Tensor, Start] = dict.fromkeys(_named_in(module, "orthogonal_start"), "orthogonal")
-        self._starts |= dict.fromkeys(_named_in(module, "constant_start"), "constant")
+        self._finite_in = _named_in(module, "finite_fan_in")
+        self._finite_out = _named_in(module, "finite_fan_out")
+        self._laws: dict[Tensor, InitLaw] = dict.fromkeys(_named_in(module, "orthogonal_init"), "orthogonal")
+        self._laws |= dict.fromkeys(_named_in(module, "constant_init"), "constant")
 
     def role(self, parameter: Tensor, *, transposed: bool = False) -> ParamRole:
-        """Of a parameter: matrices (..., fan-out, fan-in) decay, vectors do not.
+        """Return the role of a parameter: matrices (..., fan-out, fan-in) decay, vectors do not.
 
         Args:
             parameter: one of the module's.
@@ -101,17 +109,21 @@ class StatedFans:
         fan_out, fan_in = parameter.shape[:2][::-1] if transposed else parameter.shape[-2:]
         return ParamRole(
             fan_in,
-            fan_in_scales=parameter not in self._fixed_in,
+            fan_in_scales=parameter not in self._finite_in,
             fan_out=fan_out,
-            fan_out_scales=parameter not in self._fixed_out,
-            start=self._starts.get(parameter, "fan_in"),
+            fan_out_scales=parameter not in self._finite_out,
+            init_law=self._laws.get(parameter, "fan_in"),
         )
 
 
 def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:
-    found: set[Tensor] = set()
+    result: set[Tensor] = set()
+    old = _OLD_NAMES[attribute]
     for part in module.modules():
-        stated = getattr(part, attribute, ())
+        if hasattr(part, old):
+            message = f"{type(part).__name__}.{old} has a new name: {attribute}; the old one works in this version only"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        stated = getattr(part, old, ()) or getattr(part, attribute, ())
         named = part.named_parameters() if stated else ()
-        found.update(p for name, p in named if any(name == s or name.startswith(f"{s}.") for s in stated))
-    return found
+        result.update(p for name, p in named if any(name == s or name.startswith(f"{s}.") for s in stated))
+    return result

@@ -81,8 +81,8 @@ class WrapperConfig(OperatorConfig):
         wrapper.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
         return wrapper
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> OperatorConfig | None:
-        base = None if self.base is None else self.base.resized(in_features, out_features, scale)
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> OperatorConfig | None:
+        base = None if self.base is None else self.base.scaled(in_features, out_features, ratio)
         return None if base is None else self.replace(base=base)
 
 

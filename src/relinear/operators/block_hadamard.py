@@ -96,6 +96,6 @@ class BlockHadamard(OperatorConfig):
     def check_shape(self, in_features: int, out_features: int) -> None:
         check_fits("blocks", self.blocks, in_features, out_features)
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> BlockHadamard:
-        blocks = max(1, min(round(self.blocks / scale), in_features, out_features))
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> BlockHadamard:
+        blocks = max(1, min(round(self.blocks / ratio), in_features, out_features))
         return self.replace(blocks=blocks)

@@ -40,8 +40,8 @@ class CCLLinear(Gated, Operator):
     """
 
     config: CCL
-    fixed_fan_in = ("mix", "trunk", "basis_gate", "output_gate")
-    fixed_fan_out = ("basis", "trunk", "basis_gate")
+    finite_fan_in = ("mix", "trunk", "basis_gate", "output_gate")
+    finite_fan_out = ("basis", "trunk", "basis_gate")
     # its LayerNorm needs all features of the basis, so that is a sum over the inputs
     tensor_parallel: ClassVar = {"basis": 1, "mix": 0, "output_gate": 0, "bias": 0}
 
@@ -361,6 +361,6 @@ class CCL(OperatorConfig):
         """Widths of the gate network from the context to its last hidden layer."""
         return (self.context_dim, *[self.gate_width or self.context_dim] * self.gate_depth)
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> CCL:
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> CCL:
         step = 1 if self.composition == "gates" else self.templates
-        return self.replace(rank=step * max(1, round(self.rank * scale / step)))
+        return self.replace(rank=step * max(1, round(self.rank * ratio / step)))

@@ -134,8 +134,8 @@ class SharedContext(ContextOwner):
     """
 
     token_table = "embedding"
-    fixed_fan_in = ("memory", "hidden", "output")
-    fixed_fan_out = ("projection", "memory", "hidden", "output")
+    finite_fan_in = ("memory", "hidden", "output")
+    finite_fan_out = ("projection", "memory", "hidden", "output")
 
     def __init__(self, config: ContextManager, vocabulary: int, hidden: int, **kw: Any) -> None:
         super().__init__()

@@ -37,10 +37,10 @@ class HDPLLinear(LatentOperator):
     """
 
     config: HDPL
-    fixed_fan_in = ("decoder",)
-    fixed_fan_out = ("mu", "logvar")
+    finite_fan_in = ("decoder",)
+    finite_fan_out = ("mu", "logvar")
     tensor_parallel: ClassVar = {"blocks": 0, "mu": 0, "logvar": 0, "decoder": 1}
-    orthogonal_start = ("mu", "decoder")
+    orthogonal_init = ("mu", "decoder")
 
     def create(self, **kw: Any) -> None:
         k, rank = self.config.blocks, self.config.rank
@@ -233,5 +233,5 @@ class HDPL(OperatorConfig):
     def check_shape(self, in_features: int, out_features: int) -> None:
         check_divides("blocks", self.blocks, in_features=in_features, out_features=out_features)
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> HDPL:
-        return self.replace(rank=max(1, round(self.rank * scale)))
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> HDPL:
+        return self.replace(rank=max(1, round(self.rank * ratio)))

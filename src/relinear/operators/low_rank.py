@@ -52,8 +52,8 @@ class LowRankLinear(RankLinear):
     """y = (x down^T) up^T + bias; parameters ``down`` (R, I), ``up`` (O, R), optional ``bias`` (O,)."""
 
     config: LowRank
-    fixed_fan_in = ("up",)
-    fixed_fan_out = ("down",)
+    finite_fan_in = ("up",)
+    finite_fan_out = ("down",)
     tensor_parallel: ClassVar = {"down": 0, "up": 1}
 
     def create(self, **kw: Any) -> None:
@@ -90,8 +90,8 @@ class RankConfig(OperatorConfig):
     def check_shape(self, in_features: int, out_features: int) -> None:
         check_fits("rank", self.rank, in_features, out_features)
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> Self:
-        rank = max(1, min(round(self.rank * scale), in_features, out_features))
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> Self:
+        rank = max(1, min(round(self.rank * ratio), in_features, out_features))
         return self.replace(rank=rank)
 
     def ranks_below(self, rank: int, in_features: int, out_features: int) -> list[OperatorConfig]:

@@ -31,12 +31,12 @@ class MonarchLinear(Operator):
         self.left = nn.Parameter(torch.empty(k, -(-outputs // k), inner, **kw))
 
     @property
-    def fixed_fan_in(self) -> tuple[str, ...]:  # type: ignore[override]
+    def finite_fan_in(self) -> tuple[str, ...]:  # type: ignore[override]
         """``left`` sums over K R, which grows with the layer where the settings leave R to it."""
         return () if self.config.rank is None else ("left",)
 
     @property
-    def fixed_fan_out(self) -> tuple[str, ...]:  # type: ignore[override]
+    def finite_fan_out(self) -> tuple[str, ...]:  # type: ignore[override]
         """``right`` has as many outputs."""
         return () if self.config.rank is None else ("right",)
 
@@ -100,9 +100,9 @@ class Monarch(OperatorConfig):
                 f"in_features={in_features}, out_features={out_features}; choose a rank of at most {largest}"
             )
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> Monarch:
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> Monarch:
         # The size is K R (I + O). Steps of R alone are coarse, so K gives way a little where that comes nearer.
-        wanted = self.blocks * self.rank_for(in_features, out_features) * scale
+        wanted = self.blocks * self.rank_for(in_features, out_features) * ratio
         smaller = min(in_features, out_features)
 
         def fitted(blocks: int) -> tuple[int, int]:

@@ -28,8 +28,8 @@ class PivotedLowRankLinear(RankLinear):
     """
 
     config: PivotedLowRank
-    fixed_fan_in = ("up",)
-    fixed_fan_out = ("mix",)
+    finite_fan_in = ("up",)
+    finite_fan_out = ("mix",)
     tensor_parallel: ClassVar = {"mix": 0, "up": 1}
     order: Tensor
 

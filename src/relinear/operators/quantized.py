@@ -180,8 +180,8 @@ class Quantized(OperatorConfig):
     group: Count = 64
     symmetric: bool = False
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> Quantized:
-        return self.replace(bits=max(2, min(8, round(self.bits * scale))))
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> Quantized:
+        return self.replace(bits=max(2, min(8, round(self.bits * ratio))))
 
     def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Return all bits, with this group."""

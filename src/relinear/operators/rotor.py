@@ -418,5 +418,5 @@ class Rotor(OperatorConfig):
                 f"out_features={out_features}"
             )
 
-    def resized(self, in_features: int, out_features: int, scale: float) -> Rotor:
-        return self.replace(width=max(1, round(self.width * scale)))
+    def scaled(self, in_features: int, out_features: int, ratio: float) -> Rotor:
+        return self.replace(width=max(1, round(self.width * ratio)))

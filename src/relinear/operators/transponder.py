@@ -61,8 +61,8 @@ class Modulator(Gated, CachingModule, _Alphas):
 
     tap_kind = "modulator"
 
-    fixed_fan_in = ("channel_up", "scalar_up")
-    fixed_fan_out = ("down", "scalar_down", "scalar_up")
+    finite_fan_in = ("channel_up", "scalar_up")
+    finite_fan_out = ("down", "scalar_down", "scalar_up")
     tensor_parallel: ClassVar = {"channel_up": 0}
     down: nn.Parameter
     scalar_down: nn.Parameter | None

@@ -45,8 +45,8 @@ class _LowRank(nn.Module):
     A starts with orthogonal columns, A^T[i, j] = 1 / sqrt(R D) where i mod R = j, B at zero (Section 3.3).
     """
 
-    fixed_fan_in = ("up",)
-    fixed_fan_out = ("down",)
+    finite_fan_in = ("up",)
+    finite_fan_out = ("down",)
 
     def __init__(self, width: int, rank: int, kw: dict[str, Any]):
         super().__init__()

@@ -22,7 +22,7 @@ class _Table(ContextOwner):
     """``embedding`` (V, C), and ``projection`` (D, C) where C is not D."""
 
     token_table = "embedding"
-    fixed_fan_in = ("projection",)
+    finite_fan_in = ("projection",)
 
     def __init__(self, vocabulary: int, dim: int, width: int, std: float, **kw: Any) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """One variant of an operator, as the conformance suite takes it."""
 
 import dataclasses
+import warnings
 
 from relinear.contract.operator import OperatorConfig
 
@@ -18,7 +19,7 @@ class Case:
         variant: what tells the row from others of its kind, in the test's name.
         linear: whether it has ``to_dense`` (in eval, and given the context where it is conditioned).
         context_dim: width of the context that it reads, None where it is not conditioned.
-        exact: settings of the same kind at which a fitted weight is reproduced exactly (in eval).
+        lossless_config: settings of the same kind at which a fitted weight is reproduced exactly (in eval).
         exact_tolerance: relative error allowed there, in float64.
         bf16_tolerance: relative error (Frobenius) of outputs and gradients in bfloat16 against float32.
     """
@@ -28,9 +29,16 @@ class Case:
     variant: str = ""
     linear: bool = True
     context_dim: int | None = None
-    exact: OperatorConfig | None = None
+    lossless_config: OperatorConfig | None = None
     exact_tolerance: float = 1e-10
     bf16_tolerance: float = 2e-2
+    #: what ``lossless_config`` was called; it works for one version
+    exact: dataclasses.InitVar[OperatorConfig | None] = None
+
+    def __post_init__(self, exact: OperatorConfig | None) -> None:
+        if exact is not None:
+            warnings.warn("Case(exact=) is now Case(lossless_config=)", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "lossless_config", exact)
 
     @property
     def name(self) -> str:

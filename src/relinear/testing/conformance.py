@@ -352,7 +352,7 @@ class OperatorConformance:
     def test_resized_is_a_valid_setting(self, case: Case) -> None:
         for shape in case.shapes:
             for scale in (0.5, 1.0, 2.0):
-                resized = case.config.resized(*shape, scale)
+                resized = case.config.scaled(*shape, scale)
                 if resized is not None:
                     assert type(resized) is type(case.config)
                     resized.build(*shape)
@@ -378,8 +378,8 @@ class OperatorConformance:
             assert abs(fit_error(case, from_conv, linear) - fitted) < 1e-8
             with pytest.raises(ValueError, match="size"):
                 module.from_linear(nn.Linear(shape[0] + 1, shape[1], dtype=torch.float64))
-            if case.exact is not None:
-                exact = case.exact.build(*shape, dtype=torch.float64).from_linear(linear)
+            if case.lossless_config is not None:
+                exact = case.lossless_config.build(*shape, dtype=torch.float64).from_linear(linear)
                 assert fit_error(case, exact, linear) <= case.exact_tolerance
 
     @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])

@@ -71,7 +71,7 @@ def width_ratio(model: nn.Module, settings: FitSettings) -> float:
 def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, Any]]:
     """Groups for a torch optimiser: one for each pair of learning rate and weight decay that occurs.
 
-    With ``parametrization="mup"`` the rate of every matrix falls with its fan-in as ``ParamRole.rate_at`` says. What
+    With ``parametrization="mup"`` the rate of every matrix falls with its fan-in as ``ParamRole.lr_scale`` says. What
     decay takes off in a step, rate times decay, stays as it is.
 
     Raises:
@@ -88,7 +88,7 @@ def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, 
         if settings.fan_in_base is not None and role.fan_in is not None and role.fan_in_scales:
             rate *= settings.fan_in_base / role.fan_in
         decay = settings.weight_decay if role.weight_decay or parameters[name] in tables else 0.0
-        factor = role.rate_at(ratio)
+        factor = role.lr_scale(ratio)
         rate, decay = rate * factor, decay / factor
         groups.setdefault((rate, decay), []).append(parameters[name])
     if not groups:
@@ -160,7 +160,7 @@ def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
 def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "config") -> None:
     """Scale the weights of a stock model as it was drawn, before attachments and operators are put in.
 
-    Matrices as ``ParamRole.start_at`` says; embeddings, norms and biases keep what they have at the base width. An
+    Matrices as ``ParamRole.init_std_scale`` says; embeddings, norms and biases stay as at the base width. An
     output head that shares the embedding's weight keeps it too, and gets ``ReadoutScale(factor=1 / ratio)``.
 
     Args:
@@ -175,8 +175,8 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
     tied = head is not None and head.weight is table.weight
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():
-        drawn = role._replace(start="constant" if start == "config" else "fan_in")
-        parameters[name].mul_(drawn.start_at(ratio))
+        drawn = role._replace(init_law="constant" if start == "config" else "fan_in")
+        parameters[name].mul_(drawn.init_std_scale(ratio))
     if start == "torch":
         biases = [m.bias for m in model.modules() if is_linear(m) and m.bias is not None]
         for parameter in [*biases, *([table.weight] if head is not None else [])]:
@@ -204,4 +204,4 @@ def scale_added_(model: Any, ratio: float, stock: set[Tensor], *, fitted: bool =
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():
         if parameters[name] not in kept:
-            parameters[name].mul_(role.start_at(ratio))
+            parameters[name].mul_(role.init_std_scale(ratio))
