@@ -1,4 +1,4 @@
-"""The table of operator variants that the conformance suite runs on, a row a variant, and that of the twins.
+"""The table of operator variants that the conformance suite runs on, a row a variant, and that of the kernels.
 
 Adding an operator is one row here. Nothing in the suite knows an operator by name: what differs is a field of the row.
 """
@@ -39,7 +39,7 @@ from relinear.testing import ODD, SQUARE, WIDE, Case
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Twin:
+class KernelCase:
     """A function of ``kernels`` and the reference of the same name and signature that it must agree with.
 
     Args:
@@ -342,64 +342,64 @@ case_of_every_kind = pytest.mark.parametrize(
     ids=lambda case: case.name,
 )
 
-TWINS: list[Twin] = [
-    Twin(
+KERNELS: list[KernelCase] = [
+    KernelCase(
         kind="transponder",
         reference=functional.transponder.modulated_linear,
         fast=kernels.transponder.modulated_linear,
         arguments=transponder_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="cgt",
         reference=functional.cgt.modulate,
         fast=kernels.cgt.modulate,
         arguments=_cgt_arguments,
     ),
-    Twin(kind="hdpl", reference=functional.hdpl.hdpl, fast=kernels.hdpl.hdpl, arguments=_hdpl_arguments),
-    Twin(kind="ccl", reference=functional.ccl.ccl, fast=kernels.ccl.ccl, arguments=_ccl_arguments),
-    Twin(
+    KernelCase(kind="hdpl", reference=functional.hdpl.hdpl, fast=kernels.hdpl.hdpl, arguments=_hdpl_arguments),
+    KernelCase(kind="ccl", reference=functional.ccl.ccl, fast=kernels.ccl.ccl, arguments=_ccl_arguments),
+    KernelCase(
         kind="context_manager",
         reference=functional.context_manager.linear_recurrence,
         fast=kernels.context_manager.linear_recurrence,
         arguments=_recurrence_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="block_hadamard-transform",
         reference=functional_block_hadamard.hadamard,
         fast=kernels_block_hadamard.hadamard,
         arguments=_hadamard_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="block_hadamard",
         reference=functional_block_hadamard.block_hadamard,
         fast=kernels_block_hadamard.block_hadamard,
         arguments=block_hadamard_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="pivoted_low_rank",
         reference=functional_pivoted.pivoted_low_rank,
         fast=kernels_pivoted.pivoted_low_rank,
         arguments=_pivoted_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="quantized",
         reference=functional_quantized.quantized,
         fast=kernels_quantized.quantized,
         arguments=quantized_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="rotor-step",
         reference=functional_rotor.rotor_step,
         fast=kernels_rotor.rotor_step,
         arguments=_step_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="rotor-network",
         reference=functional_rotor.rotor_network,
         fast=kernels_rotor.rotor_network,
         arguments=_network_arguments,
     ),
-    Twin(
+    KernelCase(
         kind="rotor",
         reference=functional_rotor.sandwich_windows,
         fast=kernels_rotor.sandwich_windows,

@@ -1,4 +1,4 @@
-"""Every twin against its reference, each row of ``cases.TWINS``; which form of it runs, and who is told."""
+"""Every kernel against its reference, each row of ``cases.KERNELS``; which implementation of it runs, and the log."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import relinear
-from cases import TWINS, Twin, leaves_of
+from cases import KERNELS, KernelCase, leaves_of
 from relinear import kernels
-from relinear.kernels import context_manager, forms, native, pivoted_low_rank, triton
-from relinear.kernels.forms import Call
+from relinear.kernels import context_manager, implementations, native, pivoted_low_rank, triton
+from relinear.kernels.implementations import Call, Implementation
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -28,7 +28,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def twins_on_disk() -> list[tuple]:
-    """(reference, twin) of every function of ``kernels`` with one of the same name in ``functional``."""
+    """(reference, kernel) of every function of ``kernels`` with one of the same name in ``functional``."""
     found = []
     for path in Path(next(iter(kernels.__path__))).glob("*.py"):
         if not (path.parents[1] / "functional" / path.name).is_file() or path.stem == "__init__":
@@ -40,25 +40,27 @@ def twins_on_disk() -> list[tuple]:
 
 
 def test_every_twin_is_in_the_table() -> None:
-    listed = [(twin.reference, twin.fast) for twin in TWINS]
+    listed = [(case.reference, case.fast) for case in KERNELS]
     found = twins_on_disk()
     assert found
-    missing = [f"{twin.__module__}.{twin.__name__}" for reference, twin in found if (reference, twin) not in listed]
-    assert not missing, f"no row of cases.TWINS for {missing}"
-    assert len(listed) == len(found), "a row of cases.TWINS pairs functions of different names"
+    missing = [
+        f"{kernel.__module__}.{kernel.__name__}" for reference, kernel in found if (reference, kernel) not in listed
+    ]
+    assert not missing, f"no row of cases.KERNELS for {missing}"
+    assert len(listed) == len(found), "a row of cases.KERNELS pairs functions of different names"
 
 
 @pytest.fixture
 def any_size(monkeypatch) -> None:
-    """Small tensors take the forms of large ones."""
+    """Small tensors take the implementations of large ones."""
     monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
     monkeypatch.setattr(context_manager, "FEWEST_IN_PARTS", 1)
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
 
 
-@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
-def test_kernel_equals_its_reference(twin: Twin, any_size) -> None:
-    assert list(inspect.signature(twin.fast).parameters) == list(inspect.signature(twin.reference).parameters)
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.kind)
+def test_kernel_equals_its_reference(case: KernelCase, any_size) -> None:
+    assert list(inspect.signature(case.fast).parameters) == list(inspect.signature(case.reference).parameters)
 
     def run(function, arguments):
         arguments, leaves = leaves_of(arguments, torch.float64)
@@ -69,13 +71,13 @@ def test_kernel_equals_its_reference(twin: Twin, any_size) -> None:
         return [r.detach() for r in results], torch.autograd.grad(loss, leaves, allow_unused=True)
 
     count = 0
-    for arguments in twin.arguments(torch.float64):
+    for arguments in case.arguments(torch.float64):
         count += 1
-        expected = run(twin.reference, arguments)
+        expected = run(case.reference, arguments)
         # Uninitialised memory is filled with NaN in deterministic mode: an element a kernel forgets cannot pass.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            actual = run(twin.fast, arguments)
+            actual = run(case.fast, arguments)
         finally:
             torch.use_deterministic_algorithms(False)
         for ours, theirs in zip(actual, expected):
@@ -83,7 +85,7 @@ def test_kernel_equals_its_reference(twin: Twin, any_size) -> None:
             for a, e in zip(ours, theirs):
                 assert (a is None) == (e is None)
                 if e is not None:
-                    assert_close(a, e, twin.tolerance)
+                    assert_close(a, e, case.tolerance)
     assert count
 
 
@@ -92,7 +94,7 @@ class OnGPU(Tensor):
 
 
 def on_a_gpu(tokens: int = 1, width: int = 8) -> Call:
-    """A call of a twin with nothing but x, which looks like one on a GPU."""
+    """A call of a kernel with nothing but x, which looks like one on a GPU."""
     call = Call(torch.zeros(0, dtype=torch.bfloat16).as_subclass(OnGPU))
     call.device, call.size = triton.DEVICE, tokens * width
     return call
@@ -105,7 +107,7 @@ def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
     chosen = []
 
     def ask(x: Tensor) -> Tensor:
-        chosen.append(not triton.refuses(on_a_gpu(), "hdpl", 1, outputs=lambda call: 8))
+        chosen.append(not triton.unsupported_reason(on_a_gpu(), "hdpl", 1, outputs=lambda call: 8))
         return x
 
     ask(torch.zeros(2))
@@ -118,19 +120,19 @@ def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
 @pytest.fixture
 def any_inputs(monkeypatch) -> None:
     monkeypatch.setattr(triton, "HAS_TRITON", True)
-    monkeypatch.setattr(triton, "_refuses_inputs", lambda *given: "")
+    monkeypatch.setattr(triton, "_inputs_unsupported", lambda *given: "")
     monkeypatch.setattr(triton, "DEVICE", "cpu")
 
 
 def test_kernels_of_a_gpu_run_where_they_were_the_faster_form(any_inputs, monkeypatch) -> None:
     monkeypatch.setattr(triton, "against_unseen", lambda *given: "")
 
-    def runs(twin, tokens: int, width: int) -> bool:
+    def runs(kernel, tokens: int, width: int) -> bool:
         given = types.SimpleNamespace(shape=(width, width), numel=lambda: 1)
         call = on_a_gpu(tokens, width)
         call.x.shape = (tokens, width)
-        call.given = (call.x, *[given] * 10)
-        return not importlib.import_module(f"relinear.kernels.{twin}")._refuses_triton(call)
+        call.arguments = (call.x, *[given] * 10)
+        return not importlib.import_module(f"relinear.kernels.{kernel}")._triton_unsupported(call)
 
     with torch.no_grad():
         assert [runs("transponder", 4096, width) for width in (2048, 4096)] == [True, False]
@@ -149,29 +151,29 @@ def test_kernels_of_a_gpu_can_be_forced_and_turned_off(any_inputs, monkeypatch) 
     monkeypatch.setattr(triton, "against_unseen", lambda *given: asked.append(given) or "off by 1")
     call = Call(torch.zeros(2, dtype=torch.float16))
     with triton.triton_kernels("force"):
-        assert not triton.refuses(call, "hdpl", 1, outputs=lambda call: 8)
+        assert not triton.unsupported_reason(call, "hdpl", 1, outputs=lambda call: 8)
     with triton.triton_kernels("0"):
-        assert triton.refuses(call, "hdpl", 1, outputs=lambda call: 8) == "RELINEAR_TRITON=0"
+        assert triton.unsupported_reason(call, "hdpl", 1, outputs=lambda call: 8) == "RELINEAR_TRITON=0"
     assert not asked
-    assert triton.refuses(call, "hdpl", 1, outputs=lambda call: 8) == "off by 1"
+    assert triton.unsupported_reason(call, "hdpl", 1, outputs=lambda call: 8) == "off by 1"
     assert asked == [("hdpl", "cpu", torch.float16)]
     with pytest.raises(ValueError, match=r"RELINEAR_TRITON='yes' .* 'force'"), triton.triton_kernels("yes"):
         pass
 
 
-def forms_told(caplog, run) -> list[str]:
+def logged_by(caplog, run) -> list[str]:
     caplog.clear()
-    with caplog.at_level(logging.DEBUG, logger="relinear.forms"):
+    with caplog.at_level(logging.DEBUG, logger="relinear.kernels"):
         run()
-    return [record.getMessage() for record in caplog.records if record.name == "relinear.forms"]
+    return [record.getMessage() for record in caplog.records if record.name == "relinear.kernels"]
 
 
-@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
-def test_forms_are_told_once_a_shape_with_reasons(twin: Twin, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(forms, "_told", set())
-    arguments = next(iter(twin.arguments(torch.float64)))
-    lines = forms_told(caplog, lambda: twin.fast(*arguments))
-    assert not forms_told(caplog, lambda: twin.fast(*arguments))
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.kind)
+def test_implementations_are_logged_once_a_shape_with_reasons(case: KernelCase, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(implementations, "_logged", set())
+    arguments = next(iter(case.arguments(torch.float64)))
+    lines = logged_by(caplog, lambda: case.fast(*arguments))
+    assert not logged_by(caplog, lambda: case.fast(*arguments))
     assert len(lines) == len(set(lines))
     for line in lines:
         assert "float64, cpu)" in line
@@ -179,42 +181,44 @@ def test_forms_are_told_once_a_shape_with_reasons(twin: Twin, caplog, monkeypatc
 
 
 def test_a_form_is_told_with_what_spoke_against_the_others(any_size, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(forms, "_told", set())
+    monkeypatch.setattr(implementations, "_logged", set())
     layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
-    lines = forms_told(caplog, lambda: layer(torch.randn(3, 8)))
+    lines = logged_by(caplog, lambda: layer(torch.randn(3, 8)))
     reasons = "not Triton: not on an NVIDIA GPU; not C++ for a few rows: sampled; not products in C++: too few tokens"
     assert f"hdpl (3 x 8, float32, cpu): reference; {reasons}" in lines
-    small = forms_told(caplog, lambda: layer(torch.randn(4, 8)))
+    small = logged_by(caplog, lambda: layer(torch.randn(4, 8)))
     assert any("(4 x 8," in line for line in small)
 
 
 def test_nobody_is_told_by_default(monkeypatch) -> None:
-    monkeypatch.setattr(forms, "tell", lambda *given: pytest.fail("told"))
+    monkeypatch.setattr(implementations, "log_choice", lambda *given: pytest.fail("told"))
     relinear.HDPL(rank=4, blocks=2).build(8, 8)(torch.randn(3, 8)).sum().backward()
 
 
 def test_forms_are_tried_in_order_and_asked_with_the_facts_of_one_call() -> None:
     asked: list[Call] = []
 
-    def refuses(call: Call) -> str:
+    def unsupported(call: Call) -> str:
         asked.append(call)
-        return "" if call.given[1] == 2 else "no two"
+        return "" if call.arguments[1] == 2 else "no two"
 
-    @forms.dispatch(forms.Form("first", lambda call: "never", lambda *given: "first"),
-                    forms.Form("second", refuses, lambda *given: ("second", given)))  # fmt: skip
-    def twin(x: Tensor, number: int, more: int = 5) -> tuple:
+    @implementations.dispatch(
+        Implementation("first", lambda call: "never", lambda *given: "first"),
+        Implementation("second", unsupported, lambda *given: ("second", given)),
+    )
+    def kernel(x: Tensor, number: int, more: int = 5) -> tuple:
         """Say who ran, and with what."""
         return "itself", (x, number, more)
 
     x = torch.zeros(3, 4)
-    assert twin(x, 2) == ("second", (x, 2, 5))
-    assert twin(x, more=1, number=7) == ("itself", (x, 7, 1))
+    assert kernel(x, 2) == ("second", (x, 2, 5))
+    assert kernel(x, more=1, number=7) == ("itself", (x, 7, 1))
     assert (asked[0].x is x, asked[0].rows, asked[0].grad, asked[0].plain) == (True, 3, True, True)
-    assert [len(call.given) for call in asked] == [3, 3]
-    assert twin.__doc__.startswith("Say who")
+    assert [len(call.arguments) for call in asked] == [3, 3]
+    assert kernel.__doc__.startswith("Say who")
     for wrong in ({"nobody": 1}, {}):
         with pytest.raises(TypeError):
-            twin(x, **wrong)
+            kernel(x, **wrong)
 
 
 def test_a_small_hdpl_step_asks_and_calls_little() -> None:
@@ -238,17 +242,17 @@ def test_a_small_hdpl_step_asks_and_calls_little() -> None:
     assert len(called) <= 40, called
     own = [name for ours, name in called if ours]
     assert len(own) <= 18, own
-    assert 0 < sum(name.startswith(("refuses", "_refuses")) for name in own) <= 6
+    assert 0 < sum("unsupported" in name for name in own) <= 6
 
 
 def test_telling_breaks_no_compiled_graph(caplog) -> None:
     layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    assert forms_told(caplog, lambda: compiled(torch.randn(3, 8))) == []
+    assert logged_by(caplog, lambda: compiled(torch.randn(3, 8))) == []
 
 
-@pytest.mark.parametrize(("asked", "told"), [("forms", True), ("", False)])
-def test_the_environment_asks_for_forms(asked: str, told: bool) -> None:
+@pytest.mark.parametrize(("asked", "told"), [("kernels", True), ("forms", True), ("", False)])
+def test_the_environment_asks_for_the_log(asked: str, told: bool) -> None:
     code = "import torch, relinear; relinear.HDPL(rank=4, blocks=2).build(8, 8)(torch.randn(3, 8))"
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -257,12 +261,14 @@ def test_the_environment_asks_for_forms(asked: str, told: bool) -> None:
         text=True,
         check=True,
     )
-    assert ("relinear.forms: hdpl (3 x 8, float32, cpu): reference" in run.stderr) == told
+    assert ("relinear.kernels: hdpl (3 x 8, float32, cpu): reference" in run.stderr) == told
 
 
 def test_a_wrong_wish_in_the_environment_is_refused() -> None:
-    with pytest.raises(ValueError, match="RELINEAR_LOG='form' in the environment, expected one of '0', 'forms'"):
-        forms.meant("RELINEAR_LOG", "form", {"": False, "0": False, "forms": True})
+    with pytest.raises(
+        ValueError, match="RELINEAR_LOG='form' in the environment, expected one of '0', 'kernels', 'forms'"
+    ):
+        implementations.meant("RELINEAR_LOG", "form", {"": False, "0": False, "kernels": True, "forms": True})
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)

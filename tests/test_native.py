@@ -14,7 +14,7 @@ from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rounding
 from relinear.functional import transponder as reference
 from relinear.kernels import autograd, ccl, hdpl, native, quantized, transponder
-from relinear.kernels.forms import Call
+from relinear.kernels.implementations import Call
 from relinear.kernels.native import build
 from relinear.system import machine
 
@@ -26,7 +26,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
-    if native.refuses(Call(torch.zeros(1))):
+    if native.unsupported_reason(Call(torch.zeros(1))):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
 
@@ -123,7 +123,9 @@ def test_modulated_layers_in_inference(settings, leading, dtype, any_size, monke
 def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):
     monkeypatch.setattr(build, "_was_built", lambda: False)
     monkeypatch.setattr(build, "is_loaded", functools.cache(lambda: pytest.fail("built")))
-    assert native.refuses(Call(torch.zeros(8)), fewest=1, may_build=False) == "not worth building the kernels"
+    assert (
+        native.unsupported_reason(Call(torch.zeros(8)), fewest=1, may_build=False) == "not worth building the kernels"
+    )
     x = torch.randn(1, 24)
     assert relinear.Transponder().build(24, 40).eval()(x).shape == (1, 40)
 
@@ -646,9 +648,9 @@ def test_wrong_factors_are_refused(change, message, any_size):
 
 
 def test_small_and_other_tensors_take_torch_operations():
-    assert native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES - 1)))
-    assert native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, dtype=torch.float64)))
-    assert native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, device="meta")))
+    assert native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES - 1)))
+    assert native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, dtype=torch.float64)))
+    assert native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, device="meta")))
 
 
 def in_a_new_process(code, **environment):
@@ -664,9 +666,9 @@ def in_a_new_process(code, **environment):
 LARGE = """
 import torch
 from relinear.kernels import native
-from relinear.kernels.forms import Call
+from relinear.kernels.implementations import Call
 
-print(native.refuses(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES))))
+print(native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES))))
 """
 
 

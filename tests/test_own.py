@@ -13,7 +13,7 @@ import torch
 from relinear.data import cache
 from relinear.explore import units
 from relinear.explore.subject import _usual_folder
-from relinear.kernels.first_check import check_folder
+from relinear.kernels.kernel_selfcheck import check_folder
 from relinear.kernels.native import build
 from relinear.system import own
 from relinear.system.own import check_own, own_folder

@@ -125,11 +125,11 @@ def test_kernels_import_in_no_circle_inside_functions_either() -> None:
 
 
 def test_kernels_show_twins_and_the_choice_between_their_forms() -> None:
-    """A file is the twin of that of its name in ``functional``; what else there is serves them all."""
+    """A file has the kernels of that of its name in ``functional``; what else there is serves them all."""
     stems = {path.stem for path in (SOURCE / "kernels").glob("*.py")} - {
         "__init__",
-        "forms",
-        "first_check",
+        "implementations",
+        "kernel_selfcheck",
         "autograd",
         "dense",
     }

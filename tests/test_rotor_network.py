@@ -11,7 +11,7 @@ import torch
 import relinear
 from relinear.functional import rotor as reference
 from relinear.kernels import native, rotor
-from relinear.kernels.forms import Call
+from relinear.kernels.implementations import Call
 from relinear.kernels.native import build
 
 #: relative in the Frobenius norm; what was rounded to bfloat16 is that of the inputs and gradients
@@ -61,7 +61,7 @@ every_network = pytest.mark.parametrize(
 @pytest.fixture
 def any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
-    if native.refuses(Call(torch.zeros(1)), fewest=1):
+    if native.unsupported_reason(Call(torch.zeros(1)), fewest=1):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
 

@@ -1,6 +1,6 @@
 """Derivatives beyond the first, torch's transforms and in-place operations: for every kernel and every operator.
 
-Thresholds are lowered, so that small tensors take the forms of large ones: autograd functions, C++ kernels.
+Thresholds are lowered, so that small tensors take the implementations of large ones: autograd functions, C++ kernels.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from cases import CASES, TWINS, Case, Twin, every_case, leaves_of
+from cases import CASES, KERNELS, Case, Twin, every_case, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import tables
 from relinear.kernels import autograd, hdpl, native, pivoted_low_rank
 from relinear.testing.conformance import assert_close, build, call, given, inputs
 
-every_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.kind)
+every_twin = pytest.mark.parametrize("twin", KERNELS, ids=lambda twin: twin.kind)
 
 #: relative errors of second derivatives; single precision is that of the C++ kernels
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-3}

@@ -15,7 +15,7 @@ from conftest import mostly_slow
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-INTERPRETED = ["triton_interpreted.py", "triton_first_check.py"]
+INTERPRETED = ["triton_interpreted.py", "triton_selfcheck.py"]
 
 
 def _run(arguments: list[str], **environment: str) -> str:

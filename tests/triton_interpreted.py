@@ -108,7 +108,7 @@ def test_kernel_compiles_as_a_whole(case: Case) -> None:
 def forced(monkeypatch):
     """Every call takes its Triton kernel, on the CPU too."""
     monkeypatch.setattr(triton, "DEVICE", DEVICE)
-    monkeypatch.setattr(triton, "_refuses_inputs", lambda *given: "")
+    monkeypatch.setattr(triton, "_inputs_unsupported", lambda *given: "")
     with triton.triton_kernels("off"):
         yield
 

@@ -206,7 +206,7 @@ def _next_step() -> None:
 
 def _check_tasks(plan: Plan) -> Iterator[Task]:
     """Every kernel against its reference in double precision, a hidden step over 2,048 numbers among them."""
-    from relinear.kernels.first_check import TOLERANCES
+    from relinear.kernels.kernel_selfcheck import TOLERANCES
     from relinear.kernels.triton.samples import SAMPLES, largest_error
 
     for dtype, (kind, sample) in itertools.product(plan.checked, SAMPLES.items()):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.kernels.forms import is_transformed
+from relinear.kernels.implementations import is_transformed
 
 #: size of a portion on a CPU
 PORTION_BYTES = 1 << 21

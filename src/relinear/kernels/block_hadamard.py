@@ -1,4 +1,4 @@
-"""Twin of ``functional.block_hadamard``: the transform as a few small matrix products.
+"""Kernels of ``functional.block_hadamard``: the transform as a few small matrix products.
 
 H_P = H_A (x) H_B, so the transform of P = A B coordinates is two products with Hadamard matrices of about sqrt(P)
 rows. That is more arithmetic than the log2(P) butterflies, but it runs at the rate of a matrix product instead of at
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.forms import Call, Form, dispatch, is_traced, is_transformed
+from relinear.kernels.implementations import Call, Implementation, dispatch, is_traced, is_transformed
 
 LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
 
@@ -45,7 +45,7 @@ def _matrix(size: int, like: Tensor) -> Tensor:
     return _constant(size, like.dtype, like.device)
 
 
-def _refuses_products(call: Call) -> str:
+def _products_unsupported(call: Call) -> str:
     return "bfloat16 takes longer than additions" if call.emulated else ""
 
 
@@ -63,7 +63,7 @@ def _products(x: Tensor) -> Tensor:
     return y.reshape(x.shape)
 
 
-hadamard = dispatch(Form("products", _refuses_products, _products), otherwise="additions")(butterflies)
+hadamard = dispatch(Implementation("products", _products_unsupported, _products), otherwise="additions")(butterflies)
 
 
 def hadamard_flops(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Twin of ``functional.ccl`` in few passes over memory: gates and their products are one, forward and backward."""
+"""Kernels of ``functional.ccl`` in few passes over memory: gates and their products are one, forward and backward."""
 
 # Legend: I in_features, O out_features, R rank, G width of the gate network's last hidden layer
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from relinear.functional import ccl as reference
 from relinear.kernels import autograd, native
 from relinear.kernels.autograd import as_given, differentiable_as, lowered, row_portions, save, was_changed, watched
-from relinear.kernels.forms import Call, Form, dispatch, is_plain, shape_of, tell
+from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
 
 #: of the LayerNorm
 EPS = 1e-5
@@ -25,18 +25,18 @@ DEEPEST_NATIVE_PER_TOKEN = 1
 LARGER_IN_TRAINING = 8
 
 
-def _refuses_few_rows(call: Call) -> str:
-    x, features = call.given[:2]
+def _few_rows_unsupported(call: Call) -> str:
+    x, features = call.arguments[:2]
     if features is not None and features.shape[:-1] != x.shape[:-1]:
         return "a context that several sequences share"
-    return native.refuses_few_rows(*call.given[:11])
+    return native.few_rows_unsupported(*call.arguments[:11])
 
 
 def _few_rows(x: Tensor, features: Tensor | None, *others: Any) -> Tensor:
     return native.kernels().ccl_layer(x, features, [], *others)
 
 
-def _refuses_products(call: Call) -> str:
+def _products_unsupported(call: Call) -> str:
     return "bfloat16 takes longer than float32" if call.emulated and not call.autocast else ""
 
 
@@ -61,8 +61,8 @@ def _products(
 
 
 ccl = dispatch(
-    Form("C++ for a few rows", _refuses_few_rows, _few_rows),
-    Form("torch's products", _refuses_products, _products),
+    Implementation("C++ for a few rows", _few_rows_unsupported, _few_rows),
+    Implementation("torch's products", _products_unsupported, _products),
     otherwise="reference",
 )(reference.ccl)
 
@@ -73,7 +73,7 @@ def few_rows(
     """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.
 
     None where that is not to run; the function gives None for a context that rows share. The parameters are asked about
-    once, here: they must stay. Whoever calls asks ``native.refuses_rows`` every time.
+    once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 
     Args:
         x: (..., I).
@@ -82,9 +82,9 @@ def few_rows(
         others: what follows them there, up to the output gate's bias.
         gate_bias: as there.
     """
-    if native.refuses_few_rows(x, *trunk, basis, mix, *others):
+    if native.few_rows_unsupported(x, *trunk, basis, mix, *others):
         return None
-    tell("ccl", "C++ for a few rows, prepared", shape_of(x), {})
+    log_choice("ccl", "C++ for a few rows, prepared", shape_of(x), {})
     layer, trunk = native.kernels().ccl_layer.default, list(trunk)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor | None:
@@ -97,11 +97,11 @@ def few_rows(
     return run
 
 
-def _refuses_gates(call: Call) -> str:
-    if call.x.shape[:-1] != call.given[3].shape[:-1]:
+def _gates_unsupported(call: Call) -> str:
+    if call.x.shape[:-1] != call.arguments[3].shape[:-1]:
         return "a context that several sequences share"
     fewest = native.FEWEST_NATIVE_ENTRIES * (LARGER_IN_TRAINING if call.grad else 1)
-    return native.refuses(call, fewest, size=call.rows * call.given[1].shape[0])
+    return native.unsupported_reason(call, fewest, size=call.rows * call.arguments[1].shape[0])
 
 
 def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
@@ -118,7 +118,7 @@ def _gated_product(
     return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
 
 
-_gated_linear = dispatch(Form("gates in C++", _refuses_gates, _gated))(_gated_product)
+_gated_linear = dispatch(Implementation("gates in C++", _gates_unsupported, _gated))(_gated_product)
 
 
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:

@@ -1,4 +1,4 @@
-"""Twin of ``functional.cgt``: the weights of a token are never built."""
+"""Kernels of ``functional.cgt``: the weights of a token are never built."""
 
 # Legend: D width of x, M templates, R rank, N tokens in all
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from relinear.kernels import triton
-from relinear.kernels.forms import Call, Form, dispatch
+from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: columns M R that the Triton kernel can hold in one tile
 MOST_COLUMNS_ON_CHIP = 128
 
 
-def _refuses_triton(call: Call) -> str:
-    if call.given[4].numel() > MOST_COLUMNS_ON_CHIP:
+def _triton_unsupported(call: Call) -> str:
+    if call.arguments[4].numel() > MOST_COLUMNS_ON_CHIP:
         return "too many columns"
-    return triton.refuses(call, "cgt", 5, lambda call: call.x.shape[-1], training=False)
+    return triton.unsupported_reason(call, "cgt", 5, lambda call: call.x.shape[-1], training=False)
 
 
 def _triton(*given: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def _triton(*given: Tensor) -> Tensor:
     return fused.modulate(*given)
 
 
-@dispatch(Form("Triton", _refuses_triton, _triton), otherwise="three thin products")
+@dispatch(Implementation("Triton", _triton_unsupported, _triton), otherwise="three thin products")
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
     """T(x; y) as in ``functional.cgt.modulate``, re-associated: exact, in three thin matrix products.
 

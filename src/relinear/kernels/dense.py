@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from relinear.kernels.forms import tell
+from relinear.kernels.implementations import log_choice
 
 #: dtype -> (tokens, largest square layer, in features, that is faster dense) one after another
 Sizes = Mapping[torch.dtype, tuple[tuple[float, float], ...]]
@@ -77,7 +77,7 @@ def prefers_dense(
 def _told(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
     form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
     given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
-    tell(f"{kind} in inference", form, given, {other: "slower by what was measured"})
+    log_choice(f"{kind} in inference", form, given, {other: "slower by what was measured"})
     return dense
 
 

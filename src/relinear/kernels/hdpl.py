@@ -1,4 +1,4 @@
-"""Twin of ``functional.hdpl``: one kernel for a few rows, and products in C++ where torch's library is slower."""
+"""Kernels of ``functional.hdpl``: one kernel for a few rows, and products in C++ where torch's library is slower."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size or columns of a low-rank part
 
@@ -14,7 +14,7 @@ from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput
 from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.forms import Call, Form, dispatch, shape_of, tell
+from relinear.kernels.implementations import Call, Implementation, dispatch, log_choice, shape_of
 from relinear.system.machine import has_narrow_products
 
 #: tokens from which one C++ kernel takes less time than torch's products: it copies weights
@@ -23,8 +23,8 @@ FEWEST_NATIVE_TOKENS = 512
 LARGEST_GRADIENT = 1 << 19
 
 
-_refuses_triton = functools.partial(
-    triton.refuses, kind="hdpl", tensors=8, outputs=lambda call: call.given[6].shape[0], most=2**41
+_triton_unsupported = functools.partial(
+    triton.unsupported_reason, kind="hdpl", tensors=8, outputs=lambda call: call.arguments[6].shape[0], most=2**41
 )
 
 
@@ -34,9 +34,9 @@ def _triton(*given: Any) -> HDPLOutput:
     return fused.hdpl(*given)
 
 
-def _refuses_few_rows(call: Call) -> str:
-    x, blocks, mu_weight, mu_bias, _, _, decoder, bias, noise = call.given
-    return "sampled" if noise is not None else native.refuses_few_rows(x, blocks, mu_weight, mu_bias, decoder, bias)
+def _few_rows_unsupported(call: Call) -> str:
+    x, blocks, mu_weight, mu_bias, _, _, decoder, bias, noise = call.arguments
+    return "sampled" if noise is not None else native.few_rows_unsupported(x, blocks, mu_weight, mu_bias, decoder, bias)
 
 
 def _few_rows(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> HDPLOutput:
@@ -44,12 +44,12 @@ def _few_rows(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder
     return HDPLOutput(y, z, z, None)
 
 
-def _refuses_products(call: Call) -> str:
+def _products_unsupported(call: Call) -> str:
     if call.size < FEWEST_NATIVE_TOKENS * call.x.shape[-1]:
         return "too few tokens"
     if call.dtype != torch.float32:
         return "not in float32"
-    return native.refuses(call) if has_narrow_products() else "a library that uses the whole processor"
+    return native.unsupported_reason(call) if has_narrow_products() else "a library that uses the whole processor"
 
 
 def _in_cpp(x: Tensor, *others: Tensor | None) -> HDPLOutput:
@@ -62,9 +62,9 @@ def _in_cpp(x: Tensor, *others: Tensor | None) -> HDPLOutput:
 
 
 hdpl = dispatch(
-    Form("Triton", _refuses_triton, _triton),
-    Form("C++ for a few rows", _refuses_few_rows, _few_rows),
-    Form("products in C++", _refuses_products, _in_cpp),
+    Implementation("Triton", _triton_unsupported, _triton),
+    Implementation("C++ for a few rows", _few_rows_unsupported, _few_rows),
+    Implementation("products in C++", _products_unsupported, _in_cpp),
     otherwise="reference",
 )(reference.hdpl)
 
@@ -72,16 +72,16 @@ hdpl = dispatch(
 def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """y without noise as a function of a few rows like x, one call in C++; None where that is not to run.
 
-    The parameters are asked about once, here: they must stay. Whoever calls asks ``native.refuses_rows`` every time.
+    The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 
     Args:
         x: (..., I).
         parameters: blocks, mu_weight, mu_bias, decoder and bias of ``hdpl``.
     """
-    if native.refuses_few_rows(x, *parameters):
+    if native.few_rows_unsupported(x, *parameters):
         return None
     layer = native.kernels().hdpl_layer.default
-    tell("hdpl", "C++ for a few rows, prepared", shape_of(x), {})
+    log_choice("hdpl", "C++ for a few rows, prepared", shape_of(x), {})
     return lambda x: layer(x, *parameters)[0]
 
 

@@ -1,4 +1,4 @@
-"""Twin of ``functional.pivoted_low_rank``: in training the gradient of the permutation is gathered.
+"""Kernels of ``functional.pivoted_low_rank``: in training the gradient of the permutation is gathered.
 
 The reference's is a scattered sum, which on a CPU takes longer than all products.
 """
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from relinear.functional import pivoted_low_rank as reference
-from relinear.kernels.forms import Call, Form, dispatch
+from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: numbers from which the scattered sum takes longer than the calls of ours
 FEWEST_PERMUTED = 1 << 12
@@ -26,7 +26,7 @@ class _Permuted(torch.autograd.Function):
         return _Permuted.apply(grad, ctx.order.argsort()), None
 
 
-def _refuses(call: Call) -> str:
+def _unsupported(call: Call) -> str:
     if not (call.grad and call.x.requires_grad):
         return "no gradient for the inputs"
     return call.opaque or ("too few numbers" if call.size < FEWEST_PERMUTED else "")
@@ -36,6 +36,6 @@ def _gathered(x: Tensor, order: Tensor, *others: Tensor) -> Tensor:
     return reference.of_ordered(_Permuted.apply(x, order), *others)
 
 
-pivoted_low_rank = dispatch(Form("gradient gathered", _refuses, _gathered), otherwise="reference")(
+pivoted_low_rank = dispatch(Implementation("gradient gathered", _unsupported, _gathered), otherwise="reference")(
     reference.pivoted_low_rank
 )

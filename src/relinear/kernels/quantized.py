@@ -12,14 +12,14 @@ from torch import Tensor
 from relinear.functional import quantized as reference
 from relinear.functional.rounding import change_codes
 from relinear.kernels import native
-from relinear.kernels.forms import PLAIN, Call, Form, dispatch
+from relinear.kernels.implementations import PLAIN, Call, Implementation, dispatch
 
 #: inputs of a group that the kernels take a multiple of
 _HALF = reference.BLOCK // 2
 
 
-def _refuses(call: Call) -> str:
-    x, packed, scales, zeros, _, group, bias = call.given
+def _unsupported(call: Call) -> str:
+    x, packed, scales, zeros, _, group, bias = call.arguments
     if x.shape[-1] % reference.BLOCK or group % _HALF:
         return f"inputs are no multiple of {reference.BLOCK}, or a group's of {_HALF}"
     if call.grad and any(t is not None and t.requires_grad for t in (x, scales, bias)):
@@ -29,18 +29,18 @@ def _refuses(call: Call) -> str:
     for t in (packed, scales, zeros, bias):
         if t is not None and not (type(t) in PLAIN and t.is_cpu and t.is_contiguous()):
             return "no plain parameters on a CPU"
-    return native.refuses(call, fewest=1, may_build=packed.numel() >= native.FEWEST_NATIVE_ENTRIES)
+    return native.unsupported_reason(call, fewest=1, may_build=packed.numel() >= native.FEWEST_NATIVE_ENTRIES)
 
 
 def _compiled(*given) -> Tensor:
     return native.kernels().quantized_layer(*given)
 
 
-quantized = dispatch(Form("C++", _refuses, _compiled), otherwise="reference")(reference.quantized)
+quantized = dispatch(Implementation("C++", _unsupported, _compiled), otherwise="reference")(reference.quantized)
 
 
 def code_changer(weight: Tensor) -> Callable[..., None]:
     """``functional.rounding.change_codes`` in C++ where ``weight`` (O, I) and a compiler allow it, else itself."""
-    if weight.dtype != torch.float32 or native.refuses(Call(weight), fewest=1):
+    if weight.dtype != torch.float32 or native.unsupported_reason(Call(weight), fewest=1):
         return change_codes
     return native.kernels().change_codes.default

@@ -1,4 +1,4 @@
-"""Twin of ``functional.rotor``: on a CPU a network in one pass, on a GPU sums of sandwiches and hidden steps."""
+"""Kernels of ``functional.rotor``: on a CPU a network in one pass, on a GPU sums of sandwiches and hidden steps."""
 
 # Legend: N tokens, I / O windows of the input / output, W terms, L and R sizes of the factors
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from relinear.functional import rotor as reference
 from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, save
-from relinear.kernels.forms import Call, Form, dispatch
+from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: tokens that are worth gradients of their own, which are summed at the end
 TOKENS_OF_A_SHARE = 64
 
 
-_refuses_triton = functools.partial(
-    triton.refuses,
+_triton_unsupported = functools.partial(
+    triton.unsupported_reason,
     kind="rotor",
     tensors=3,
-    outputs=lambda call: call.x.shape[-1] * call.given[1].shape[1],
+    outputs=lambda call: call.x.shape[-1] * call.arguments[1].shape[1],
     most=2**40,
     training=False,
 )
@@ -35,14 +35,14 @@ def _triton(*given: Any) -> Tensor:
     return fused.sandwich_windows(*given)
 
 
-sandwich_windows = dispatch(Form("Triton", _refuses_triton, _triton))(reference.sandwich_windows)
+sandwich_windows = dispatch(Implementation("Triton", _triton_unsupported, _triton))(reference.sandwich_windows)
 
 
-def _refuses_step(call: Call) -> str:
+def _step_unsupported(call: Call) -> str:
     # factors of 64 numbers and more are checked by themselves, as compilers take their products in other ways
     window = call.x.shape[-1]
     kind = "rotor_step" if window < 2048 else "rotor_step_2048" if window < 4096 else "rotor_step_4096"
-    return triton.refuses(call, kind, 5, lambda call: window)
+    return triton.unsupported_reason(call, kind, 5, lambda call: window)
 
 
 def _step_in_triton(*given: Any) -> Tensor:
@@ -53,10 +53,10 @@ def _step_in_triton(*given: Any) -> Tensor:
 
 def takes_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor) -> bool:
     """Whether ``rotor_step`` is one kernel for such tensors, for whom it would cost to compute factors otherwise."""
-    return not _refuses_step(Call(x, left, right, slopes, mix))
+    return not _step_unsupported(Call(x, left, right, slopes, mix))
 
 
-rotor_step = dispatch(Form("Triton", _refuses_step, _step_in_triton))(reference.rotor_step)
+rotor_step = dispatch(Implementation("Triton", _step_unsupported, _step_in_triton))(reference.rotor_step)
 
 
 def _ready(values: Tensor) -> Tensor:
@@ -133,24 +133,24 @@ class _Network(torch.autograd.Function):
 ENTRIES_OF_A_ROW = {torch.float32: 1 << 11, torch.bfloat16: 1 << 12}
 
 
-def _refuses_network(call: Call) -> str:
+def _network_unsupported(call: Call) -> str:
     """Training keeps to one form, whatever has been built; in inference a few tokens take what is there."""
-    _, left, right, *_ = call.given
-    return _refuses_sizes(call, [factor.shape[-1] for factor in (*left, *right)])
+    _, left, right, *_ = call.arguments
+    return _sizes_unsupported(call, [factor.shape[-1] for factor in (*left, *right)])
 
 
-def _refuses_sizes(call: Call, sizes: Sequence[int]) -> str:
+def _sizes_unsupported(call: Call, sizes: Sequence[int]) -> str:
     if any(size % 8 for size in sizes):
         return "factors of sizes not divisible by 8"
     if not call.grad and call.rows * ENTRIES_OF_A_ROW.get(call.dtype, 0) < max(sizes) ** 2:
         return "few rows of a large window, where a tile of tokens is mostly empty"
-    reason = native.refuses(call, native.FEWEST_NETWORK_ENTRIES)
-    return native.refuses(call, fewest=1, may_build=False) if reason and not call.grad else reason
+    reason = native.unsupported_reason(call, native.FEWEST_NETWORK_ENTRIES)
+    return native.unsupported_reason(call, fewest=1, may_build=False) if reason and not call.grad else reason
 
 
 def takes_network(x: Tensor, sizes: Sequence[int]) -> bool:
     """Return whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of such sizes."""
-    return not _refuses_sizes(Call(x), sizes)
+    return not _sizes_unsupported(Call(x), sizes)
 
 
 def _in_tiles(x, left, right, orders, slopes, mix, bias, form) -> Tensor:
@@ -159,4 +159,6 @@ def _in_tiles(x, left, right, orders, slopes, mix, bias, form) -> Tensor:
     return PreparedNetwork(x.shape[1], left, right, orders, slopes, mix, form)(x, bias)
 
 
-rotor_network = dispatch(Form("tiles of tokens in C++", _refuses_network, _in_tiles))(reference.rotor_network)
+rotor_network = dispatch(Implementation("tiles of tokens in C++", _network_unsupported, _in_tiles))(
+    reference.rotor_network
+)

@@ -1,4 +1,4 @@
-"""Twin of ``functional.transponder``: a layer and its gates in C++, with alpha folded into B. Only the output and
+"""Kernels of ``functional.transponder``: a layer and its gates in C++, with alpha folded into B. Only the output and
 u = A x are kept for the backward pass, and the gates are computed there again: since the output y is z times its gates,
 the gradients need grad * y and grad * gates, and never z itself."""
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from relinear.functional import transponder as reference
 from relinear.kernels import autograd, native, triton
 from relinear.kernels.autograd import as_given, differentiable_as, lowered, row_portions, save, was_changed, watched
-from relinear.kernels.forms import Call, Form, dispatch, is_plain, shape_of, tell
+from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
 
 Alpha = Tensor | float
 
@@ -82,11 +82,11 @@ def _folded(up: Tensor | None, alpha: Alpha) -> Tensor | None:
     return up.float() if isinstance(alpha, float) and alpha == 1 else alpha * up.float()
 
 
-_refuses_triton = functools.partial(
-    triton.refuses,
+_triton_unsupported = functools.partial(
+    triton.unsupported_reason,
     kind="transponder",
     tensors=6,
-    outputs=lambda call: call.given[1].shape[0],
+    outputs=lambda call: call.arguments[1].shape[0],
     most=2**36,
     most_in_training=2**39,
 )
@@ -98,16 +98,16 @@ def _triton(*given: Any) -> Tensor:
     return fused.modulated_linear(*given)
 
 
-def _refuses_cpp(call: Call) -> str:
+def _cpp_unsupported(call: Call) -> str:
     """Refuse C++ but for a channel gate. Training keeps to one form, whatever has been built."""
-    _, weight, _, down, channel, *_ = call.given
+    _, weight, _, down, channel, *_ = call.arguments
     if channel is None:
         return "no channel gate"
     if channel.shape[1] > native.LARGEST_NATIVE_RANK:
         return "too large a rank"
-    reason = native.refuses(call, size=call.rows * weight.shape[0])
+    reason = native.unsupported_reason(call, size=call.rows * weight.shape[0])
     if reason and not call.grad:  # as Python's part counts for one token, which is not worth a build
-        reason = native.refuses(call, fewest=1, may_build=False)
+        reason = native.unsupported_reason(call, fewest=1, may_build=False)
     if reason:
         return reason
     if not is_plain(weight):
@@ -127,22 +127,24 @@ def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
 
 
 modulated_linear = dispatch(
-    Form("Triton", _refuses_triton, _triton), Form("gates in C++", _refuses_cpp, _in_cpp), otherwise="reference"
+    Implementation("Triton", _triton_unsupported, _triton),
+    Implementation("gates in C++", _cpp_unsupported, _in_cpp),
+    otherwise="reference",
 )(reference.modulated_linear)
 
 
 def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """``modulated_linear`` as a function of a few rows like x, alphas folded into B; None where C++ is not to run.
 
-    The parameters are asked about once, here: they must stay. Whoever calls asks ``native.refuses_rows`` every time.
+    The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 
     Args:
         x: (..., I).
         parameters: weight, bias, down, channel and scalar of ``modulated_linear``.
     """
     call = Call(x, *parameters)
-    if call.grad or call.autocast or _refuses_cpp(call):
+    if call.grad or call.autocast or _cpp_unsupported(call):
         return None
     layer = native.kernels().modulated_linear.default
-    tell("transponder", "C++ for a few rows, prepared", shape_of(x), {})
+    log_choice("transponder", "C++ for a few rows, prepared", shape_of(x), {})
     return lambda x: layer(x, *parameters)

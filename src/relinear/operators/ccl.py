@@ -22,7 +22,7 @@ from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import ccl, few_rows
-from relinear.kernels.native import refuses_rows
+from relinear.kernels.native import rows_unsupported
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.operators.context_manager import GELU_GAIN
 
@@ -93,7 +93,7 @@ class CCLLinear(Gated, Operator):
         features = context = None
         if self.config.conditioned:
             context = current_context(x, self.config.context_dim, "ccl")
-        if self.parameter_cache is not None and self._taps is None and not refuses_rows(x):
+        if self.parameter_cache is not None and self._taps is None and not rows_unsupported(x):
             run = prepared(self, x, self._few_rows)
             y = None if run is None else run(x, context)
             if y is not None:

@@ -19,7 +19,7 @@ from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional import hdpl as reference
 from relinear.kernels.hdpl import few_rows, hdpl
-from relinear.kernels.native import refuses_rows
+from relinear.kernels.native import rows_unsupported
 from relinear.kernels.native.build import is_loaded_beside
 
 #: log sigma^2 after ``from_linear``: noise of 2 % of a latent of unit variance
@@ -95,7 +95,7 @@ class HDPLLinear(LatentOperator):
         return few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.parameter_cache is not None and self._taps is None and not refuses_rows(x):
+        if self.parameter_cache is not None and self._taps is None and not rows_unsupported(x):
             run = prepared(self, x, self._few_rows)
             if run is not None:
                 return run(x)

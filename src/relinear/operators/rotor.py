@@ -19,7 +19,7 @@ from relinear.contract.operator import NotLinearError, Operator, OperatorConfig,
 from relinear.functional import rotor as reference
 from relinear.kernels.autograd import lowered
 from relinear.kernels.dense import dense_inference, prefers_dense
-from relinear.kernels.forms import is_plain
+from relinear.kernels.implementations import is_plain
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, takes_network, takes_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials, tiled
 

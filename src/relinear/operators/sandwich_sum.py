@@ -17,7 +17,7 @@ from relinear.clifford.tables import device_table
 from relinear.contract.inference import CachingModule, ParameterCache
 from relinear.functional import rotor as reference
 from relinear.kernels.dense import factored_cost, prefers_dense
-from relinear.kernels.forms import is_transformed
+from relinear.kernels.implementations import is_transformed
 from relinear.kernels.rotor import sandwich_windows
 from relinear.system.machine import cpu_features
 

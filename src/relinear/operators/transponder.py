@@ -20,7 +20,7 @@ from relinear.contract.operator import NotLinearError
 from relinear.contract.parameters import add_parameters, is_bare, is_plain_linear
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
-from relinear.kernels.native import refuses_rows
+from relinear.kernels.native import rows_unsupported
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.transponder import few_rows, modulated_linear
 
@@ -324,7 +324,7 @@ class TransponderLinear(Wrapper):
 
     def forward(self, x: Tensor) -> Tensor:
         # looked up where it is: this is asked for every token, and attributes of modules take a while
-        if self.parameter_cache is not None and not refuses_rows(x):
+        if self.parameter_cache is not None and not rows_unsupported(x):
             taps = getattr(self._modules["modulator"], "_taps", None)
             run = None if taps else prepared(self, x, self._few_rows)
             if run is not None:

@@ -1,7 +1,7 @@
-"""Kernels in C++ for CPUs, built at their first use (``build``), and what they refuse.
+"""Kernels in C++ for CPUs, built at their first use (``build``), and the calls that they do not support.
 
 Where no C++ compiler is found, or building fails (one warning), or ``RELINEAR_COMPILE_KERNELS=0`` is in the environment
-when they are first wanted, twins take torch's operations.
+when they are first wanted, kernels take torch's operations.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from relinear.kernels.forms import PLAIN, Call
+from relinear.kernels.implementations import PLAIN, Call
 from relinear.kernels.native import build
 
 #: entries from which the kernels are used: below, an eager chain takes less time than a thread's start saves
@@ -28,8 +28,8 @@ def kernels() -> Any:
     return torch.ops.relinear_cpu
 
 
-def refuses(call: Call, fewest: int | None = None, may_build: bool = True, size: int | None = None) -> str:
-    """Refuse tensors but large plain ones in float32 or bfloat16, where the kernels can be built.
+def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = True, size: int | None = None) -> str:
+    """Say why the kernels do not run: they take large plain tensors in float32 or bfloat16, and need a compiler.
 
     Args:
         call: of which x is asked about.
@@ -52,8 +52,8 @@ def refuses(call: Call, fewest: int | None = None, may_build: bool = True, size:
     return "" if build.is_loaded() else "the kernels could not be built"
 
 
-def refuses_few_rows(x: Tensor, *parameters: Tensor | None) -> str:
-    """Refuse one kernel for all that an operator does with a few rows x (..., I): it is for inference alone.
+def few_rows_unsupported(x: Tensor, *parameters: Tensor | None) -> str:
+    """Say why one kernel for a whole operator does not run on a few rows x (..., I): it is for inference alone.
 
     A few rows are not worth a build: ``relinear.for_inference_`` has the kernels built.
 
@@ -61,7 +61,7 @@ def refuses_few_rows(x: Tensor, *parameters: Tensor | None) -> str:
         x: inputs.
         parameters: matrices, biases and whatever else is to be plain, contiguous and of x's dtype.
     """
-    reason = refuses_rows(x) or refuses(Call(x), fewest=1, may_build=False)
+    reason = rows_unsupported(x) or unsupported_reason(Call(x), fewest=1, may_build=False)
     if reason:
         return reason
     dtype = x.dtype
@@ -71,8 +71,8 @@ def refuses_few_rows(x: Tensor, *parameters: Tensor | None) -> str:
     return ""
 
 
-def refuses_rows(x: Tensor) -> str:
-    """Refuse any kernel for a few rows x (..., I), whatever its parameters.
+def rows_unsupported(x: Tensor) -> str:
+    """Say why no kernel for a few rows runs on x (..., I), whatever its parameters.
 
     Spelt out, not called: this is asked for every token by every layer.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from relinear.kernels.forms import meant
+from relinear.kernels.implementations import meant
 from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
 from relinear.system.own import check_own, own_folder, user_cache

@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs, one file an operator, and what they refuse.
+"""Triton kernels for NVIDIA GPUs, one file an operator, and the calls that they do not support.
 
 No kernel is imported before a CUDA tensor asks for it. Every kernel is an opaque ``torch.library`` operator with a
 shape rule, and a backward where it is taken in training, so that it goes through ``torch.compile(fullgraph=True)``.
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from relinear.kernels.first_check import against_unseen
-from relinear.kernels.forms import Call, meant
+from relinear.kernels.implementations import Call, meant
+from relinear.kernels.kernel_selfcheck import against_unseen
 
 #: where the kernels run
 DEVICE = "cuda"
@@ -50,7 +50,7 @@ def triton_kernels(mode: str) -> Iterator[None]:
         _triton_mode = before
 
 
-def refuses(
+def unsupported_reason(
     call: Call,
     kind: str,
     tensors: int,
@@ -60,16 +60,16 @@ def refuses(
     most_in_training: float | None = None,
     training: bool = True,
 ) -> str:
-    """Refuse the Triton kernel of an operator but on an NVIDIA GPU, in half precision (that of all tensors, or
-    autocast's), where it was the faster form (results/gpu) and has been seen to be right (``first_check``).
+    """Say why an operator's Triton kernel does not run: it needs an NVIDIA GPU and half precision (of all tensors, or
+    autocast's), where it was faster (results/gpu) and has been seen to be right (``kernel_selfcheck``).
 
     ``RELINEAR_TRITON`` in the environment, read at import, is ``0`` for no kernels, or ``force`` for kernels that
     nobody has checked, also where they are slower.
 
     Args:
-        call: of the twin.
+        call: of the kernel.
         kind: of the kernel, by which it is checked.
-        tensors: how many of the twin's arguments, from the first on, are to be in half precision.
+        tensors: how many of the arguments, from the first on, are to be in half precision.
         outputs: of a row of the call.
         most: multiplications of a dense layer below which it was.
         most_in_training: the same of a training step; ``most`` by default.
@@ -77,7 +77,7 @@ def refuses(
     """
     if call.device != DEVICE:
         return "not on an NVIDIA GPU"
-    reason = _refuses_inputs(call, tensors)
+    reason = _inputs_unsupported(call, tensors)
     if reason:
         return reason
     if not HAS_TRITON:
@@ -94,16 +94,16 @@ def refuses(
     return against_unseen(kind, str(call.x.device), call.dtype)
 
 
-def _refuses_inputs(call: Call, tensors: int) -> str:
-    """Refuse what no Triton kernel takes, whatever it holds."""
+def _inputs_unsupported(call: Call, tensors: int) -> str:
+    """Say why no Triton kernel takes the inputs, whatever it computes."""
     if not call.size:
         return "no numbers"
     if call.transformed:
         return call.opaque
-    given = [t.dtype for t in call.given[:tensors] if isinstance(t, Tensor)]
-    if call.autocast and torch.float64 not in given:
-        given = [call.dtype]
-    if given[0] not in (torch.float16, torch.bfloat16) or any(dtype != given[0] for dtype in given):
+    dtypes = [t.dtype for t in call.arguments[:tensors] if isinstance(t, Tensor)]
+    if call.autocast and torch.float64 not in dtypes:
+        dtypes = [call.dtype]
+    if dtypes[0] not in (torch.float16, torch.bfloat16) or any(dtype != dtypes[0] for dtype in dtypes):
         return "not all in one half precision"
     old = torch.cuda.get_device_capability(call.x.device) < OLDEST_CAPABILITY
     return "the GPU is older than compute capability 8.0" if old else ""

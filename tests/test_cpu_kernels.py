@@ -5,7 +5,7 @@ import torch
 from cases import ccl_results
 from relinear import functional
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels import block_hadamard, ccl, forms, native
+from relinear.kernels import block_hadamard, ccl, implementations, native
 from relinear.kernels.autograd import row_portions
 
 
@@ -28,7 +28,7 @@ def test_large_portions_are_of_whole_multiples_of_rows():
 def test_ccl_in_bfloat16(monkeypatch):
     """Outputs and gradients of the path that only large layers take, against the reference in double precision."""
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
-    monkeypatch.setattr(forms, "fast_bfloat16", lambda: True)
+    monkeypatch.setattr(implementations, "fast_bfloat16", lambda: True)
     results = ccl_results((torch.float64, torch.bfloat16), 24, 40)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() < 5e-2 * exact.norm() + 1e-6
@@ -36,12 +36,12 @@ def test_ccl_in_bfloat16(monkeypatch):
 
 def test_float32_where_bfloat16_is_emulated(monkeypatch):
     """The reference in single precision runs, and the transform that adds instead of multiplying: bit for bit."""
-    monkeypatch.setattr(forms, "fast_bfloat16", lambda: False)
+    monkeypatch.setattr(implementations, "fast_bfloat16", lambda: False)
     x, features, basis, mix = (torch.randn(*shape).bfloat16() for shape in ((5, 64), (5, 8), (4, 64), (16, 4)))
     gates = features.new_ones(4, 8), features.new_ones(4), features.new_ones(16, 8), features.new_ones(16)
     given = x.requires_grad_(), features, basis, mix, None, None, None, *gates
     assert torch.equal(ccl.ccl(*given), functional.ccl.ccl(*given))
     assert torch.equal(block_hadamard.hadamard(x), butterflies(x))
-    monkeypatch.setattr(forms, "fast_bfloat16", lambda: True)
+    monkeypatch.setattr(implementations, "fast_bfloat16", lambda: True)
     assert not torch.equal(ccl.ccl(*given), functional.ccl.ccl(*given))
     assert not torch.equal(block_hadamard.hadamard(x), butterflies(x))

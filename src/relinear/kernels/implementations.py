@@ -1,11 +1,11 @@
-"""Forms of twins: a list beside each, tried in order, of which the first that does not refuse runs.
+"""Implementations of a kernel: a list tried in order, of which the first that supports the call runs.
 
-A twin (a function of ``kernels`` with the name and the signature of its reference in ``functional``) is computed in
-several forms: kernels in Triton or C++, torch's operations in another order, the reference itself. What a form refuses,
-and why, it says itself; who calls a twin knows nothing of forms.
+A kernel (a function of ``kernels`` with the name and the signature of its reference in ``functional``) has several
+implementations: Triton or C++, torch's operations in another order, the reference itself. Each says which calls it does
+not support, and why; who calls a kernel knows nothing of implementations.
 
-The logger ``relinear.forms``, set to DEBUG itself, tells what was chosen and what spoke against the forms before it,
-once a shape; ``RELINEAR_LOG=forms`` in the environment, read at import, prints it to stderr.
+The logger ``relinear.kernels``, set to DEBUG itself, says which implementation runs and why not those before it, once a
+shape; ``RELINEAR_LOG=kernels`` in the environment, read at import, prints it to stderr.
 """
 
 import functools
@@ -21,11 +21,11 @@ from torch.autograd import forward_ad
 
 from relinear.system.machine import fast_bfloat16
 
-Twin = TypeVar("Twin", bound=Callable[..., Any])
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 Meaning = TypeVar("Meaning")
 
-FORMS = logging.getLogger("relinear.forms")
-_told: set[tuple] = set()
+LOG = logging.getLogger("relinear.kernels")
+_logged: set[tuple] = set()
 
 #: classes of tensors that are nothing but numbers
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -43,19 +43,19 @@ def meant(variable: str, asked: str, meanings: Mapping[str, Meaning]) -> Meaning
     return meanings[asked]
 
 
-if meant("RELINEAR_LOG", os.environ.get("RELINEAR_LOG", ""), {"": False, "0": False, "forms": True}):
+if meant("RELINEAR_LOG", os.environ.get("RELINEAR_LOG", ""), {"": False, "0": False, "kernels": True, "forms": True}):
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    FORMS.addHandler(handler)
-    FORMS.setLevel(logging.DEBUG)
-    FORMS.propagate = False
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.DEBUG)
+    LOG.propagate = False
 
 
 class Call:
-    """Facts about one call of a twin, shown to every form; looked up as they are asked for, as small calls ask for few.
+    """Facts about one call of a kernel, for its implementations; looked up lazily, as small calls need few.
 
     Attributes:
-        given: the twin's arguments, in its order.
+        arguments: the kernel's arguments, in its order.
         x: the first of them.
         device, size: of x: the kind of its device, and how many numbers it holds.
         autocast: whether products run in another dtype than x's.
@@ -68,9 +68,9 @@ class Call:
         plain: ``is_plain``.
     """
 
-    def __init__(self, *given: Any) -> None:
-        x: Tensor = given[0]
-        self.given, self.x = given, x
+    def __init__(self, *arguments: Any) -> None:
+        x: Tensor = arguments[0]
+        self.arguments, self.x = arguments, x
         self.device = "cpu" if x.is_cpu else x.device.type  # a property of the tensor is there in less time
         self.size = x.numel()
         self.compiled = torch.compiler.is_compiling()
@@ -112,53 +112,53 @@ class Call:
         return self.size // self.x.shape[-1] if self.size else 0
 
 
-class Form(NamedTuple):
-    """One way to compute a twin.
+class Implementation(NamedTuple):
+    """One way to compute a kernel.
 
     Args:
-        name: as the log tells it.
-        refuses: "" where ``run`` may be called, or what speaks against it.
-        run: takes the twin's arguments.
+        name: in the log.
+        unsupported_reason: "" where ``run`` may be called, else the reason why not.
+        run: takes the kernel's arguments.
     """
 
     name: str
-    refuses: Callable[[Call], str]
+    unsupported_reason: Callable[[Call], str]
     run: Callable[..., Any]
 
 
-def dispatch(*forms: Form, otherwise: str = "torch's operations") -> Callable[[Twin], Twin]:
-    """Decorate a twin: the first form that does not refuse runs, and the twin itself where all do.
+def dispatch(*implementations: Implementation, otherwise: str = "torch's operations") -> Callable[[Kernel], Kernel]:
+    """Decorate a kernel: the first implementation that supports the call runs, or the decorated function itself.
 
     Args:
-        forms: tried in this order.
-        otherwise: what the log calls the twin's own body.
+        implementations: tried in this order.
+        otherwise: what the log calls the decorated function.
     """
 
-    def decorate(twin: Twin) -> Twin:
-        parameters = inspect.signature(twin).parameters
-        names, last = tuple(parameters), Form(otherwise, _never, twin)
+    def decorate(kernel: Kernel) -> Kernel:
+        parameters = inspect.signature(kernel).parameters
+        names, last = tuple(parameters), Implementation(otherwise, _never, kernel)
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-        part = " ".join(dict.fromkeys((twin.__module__.rpartition(".")[2], twin.__name__.strip("_"))))
+        part = " ".join(dict.fromkeys((kernel.__module__.rpartition(".")[2], kernel.__name__.strip("_"))))
 
-        @functools.wraps(twin)
-        def run(*given: Any, **named: Any) -> Any:
-            if len(given) != len(names):
-                others, missing = {**defaults, **named}, names[len(given) :]
-                if any(name not in others for name in missing) or any(name not in missing for name in named):
-                    return twin(*given, **named)  # which says what is wrong
-                given = (*given, *[others[name] for name in missing])
-            call, chosen = Call(*given), last
-            for form in forms:
-                if not form.refuses(call):
-                    chosen = form
+        @functools.wraps(kernel)
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if len(arguments) != len(names):
+                values, missing = {**defaults, **keywords}, names[len(arguments) :]
+                if any(name not in values for name in missing) or any(name not in missing for name in keywords):
+                    return kernel(*arguments, **keywords)  # which says what is wrong
+                arguments = (*arguments, *[values[name] for name in missing])
+            call, chosen = Call(*arguments), last
+            for implementation in implementations:
+                if not implementation.unsupported_reason(call):
+                    chosen = implementation
                     break
             # the logger's own level, without its parents': asked in every forward pass, it may take no time
-            if not call.compiled and FORMS.level:
-                before = forms[: forms.index(chosen)] if chosen is not last else forms
-                tell(part, chosen.name, shape_of(call.x), {form.name: form.refuses(call) for form in before})
-            return chosen.run(*given)
+            if not call.compiled and LOG.level:
+                before = implementations[: implementations.index(chosen)] if chosen is not last else implementations
+                log_choice(part, chosen.name, shape_of(call.x), {i.name: i.unsupported_reason(call) for i in before})
+            return chosen.run(*arguments)
 
-        return cast("Twin", run)
+        return cast("Kernel", run)
 
     return decorate
 
@@ -168,18 +168,18 @@ def _never(call: Call) -> str:
 
 
 def shape_of(x: Tensor) -> str:
-    """Shape, dtype and device of x, as the log tells them."""
+    """Shape, dtype and device of x, as the log says them."""
     shape = " x ".join(str(size) for size in x.shape) or "a number"
     return f"{shape}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}"
 
 
-def tell(part: str, form: str, given: str, against: dict[str, str]) -> None:
-    """Log, where that is wanted, the form of ``part`` that was chosen and what spoke against others; each once."""
-    line = part, given, form, *against.items()
-    if FORMS.level and line not in _told and FORMS.isEnabledFor(logging.DEBUG):
-        _told.add(line)
-        reasons = "".join(f"; not {name}: {reason}" for name, reason in against.items() if reason)
-        FORMS.debug("%s (%s): %s%s", part, given, form, reasons)
+def log_choice(kernel: str, implementation: str, shape: str, unsupported: dict[str, str]) -> None:
+    """Log once, if logging is on, the implementation of ``kernel`` that runs and why others do not."""
+    line = kernel, shape, implementation, *unsupported.items()
+    if LOG.level and line not in _logged and LOG.isEnabledFor(logging.DEBUG):
+        _logged.add(line)
+        reasons = "".join(f"; not {name}: {reason}" for name, reason in unsupported.items() if reason)
+        LOG.debug("%s (%s): %s%s", kernel, shape, implementation, reasons)
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:

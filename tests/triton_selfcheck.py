@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import relinear
 from conftest import mostly_slow
-from relinear.kernels import first_check
+from relinear.kernels import kernel_selfcheck
 from relinear.kernels import triton as choice
 from relinear.kernels.triton import cgt, rotor, transponder
 from relinear.kernels.triton.samples import SAMPLES, largest_error
@@ -41,21 +41,21 @@ def _at_first(monkeypatch, tmp_path):
     monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path))
     for kind, sample in SAMPLES.items():  # the interpreter takes its time
         monkeypatch.setitem(SAMPLES, kind, dataclasses.replace(sample, given=sample.given[:1]))
-    first_check.forget()
+    kernel_selfcheck.forget()
     yield
-    first_check.forget()
+    kernel_selfcheck.forget()
 
 
 def verdicts() -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(first_check.check_folder().iterdir())]
+    return [json.loads(path.read_text()) for path in sorted(kernel_selfcheck.check_folder().iterdir())]
 
 
 @pytest.fixture
 def count(monkeypatch) -> list:
     """Grows with every check that runs a kernel."""
     checks: list = []
-    check = first_check._check
-    monkeypatch.setattr(first_check, "_check", lambda *given: (checks.append(given), check(*given))[1])
+    check = kernel_selfcheck._check
+    monkeypatch.setattr(kernel_selfcheck, "_check", lambda *given: (checks.append(given), check(*given))[1])
     return checks
 
 
@@ -63,10 +63,10 @@ def count(monkeypatch) -> list:
 def test_kernels_that_are_right_are_used(kind: str, count) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert not first_check.against_unseen(kind, "cpu", DTYPE)
-        assert not first_check.against_unseen(kind, "cpu", DTYPE)
-        first_check.forget()  # as another process
-        assert not first_check.against_unseen(kind, "cpu", DTYPE)
+        assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
+        assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
+        kernel_selfcheck.forget()  # as another process
+        assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
     assert len(count) == 1
     (verdict,) = verdicts()
     assert verdict["against"] == ""
@@ -75,7 +75,7 @@ def test_kernels_that_are_right_are_used(kind: str, count) -> None:
 
 def test_a_wrong_kernel_gives_way_to_torch_and_warns_once(monkeypatch, count) -> None:
     monkeypatch.setattr(choice, "DEVICE", "cpu")
-    monkeypatch.setattr(choice, "_refuses_inputs", lambda *given: "")
+    monkeypatch.setattr(choice, "_inputs_unsupported", lambda *given: "")
     monkeypatch.setattr(transponder, "_scalar_gate", _shut_gate)
     layer = relinear.Transponder().build(32, 48).to(DTYPE)
     for parameter in layer.parameters():
@@ -92,7 +92,7 @@ def test_a_wrong_kernel_gives_way_to_torch_and_warns_once(monkeypatch, count) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert torch.equal(layer(x), expected)
-    first_check.forget()  # another process reads it, and says it
+    kernel_selfcheck.forget()  # another process reads it, and says it
     with pytest.warns(UserWarning, match="off by"):
         assert torch.equal(layer(x), expected)
     assert len(count) == 1
@@ -112,20 +112,20 @@ def test_rows_that_were_never_written_are_not_lost_in_the_norm_of_the_whole(kind
         given = dataclasses.replace(sample, module=SimpleNamespace(kernel=function), function="kernel")
         return largest_error(given, sample.given[0], torch.bfloat16, "cpu")
 
-    assert of(sample.reference) < first_check.TOLERANCES[torch.bfloat16] < of(without_the_last_rows)
+    assert of(sample.reference) < kernel_selfcheck.TOLERANCES[torch.bfloat16] < of(without_the_last_rows)
 
 
 def test_a_kernel_that_does_not_compile_gives_way(monkeypatch) -> None:
     monkeypatch.setattr(cgt, "_across", _without_tokens)
     with pytest.warns(UserWarning, match="cgt is not used .* it fails with"):
-        assert "it fails with" in first_check.against_unseen("cgt", "cpu", DTYPE)
+        assert "it fails with" in kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
 
 
 def test_not_a_number_is_not_right(monkeypatch) -> None:
     kernel = rotor.sandwich_windows
     monkeypatch.setattr(rotor, "sandwich_windows", lambda *given: kernel(*given) * float("nan"))
     with pytest.warns(UserWarning, match="off by inf"):
-        assert first_check.against_unseen("rotor", "cpu", DTYPE)
+        assert kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
 
 
 def test_no_memory_is_no_verdict_for_later_processes(monkeypatch) -> None:
@@ -135,24 +135,24 @@ def test_no_memory_is_no_verdict_for_later_processes(monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(rotor, "sandwich_windows", full)
         with pytest.warns(UserWarning, match="no memory to check it"):
-            assert first_check.against_unseen("rotor", "cpu", DTYPE)
-    assert not first_check.check_folder().exists()
-    first_check.forget()
-    assert not first_check.against_unseen("rotor", "cpu", DTYPE)
+            assert kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
+    assert not kernel_selfcheck.check_folder().exists()
+    kernel_selfcheck.forget()
+    assert not kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
 
 
 def test_a_folder_that_is_none_is_no_obstacle(monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path / "file"))
-    assert not first_check.against_unseen("cgt", "cpu", DTYPE)
+    assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
 
 
 def test_a_damaged_verdict_is_found_out_again(count) -> None:
-    assert not first_check.against_unseen("cgt", "cpu", DTYPE)
-    (path,) = first_check.check_folder().iterdir()
+    assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
+    (path,) = kernel_selfcheck.check_folder().iterdir()
     path.write_text("{")
-    first_check.forget()
-    assert not first_check.against_unseen("cgt", "cpu", DTYPE)
+    kernel_selfcheck.forget()
+    assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
     assert len(count) == 2
     assert verdicts()[0]["against"] == ""
 
@@ -162,21 +162,21 @@ def test_what_the_caller_has_set_is_no_part_of_the_check() -> None:
     x = torch.randn(3, 2, 4, requires_grad=True)
 
     def use(x):
-        assert not first_check.against_unseen("cgt", "cpu", DTYPE)
+        assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
         return x.sin() * x
 
     checkpoint(use, x, use_reentrant=False).sum().backward()
-    first_check.forget()
+    kernel_selfcheck.forget()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         use(x)
-    first_check.forget()
+    kernel_selfcheck.forget()
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         use(x)
 
 
 def test_compilers_take_the_verdict_for_a_constant() -> None:
     def run(x):
-        return x + 1 if first_check.against_unseen("cgt", str(x.device), x.dtype) else x * 2
+        return x + 1 if kernel_selfcheck.against_unseen("cgt", str(x.device), x.dtype) else x * 2
 
     x = torch.randn(4, dtype=DTYPE)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

@@ -1,6 +1,6 @@
-"""A benchmark, no test of numbers: whatever form runs takes at most 1.05 of the time of torch's own, on this machine.
+"""A benchmark, no test of numbers: whatever kernel runs takes at most 1.05 of the time of torch's own, on this machine.
 
-Ten microseconds more are let through, in which a form is chosen. ``pytest -m slow -s tests/test_forms_speed.py`` prints
+Ten microseconds more are let through, in which it is chosen. ``pytest -m slow -s tests/test_kernel_speed.py`` prints
 what it measured.
 """
 
@@ -24,7 +24,7 @@ from relinear.models.cgt import layers
 from relinear.operators import context_manager, sandwich_sum
 from relinear.system.machine import on_threads
 
-#: an operator, and what stands for its twins, where its module has them, where torch's own operations run
+#: an operator, and what stands for its kernels, where its module has them, where torch's own operations run
 LAYERS = {
     relinear.HDPL(rank=128, blocks=8): {"hdpl": functional.hdpl.hdpl},
     relinear.CCL(rank=64, context_dim=64): {"ccl": functional.ccl.ccl},
@@ -105,16 +105,16 @@ def work(config, inputs, outputs, tokens, dtype, step):
 
 
 @contextlib.contextmanager
-def torchs_own(twins, module):
-    """No kernel in C++, and references in the place of twins."""
+def torchs_own(kernels, module):
+    """No kernel in C++, and references in the place of kernels."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(build, "compiler", return_value=""))
-        for name, reference in twins.items():
+        for name, reference in kernels.items():
             stack.enter_context(mock.patch.object(module, name, reference))
         yield
 
 
-def ratios(twins, module, make, count):
+def ratios(kernels, module, make, count):
     """Of the time that the chosen form takes to that of torch's own, round by round, taking turns."""
     clock = time.process_time if count == 1 else time.perf_counter
 
@@ -125,7 +125,7 @@ def ratios(twins, module, make, count):
         return (clock() - start) / calls
 
     chosen = make()
-    with torchs_own(twins, module):
+    with torchs_own(kernels, module):
         other = make()
         other()
     chosen()
@@ -133,17 +133,17 @@ def ratios(twins, module, make, count):
     found = []
     for _ in range(ROUNDS):
         mine = seconds(chosen, calls)
-        with torchs_own(twins, module):
+        with torchs_own(kernels, module):
             theirs = seconds(other, calls)
         found.append(1.0 if 0 < mine - theirs <= CHOOSING else mine / theirs)
     return found
 
 
-def ratio_of(twins, module, make, count):
+def ratio_of(kernels, module, make, count):
     """The median; other work on the machine takes its share of one attempt, not of all."""
     with on_threads(count):
         for _ in range(ATTEMPTS):
-            ratio = statistics.median(ratios(twins, module, make, count))
+            ratio = statistics.median(ratios(kernels, module, make, count))
             if ratio <= LARGEST_RATIO:
                 break
     return ratio
@@ -159,13 +159,13 @@ def test_no_form_is_slower_than_torchs_own(subject, dtype, count):
     relinear.system.allocator.tune_allocator()
     if subject in PARTS:
         module, name, reference, *_ = PARTS[subject]
-        twins, making, shapes = {name: getattr(reference, name)}, work_of_part, [()]
+        kernels, making, shapes = {name: getattr(reference, name)}, work_of_part, [()]
     else:
-        twins, making, shapes = LAYERS[subject], work, SHAPES
-        module = sandwich_sum if "sandwich_windows" in twins else sys.modules[type(subject).__module__]
+        kernels, making, shapes = LAYERS[subject], work, SHAPES
+        module = sandwich_sum if "sandwich_windows" in kernels else sys.modules[type(subject).__module__]
     slower = []
     for shape, tokens, step in itertools.product(shapes, (1, 64, 4096), (False, True)):
-        ratio = ratio_of(twins, module, functools.partial(making, subject, *shape, tokens, dtype, step), count)
+        ratio = ratio_of(kernels, module, functools.partial(making, subject, *shape, tokens, dtype, step), count)
         where = f" {shape[0]} -> {shape[1]}" if shape else ""
         what = f"{subject}{where}, {tokens} tokens, {dtype}, {'step' if step else 'inference'}"
         print(f"{what}: {ratio:.2f}", flush=True)
