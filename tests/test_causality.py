@@ -151,6 +151,13 @@ def test_decoders_pass_in_every_dtype(kind: str, dtype: torch.dtype) -> None:
     check_predicts_next_token(make_family(kind).to(dtype).train(), "this")
 
 
+def test_models_that_read_no_tokens_are_refused() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32))
+    with pytest.raises(ValueError, match="ViTForImageClassification reads pixel_values, not tokens"):
+        USERS["perplexity"](model)
+
+
 def test_models_without_logits_of_tokens_are_refused_by_their_class() -> None:
     classifier = of_text("llama", transformers.AutoModelForSequenceClassification)
     for model in (classifier, make_tiny_llama().model):

@@ -186,6 +186,20 @@ def test_half_precision_holds_every_scale(dtype: torch.dtype, bits: int) -> None
     assert stored == 12 * (13 * bits + 2 * (2 + 1))
 
 
+@pytest.mark.parametrize("size", [1e-6, 2e-5, 1e7])
+def test_scales_that_float16_does_not_hold_are_refused(size: float) -> None:
+    """Below its least normal number float16 rounds scales, and with them every weight, to a few values or to zero."""
+    torch.manual_seed(0)
+    layer = relinear.Quantized(bits=8).build(64, 8, bias=False, dtype=torch.float16)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"float16 does not hold scales .* bfloat16 or float32"):
+        layer.fit_(torch.randn(8, 64) * size)
+    few = torch.randn(8, 64) * 0.02
+    few[3] *= 1e-5  # a row that adds nothing does not refuse the matrix
+    with torch.no_grad():
+        layer.fit_(few)
+    assert (layer.to_dense() - few).norm() < 0.01 * few.norm()
+
+
 def test_constant_and_one_sided_weights() -> None:
     for weight in (torch.zeros(3, 70), torch.full((3, 70), 0.3), -torch.rand(3, 70) - 1, torch.full((3, 70), 1e-30)):
         linear = torch.nn.Linear(70, 3, bias=False)

@@ -131,8 +131,12 @@ class QuantizedLinear(Operator):
         self._take_(grid, codes)
 
     def _take_(self, grid: Grid, codes: Tensor) -> None:
+        scales = grid.scale.to(self.scales.dtype)
+        if (scales.float() - grid.scale).norm() > grid.scale.norm() / 64:
+            size = f"{float(grid.scale.abs().max()):.2g}"
+            raise ValueError(f"{scales.dtype} does not hold scales of {size}: load the model in bfloat16 or float32")
         self.codes.copy_(reference.pack(codes, self.config.bits))
-        self.scales.copy_(grid.scale)
+        self.scales.copy_(scales)
         if self.zeros is not None:
             self.zeros.copy_(grid.zero * 2 ** (8 - self.config.bits))
 
