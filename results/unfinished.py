@@ -31,8 +31,8 @@ from relinear.compare.gaps import gap
 from relinear.compare.results import budget_row, count_ngrams
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
-from relinear.pages.drawn import save_panels
 from relinear.pages.figures import colours
+from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import read_json
 from relinear.train import TrainSettings
 

@@ -7,7 +7,7 @@ import pytest
 
 import relinear
 from conftest import REPOSITORY, make_tiny_llama
-from relinear.compress.calibrate import Calibration
+from relinear.compression.calibrate import Calibration
 from relinear.contract.operator import OperatorConfig
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
 

@@ -272,7 +272,7 @@ def test_token_shifts():
 
 
 def test_figures(tmp_path):
-    from relinear.pages.drawn import save_figure
+    from relinear.pages.matplotlib_figures import save_figure
 
     accuracy = {"symbols": 0.9, "answers": 0.5}
     rows = {

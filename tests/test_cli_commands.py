@@ -18,7 +18,7 @@ from relinear.compare import Event
 from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
-from relinear.compress import CompressSettings
+from relinear.compression import CompressSettings
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill import DistillSettings
 from relinear.train import TrainSettings

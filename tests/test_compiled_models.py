@@ -24,12 +24,12 @@ from relinear.models import heads  # noqa: F401  registers its kind
 from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias
 from relinear.train import FitSettings, fit
-from relinear.train.fit import checkpointing, compiled
+from relinear.train.fitting import checkpointing, compiled
 from relinear.train.settings import TrainSettings
 from test_cgt import make_cgt
 from train_helpers import DATA, Tokens
 
-fit_file = importlib.import_module("relinear.train.fit")
+fit_file = importlib.import_module("relinear.train.fitting")
 BATCHES = torch.randint(96, (3, 2, 12), generator=torch.Generator().manual_seed(1))
 #: of every operator the first case
 KINDS = {case.config.kind: case for case in reversed(CASES)}

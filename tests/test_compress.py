@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
-from relinear.compress import CompressSettings, compress, layerwise
-from relinear.compress.budget import Candidate, allocate, best_uniform
-from relinear.compress.calibrate import calibrate
-from relinear.compress.plan import CompressPlan, LayerPlan
+from relinear.compression import CompressSettings, compress, layerwise
+from relinear.compression.budget import Candidate, allocate, best_uniform
+from relinear.compression.calibrate import calibrate
+from relinear.compression.plan import CompressPlan, LayerPlan
 from relinear.contract.operator import is_linear
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False}
@@ -207,7 +207,7 @@ def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(import_module("relinear.compress.run")._Job, "_make", killed)
+        patch.setattr(import_module("relinear.compression.run")._Job, "_make", killed)
         with pytest.raises(KeyboardInterrupt):
             compress(tiny(), tokens(), keep=0.5, settings=SETTINGS, out_dir=tmp_path)
     assert {name: files()[name] for name in before} == before
@@ -222,7 +222,7 @@ def test_a_plan_that_is_not_carried_out_leaves_a_models_own(tmp_path, monkeypatc
 def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:
     import gc
 
-    from relinear.compress import calibrate as module
+    from relinear.compression import calibrate as module
 
     kept: list[weakref.ref] = []
 

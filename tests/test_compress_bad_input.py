@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, BatchEncoding, T5Config
 
-from relinear.compress import compress
+from relinear.compression import compress
 from test_compress import SETTINGS, tiny, tokens
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import relinear
-from relinear.compress import CompressSettings, compress
-from relinear.compress.beside import like_before, measure_speed, observe
-from relinear.compress.budget import Budget, budget_of
-from relinear.compress.calibrate import calibrate
-from relinear.compress.candidates import layer_candidates
-from relinear.compress.report import write_page
+from relinear.compression import CompressSettings, compress
+from relinear.compression.budget import Budget, budget_of
+from relinear.compression.calibrate import calibrate
+from relinear.compression.candidates import layer_candidates
+from relinear.compression.evaluation import like_before, measure_speed, observe
+from relinear.compression.report import write_page
 from relinear.contract.operator import Operator, is_linear, linear_features
 from relinear.surgery.summary import module_flops
 from test_compress import in_layers, tiny, tokens
@@ -135,7 +135,7 @@ def evaluated(tmp_path, count: int = 1024, **more):
 
 
 def test_the_report_holds_what_was_measured(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
     original = tiny()
     model, report = evaluated(tmp_path)
     found = json.loads((tmp_path / "report.json").read_text())["evaluation"]
@@ -165,7 +165,7 @@ def test_the_report_holds_what_was_measured(tmp_path, monkeypatch) -> None:
 
 
 def test_a_corpus_without_a_rest_is_judged_on_what_was_seen_and_says_so(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
     _, report = evaluated(tmp_path, 512)
     assert report.evaluation["unseen"] is False
     assert "tokens of the calibration" in str(report)
@@ -230,7 +230,7 @@ def test_stand_ins_have_the_original_layers_and_share_all_else(kind: str) -> Non
 
 
 def test_speeds_are_those_of_the_batch_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
     model = tiny()
     shapes: set[tuple[int, ...]] = set()
     model.register_forward_pre_hook(
@@ -246,7 +246,7 @@ def test_speeds_are_those_of_the_batch_asked_for(monkeypatch) -> None:
 
 
 def test_the_page_shows_the_plan_and_is_safe(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compress.beside"), "SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
     _, report = evaluated(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<rect") == len(report.plan.layers)

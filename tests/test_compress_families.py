@@ -10,8 +10,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import relinear
-from relinear.compress import beside, compress
-from relinear.compress.layerwise import LayerByLayer
+from relinear.compression import compress, evaluation
+from relinear.compression.layerwise import LayerByLayer
 from tiny_models import VOCABULARY, make_family
 
 WANTED = [
@@ -86,8 +86,8 @@ def test_families_are_compressed_and_come_back(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2", "mixtral", "gemma3_text"])
 def test_families_are_judged(kind: str, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(beside, "SPEED_SECONDS", 0.01)
-    monkeypatch.setattr(beside, "DECODED_TOKENS", 3)
+    monkeypatch.setattr(evaluation, "SPEED_SECONDS", 0.01)
+    monkeypatch.setattr(evaluation, "DECODED_TOKENS", 3)
     settings = SETTINGS | {"evaluate": True, "evaluation_tokens": 16, "sample_tokens": 2}
     report = compress(make_family(kind).eval(), tokens(), keep=0.7, settings=settings, out_dir=tmp_path)
     assert report.evaluation["speed"]["decode"]["ratio"] > 0

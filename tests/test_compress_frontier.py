@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 
 import relinear
-from relinear.compress import CompressSettings, beside, compress
-from relinear.compress.beside import observe
-from relinear.compress.budget import Candidate, stored_bytes
-from relinear.compress.candidates import layer_candidates
-from relinear.compress.report import write_page
+from relinear.compression import CompressSettings, compress, evaluation
+from relinear.compression.budget import Candidate, stored_bytes
+from relinear.compression.candidates import layer_candidates
+from relinear.compression.evaluation import observe
+from relinear.compression.report import write_page
 from test_compress import SETTINGS, tiny, tokens
 from test_compress_budget import modules
 
@@ -86,9 +86,9 @@ def test_repeated_runs_of_four_tokens_are_counted() -> None:
 
 
 def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(beside, "SPEED_SECONDS", 0.01)
-    monkeypatch.setattr(beside, "DECODED_TOKENS", 3)
-    monkeypatch.setattr(beside, "CONTINUED_TOKENS", 8)
+    monkeypatch.setattr(evaluation, "SPEED_SECONDS", 0.01)
+    monkeypatch.setattr(evaluation, "DECODED_TOKENS", 3)
+    monkeypatch.setattr(evaluation, "CONTINUED_TOKENS", 8)
     settings = SETTINGS | LOW | {"evaluate": True, "evaluation_tokens": 64, "passages": 3}
     others = {"<other> text": [torch.arange(64) % 50]}
     report = compress(tiny(), tokens(1024), keep=0.5, settings=settings, out_dir=tmp_path, evaluate_on=others)

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import relinear
 from conftest import mostly_slow
-from relinear.compress import CompressSettings, compress, heal
-from relinear.compress.heal import original_copy
+from relinear.compression import CompressSettings, compress, heal
+from relinear.compression.healing import original_copy
 from tiny_models import VOCABULARY, make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "menu": ["low_rank"]}
@@ -153,7 +153,7 @@ def test_plans_that_leave_nothing_to_train_are_refused(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
-    from relinear.compress import run
+    from relinear.compression import run
 
     model, kept = pretrained(), []
     wanted = model(input_ids=tokens()[0][None, :16]).logits

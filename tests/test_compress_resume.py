@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from conftest import mostly_slow
-from relinear.compress import compress
-from relinear.compress import run as stages
+from relinear.compression import compress
+from relinear.compression import run as stages
 from relinear.data.tokenizers import byte_tokenizer
 from tiny_models import make_family
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import relinear
-from relinear.compress import CompressSettings, compress
-from relinear.compress.beside import Reading
-from relinear.compress.calibrate import calibrate
-from relinear.compress.corpus import read_corpus, read_elsewhere
+from relinear.compression import CompressSettings, compress
+from relinear.compression.calibrate import calibrate
+from relinear.compression.corpus import read_corpus, read_elsewhere
+from relinear.compression.evaluation import Reading
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill.record import token_blocks
-from relinear.system.student import student
+from relinear.system.confidence import student
 from test_compress import SETTINGS, in_layers, tiny, tokens
 from tiny_models import starting_tokenizer
 

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 import relinear
-from relinear.compress import compress
-from relinear.compress.budget import stored_bytes
+from relinear.compression import compress
+from relinear.compression.budget import stored_bytes
 
 EIGHT = "quantized:bits=8,symmetric=true"
 IDS = torch.randint(300, (2, 16), generator=torch.Generator().manual_seed(0))

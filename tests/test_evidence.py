@@ -18,7 +18,7 @@ from conftest import REPOSITORY
 from relinear.compare import gaps
 from relinear.compare.figures import budgets
 from relinear.compare.settings import Plan, planned
-from relinear.system.student import half_width, seeds_needed, student
+from relinear.system.confidence import half_width, seeds_needed, student
 
 #: two-sided 95 %, by degrees of freedom
 TABLE = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645, 7: 2.36462, 11: 2.20099, 29: 2.04523, 1000: 1.96234}

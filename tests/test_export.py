@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
 from conftest import WITHOUT_RELINEAR, mostly_slow
-from relinear.compress import export_plain
+from relinear.compression import export_plain
 from relinear.data.tokenizers import load_tokenizer
 from tiny_models import make_family
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import relinear
 from conftest import WITHOUT_RELINEAR
-from relinear.compress import compress, export_compressed_tensors
-from relinear.compress.budget import round_to_half_, stored_bytes
+from relinear.compression import compress, export_compressed_tensors
+from relinear.compression.budget import round_to_half_, stored_bytes
 from relinear.data.tokenizers import load_tokenizer
 from tiny_models import make_family
 

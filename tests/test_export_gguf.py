@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import relinear
-from relinear.compress import compress, export_gguf
+from relinear.compression import compress, export_gguf
 from relinear.data.tokenizers import byte_tokenizer, train_bpe
 
 gguf = pytest.importorskip("gguf")

@@ -11,7 +11,7 @@ import torch
 import relinear
 from conftest import make_tiny_llama
 from relinear.compare.run import _Comparison
-from relinear.compress.checksums import Streams
+from relinear.compression.checksums import Streams
 from relinear.system import files
 from relinear.system.files import atomic_path, write_json, write_text
 from relinear.system.lock import only_process_in

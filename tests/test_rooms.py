@@ -2,9 +2,11 @@
 
 import ast
 import graphlib
+import importlib
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,7 +36,7 @@ MAY_IMPORT = {
     "evaluate": {"contract", "hf", "data"},
     "distill": _MODEL | {"surgery", "data", "evaluate", "pages", "system"},
     "train": _MODEL | {"surgery", "models", "data", "evaluate", "pages", "system"},
-    "compress": _MODEL | {"surgery", "distill", "data", "evaluate", "train", "pages", "system"},
+    "compression": _MODEL | {"surgery", "distill", "data", "evaluate", "train", "pages", "system"},
     "analysis": _MODEL | {"clifford", "surgery", "data", "models", "pages", "system"},
     "explore": _MODEL | {"surgery", "data", "models", "analysis", "pages", "system"},
     "compare": _MODEL | {"surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
@@ -115,6 +117,16 @@ def test_no_import_goes_in_a_circle() -> None:
     paths = {module_name(path): path for path in SOURCE.rglob("*.py")}
     graph = {name: imported_by(path, set(paths)) for name, path in paths.items()}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_no_function_hides_a_module_of_its_name() -> None:
+    """``import relinear.compression.layerwise as layerwise`` gives the module, whatever was imported before."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = module_name(path)
+        parent, _, stem = name.rpartition(".")
+        if parent and not name.startswith("relinear.kernels.triton"):
+            there = getattr(importlib.import_module(parent), stem, None)
+            assert there is None or isinstance(there, ModuleType), f"{name} is hidden by {there}"
 
 
 def test_kernels_import_in_no_circle_inside_functions_either() -> None:

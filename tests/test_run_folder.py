@@ -16,7 +16,7 @@ from relinear.pages.page import GENERATOR
 from relinear.system.lock import only_process_in
 from relinear.system.run_folder import RunFolder, differences, overwriting, set_aside
 from relinear.train import fit, train
-from relinear.train.fit import remove_checkpoints
+from relinear.train.fitting import remove_checkpoints
 from relinear_cli.main import main
 from test_train_resume import DATA, FIT, Interrupt, dropout_model, stop_at
 

@@ -18,7 +18,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from relinear.bench.run import BenchSettings
 from relinear.compare.settings import CompareSettings
-from relinear.compress import CompressSettings
+from relinear.compression import CompressSettings
 from relinear.contract.settings import Settings
 from relinear.distill import DistillSettings
 from relinear.train import TrainSettings

@@ -16,7 +16,7 @@ import evidence
 import measured
 import svg
 from measured import mean, signed
-from relinear.system.student import half_width
+from relinear.system.confidence import half_width
 
 __all__ = ["FIGURES", "FITS", "LOSSES", "file_name", "in_page", "picture"]
 

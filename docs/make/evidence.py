@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from measured import RESULTS, mean, signed, table
 from relinear.compare.recipe import read_yaml
-from relinear.system.student import half_width
+from relinear.system.confidence import half_width
 
 __all__ = ["AHEAD", "BEHIND", "INCONCLUSIVE", "NO_DIFFERENCE", "Row", "described", "in_results", "rows", "select"]
 

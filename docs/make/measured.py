@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.system.student import half_width
+from relinear.system.confidence import half_width
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"

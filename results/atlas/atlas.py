@@ -18,18 +18,18 @@ from typing import Any
 from torch import nn
 
 import relinear
-from relinear.compress import CompressSettings
-from relinear.compress.budget import size_of
-from relinear.compress.corpus import read_corpus
-from relinear.compress.work import Work, check_ids, check_model, linear_layers
+from relinear.compression import CompressSettings
+from relinear.compression.budget import size_of
+from relinear.compression.corpus import read_corpus
+from relinear.compression.task import Task, check_ids, check_model, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import OperatorConfig, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.hf.model_layout import layer_finder, model_name
-from relinear.pages.drawn import save_panels
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
+from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import write_json
 from relinear.system.machine import circumstances
 from relinear.system.text import columns
@@ -46,7 +46,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     for name, module in linear_layers(model).items():
         if (index := find(name)) is not None and (given.layers is None or index in given.layers):
             modules[name] = module
-    work, path = Work(model, modules, counted, given.out, lambda phase, done, total: None), given.out / "atlas.json"
+    task, path = Task(model, modules, counted, given.out, lambda phase, done, total: None), given.out / "atlas.json"
     settings = {name: getattr(given, name) for name in ("layers", "shares", "steps", "tokens", "sequence_length")}
     stated = {"operators": [config.to_dict() for config in menu], "settings": settings}
     record = {"model": model_name(model), **stated, **circumstances(), "layers": {}}
@@ -57,9 +57,9 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     with evaluating(model):
         blocks = read_corpus(texts, {}, tokenizer, counted, True).blocks
         check_ids(blocks, model, "the corpus")
-        calibration = work.calibrate(blocks)
+        calibration = task.calibrate(blocks)
         record |= {"tokens": calibration.tokens, "loss": calibration.loss}
-        for depth, group in work.by_layer.items():
+        for depth, group in task.by_layer.items():
             for name, module in group.items():
                 if name not in record["layers"] and calibration.knows(name, module):
                     moments = calibration.moments(name)

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 import relinear
-from relinear.compress import CompressSettings
-from relinear.compress.beside import read
-from relinear.compress.calibrate import Calibration
-from relinear.compress.corpus import read_elsewhere
+from relinear.compression import CompressSettings
+from relinear.compression.calibrate import Calibration
+from relinear.compression.corpus import read_elsewhere
+from relinear.compression.evaluation import read
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import OperatorConfig, dense_weight, linear_features, linear_of
 from relinear.data import DataSettings, iter_texts

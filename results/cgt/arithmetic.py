@@ -29,7 +29,7 @@ from cgt_study.tasks import ArithmeticTask
 from relinear.compare.gaps import gap
 from relinear.compare.settings import read_plan
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.pages.drawn import save_figure
+from relinear.pages.matplotlib_figures import save_figure
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -21,7 +21,7 @@ from cgt_study.baselines import PlainRegression
 from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from cgt_study.tasks import RegressionTask
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.pages.drawn import save_figure
+from relinear.pages.matplotlib_figures import save_figure
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -35,7 +35,7 @@ from relinear.data.settings import DataSettings
 from relinear.data.tokenizers import encode_documents, load_tokenizer, vocabulary_size
 from relinear.evaluate import KneserNey
 from relinear.models.cgt.objective import GuidedTraining
-from relinear.pages.drawn import save_figure
+from relinear.pages.matplotlib_figures import save_figure
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -24,7 +24,7 @@ from cgt_study.schedule import add_schedule, fit_settings, parse_options
 from cgt_study.tasks import TextMixture
 from relinear.data.tokenizers import load_tokenizer, train_bpe, vocabulary_size
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.pages.drawn import save_figure
+from relinear.pages.matplotlib_figures import save_figure
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import describe_machine
 from relinear.train import fit

@@ -17,8 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import relinear
-from relinear.compress.budget import Candidate, allocate
-from relinear.compress.calibrate import Calibration
+from relinear.compression.budget import Candidate, allocate
+from relinear.compression.calibrate import Calibration
 from relinear.contract.operator import linear_features
 
 BUDGETS = (4.375, 4.25, 3.5, 3.0)

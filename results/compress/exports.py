@@ -38,8 +38,8 @@ else:
 
     import relinear
     from llama_cpp import PROMPTS, asking
-    from relinear.compress import export_compressed_tensors, export_gguf, export_plain
-    from relinear.compress.budget import at_half_precision, round_to_half_, stored_bytes
+    from relinear.compression import export_compressed_tensors, export_gguf, export_plain
+    from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
     from relinear.data.tokenizers import load_tokenizer
     from relinear.system.machine import circumstances
 

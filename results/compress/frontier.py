@@ -41,13 +41,13 @@ from torch import Tensor, nn
 
 import relinear
 from caldera import FACTOR_BITS, caldera
-from relinear.compress import CompressSettings, compress
-from relinear.compress.beside import Reading, observe
-from relinear.compress.budget import round_to_half_, stored_bytes
-from relinear.compress.calibrate import Calibration
-from relinear.compress.corpus import read_corpus, read_elsewhere
-from relinear.compress.layerwise import LayerByLayer
-from relinear.compress.work import Work, linear_layers
+from relinear.compression import CompressSettings, compress
+from relinear.compression.budget import round_to_half_, stored_bytes
+from relinear.compression.calibrate import Calibration
+from relinear.compression.corpus import read_corpus, read_elsewhere
+from relinear.compression.evaluation import Reading, observe
+from relinear.compression.layerwise import LayerByLayer
+from relinear.compression.task import Task, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import Operator, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
@@ -224,10 +224,10 @@ def main() -> None:
     model, settings = fresh(), CompressSettings(**base)
     blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
     state.mkdir(parents=True, exist_ok=True)
-    work = Work(model, linear_layers(model), settings, state, lambda *_: None)
+    task = Task(model, linear_layers(model), settings, state, lambda *_: None)
     unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, "llama.cpp") for row in given.rows)  # these calibrate nothing
-    calibration = None if unseen else work.calibrate(blocks)
-    names = list(work.modules)
+    calibration = None if unseen else task.calibrate(blocks)
+    names = list(task.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}
     done = {row["row"] for row in written if about.items() <= row.items()}

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import relinear
 from frontier import texts
-from relinear.compress import CompressSettings, export_gguf
-from relinear.compress.corpus import read_corpus
+from relinear.compression import CompressSettings, export_gguf
+from relinear.compression.corpus import read_corpus
 from relinear.data.tokenizers import load_tokenizer
 
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import relinear
 from frontier import texts
-from relinear.compress import CompressSettings
-from relinear.compress.budget import Candidate, allocate
-from relinear.compress.corpus import read_corpus
-from relinear.compress.work import Work, linear_layers
+from relinear.compression import CompressSettings
+from relinear.compression.budget import Candidate, allocate
+from relinear.compression.corpus import read_corpus
+from relinear.compression.task import Task, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
@@ -125,7 +125,7 @@ def main() -> None:
         blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
         state = given.state / Path(given.model).name / f"seed-{seed}"
         state.mkdir(parents=True, exist_ok=True)
-        draws.append(Work(model, linear_layers(model), settings, state, lambda *_: None).calibrate(blocks))
+        draws.append(Task(model, linear_layers(model), settings, state, lambda *_: None).calibrate(blocks))
     calibration, judge = draws
     layers, weights = {}, {}
     for name in calibration.names:

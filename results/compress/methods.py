@@ -38,8 +38,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import relinear
-from relinear.compress import CompressSettings, compress
-from relinear.compress.calibrate import Calibration
+from relinear.compression import CompressSettings, compress
+from relinear.compression.calibrate import Calibration
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
@@ -47,8 +47,8 @@ from relinear.data.tokenizers import load_tokenizer
 from relinear.distill.record import token_blocks
 from relinear.evaluate import lambada, perplexity
 from relinear.functional.low_rank import weighted_spectrum
+from relinear.system.confidence import half_width
 from relinear.system.machine import describe_machine
-from relinear.system.student import half_width
 
 UNIFORM = ("random", "plain", "scaled", "whitened", "shared", "two-sided")
 ROUNDED = {"int8": 8, "int4": 4}

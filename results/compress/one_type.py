@@ -16,10 +16,10 @@ import torch
 
 import relinear
 from frontier import rounded, texts
-from relinear.compress import CompressSettings
-from relinear.compress.beside import read
-from relinear.compress.calibrate import Calibration
-from relinear.compress.corpus import read_elsewhere
+from relinear.compression import CompressSettings
+from relinear.compression.calibrate import Calibration
+from relinear.compression.corpus import read_elsewhere
+from relinear.compression.evaluation import read
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
 

@@ -31,14 +31,14 @@ from torch.nn import functional as F
 
 import relinear
 from frontier import rounded, texts
-from relinear.compress import CompressSettings
-from relinear.compress.calibrate import Calibration
-from relinear.compress.corpus import read_elsewhere
-from relinear.compress.plan import layer_type
+from relinear.compression import CompressSettings
+from relinear.compression.calibrate import Calibration
+from relinear.compression.corpus import read_elsewhere
+from relinear.compression.plan import layer_type
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
+from relinear.system.confidence import half_width
 from relinear.system.machine import describe_machine
-from relinear.system.student import half_width
 
 
 class Moment:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relinear import Quantized
-from relinear.compress.budget import stored_bytes
-from relinear.compress.calibrate import Calibration
+from relinear.compression.budget import stored_bytes
+from relinear.compression.calibrate import Calibration
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.rounding import Grid, nearest, nearest_grid
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import relinear
-from relinear.compress.beside import measure_speed
-from relinear.compress.budget import stored_bytes
+from relinear.compression.budget import stored_bytes
+from relinear.compression.evaluation import measure_speed
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relinear.system.student import student
+from relinear.system.confidence import student
 
 #: windows of a text, or groups of passages, in rows that do not tell: these hold 1.96 standard errors
 WINDOWS = {"wikitext2": 10, "books": 6, "ptb": 4, "lambada": 10}

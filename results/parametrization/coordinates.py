@@ -16,8 +16,8 @@ from PIL import Image
 from widths import at_heads
 
 from relinear.data import prepare_data
-from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Axis, Guide, Panel, Series, blend
+from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.testing.coordinates import KINDS, check_coordinates

@@ -19,7 +19,7 @@ from relinear import data as data
 from relinear import evaluate as evaluate
 from relinear import residual as residual
 from relinear.analysis.causality import check_causality as check_causality
-from relinear.compress import compress as compress
+from relinear.compression import compress as compress
 from relinear.contract.config import register as register
 from relinear.contract.inference import for_inference_ as for_inference_
 from relinear.contract.operator import Operator as Operator
@@ -55,7 +55,7 @@ from relinear.surgery.plan import replace_ as replace_
 from relinear.surgery.saved_config import SavedConfig as SavedConfig
 from relinear.surgery.summary import summary as summary
 from relinear.system.version import __version__ as __version__
-from relinear.train.fit import fit as fit
+from relinear.train.fitting import fit as fit
 
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ += ["__version__", "activations", "analysis", "clifford", "contract", "data", "evaluate", "residual"]

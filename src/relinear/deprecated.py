@@ -6,7 +6,7 @@ from typing import Any
 
 _HOMES = {
     "relinear.activations": "Add Clamp Inject context intervene latents moment_alignment",
-    "relinear.compress": "CompressSettings",
+    "relinear.compression": "CompressSettings",
     "relinear.contract": "AttachmentConfig NotLinearError ObjectiveConfig aux_losses",
     "relinear.data": "prepare_data",
     "relinear.distill": "DistillSettings",

@@ -72,9 +72,9 @@ def command(
 
     **Example:** `relinear compress models/smollm2 --bits 4.25 --data stdlib --out runs/compress`
     """
-    from relinear.compress import CompressSettings, compress
-    from relinear.compress.plan import read_layers
-    from relinear.compress.run import check_folder
+    from relinear.compression import CompressSettings, compress
+    from relinear.compression.plan import read_layers
+    from relinear.compression.run import check_folder
     from relinear_cli.progress import watch_compression
 
     written = {
@@ -136,7 +136,7 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
 
 
 def _say_where(out: Path, *, proposed: bool) -> None:
-    from relinear.compress.run import proposal
+    from relinear.compression.run import proposal
 
     for what, name in (("plan", "plan.json") if proposed else ("model", "model"), ("report", "report.html")):
         print(f"{what}: {(proposal(out, name) if proposed else out / name).resolve()}")

@@ -109,7 +109,7 @@ def _kernels() -> Iterator[_Finding]:
 def _caches() -> Iterator[_Finding]:
     from relinear.data.cache import cache_folder
     from relinear.kernels.native import build
-    from relinear.system.own import check_own, user_name
+    from relinear.system.private_cache import check_own, user_name
 
     caches = {"RELINEAR_CACHE": cache_folder(), "TORCH_EXTENSIONS_DIR": build.library_path().parent}
     for what, (variable, folder) in zip(("data cache", "kernel cache"), caches.items(), strict=True):

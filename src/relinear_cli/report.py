@@ -159,7 +159,7 @@ def _section(run: Path) -> Section:
     from relinear.bench.report import layers_section, models_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
-    from relinear.compress.report import report_section
+    from relinear.compression.report import report_section
     from relinear.distill.report import distill_section
     from relinear.pages.records import picture_of, read_values
     from relinear.train.report import run_section

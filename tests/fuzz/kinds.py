@@ -25,8 +25,8 @@ from fuzz import mutate
 from relinear.compare import recipe, report
 from relinear.compare.folder import comparison_folder
 from relinear.compare.settings import CompareSettings
-from relinear.compress import CompressSettings
-from relinear.compress.plan import CompressPlan
+from relinear.compression import CompressSettings
+from relinear.compression.plan import CompressPlan
 from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings
 from relinear.data.sources import local_sources

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import relinear
 from conftest import make_tiny_llama
 from relinear.compare.run import compare
-from relinear.compress import beside
+from relinear.compression import evaluation
 from relinear.contract.operator import is_linear
 from relinear.data.tokenizers import train_bpe
 from relinear.distill.run import distill_
@@ -104,7 +104,7 @@ def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -
         chosen |= {"heal": heal, "heal_tokens": 192, "heal_held_out_tokens": 32, "heal_learning_rate": 1e-3}
 
     def work(data: Path, out: Path) -> None:
-        beside.SPEED_SECONDS, beside.PREFILL_TOKENS, beside.DECODED_TOKENS = 0.01, 4, 2
+        evaluation.SPEED_SECONDS, evaluation.PREFILL_TOKENS, evaluation.DECODED_TOKENS = 0.01, 4, 2
         torch.manual_seed(0)
         model, given = make_tiny_llama(vocab_size=320), {}
         shown = out.with_name(f"shown-{out.name}")

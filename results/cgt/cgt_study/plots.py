@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from relinear.pages.drawn import new_figure
 from relinear.pages.figures import PALETTE
+from relinear.pages.matplotlib_figures import new_figure
 
 __all__ = [
     "accuracy_figure",

@@ -106,7 +106,7 @@ def analyze(
     Raises:
         ValueError: for an unknown name, or if none applies.
     """
-    from relinear.pages.drawn import save_panels
+    from relinear.pages.matplotlib_figures import save_panels
 
     check_names(only)
     chosen = {name: analysis(name) for name in only or applying(subject.model)}

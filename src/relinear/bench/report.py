@@ -7,8 +7,8 @@ from typing import Any
 
 from relinear.bench.operators import DENSE, phase_of
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
-from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Axis, Guide, Panel, Series, colours
+from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.records import about, as_yaml, what_ran
 from relinear.system.grouped import grouped
 

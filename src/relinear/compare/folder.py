@@ -13,7 +13,7 @@ from relinear.compare.settings import CompareSettings
 from relinear.data import PackedData
 from relinear.system.files import writing
 from relinear.system.run_folder import RunFolder
-from relinear.train.fit import training_device, training_dtype
+from relinear.train.fitting import training_device, training_dtype
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.system.student import half_width
+from relinear.system.confidence import half_width
 
 REPLICATES = 8000
 #: neighbouring blocks are of one document: they are drawn together, in so many groups at most

@@ -12,12 +12,12 @@ from relinear.compare import figures
 from relinear.contract.config import shown
 from relinear.contract.settings import readable
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
-from relinear.pages.drawn import save_panels
 from relinear.pages.figures import Panel, colours
+from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, picture_of, what_ran
+from relinear.system.confidence import half_width
 from relinear.system.files import read_json
-from relinear.system.student import half_width
 
 RESULTS, SCALE = "results.json", "scale.json"
 REPORT = "report.html"

@@ -37,7 +37,7 @@ from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
-from relinear.train.fit import training_device
+from relinear.train.fitting import training_device
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError

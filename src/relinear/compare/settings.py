@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 from relinear.compare.recipe import apply_overrides, read_yaml
 from relinear.contract.config import nearest, parse_setting
 from relinear.contract.settings import Different, Patterns, PositiveInt, Seed, Settings
-from relinear.system.student import seeds_needed
+from relinear.system.confidence import seeds_needed
 from relinear.train.settings import TrainSettings
 
 DENSE = "dense"

@@ -11,7 +11,7 @@ from torch import Tensor
 from relinear.contract.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
-from relinear.train.fit import checkpointing, compiled, training_device, training_dtype
+from relinear.train.fitting import checkpointing, compiled, training_device, training_dtype
 from relinear.train.optim import build_optimizer
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings

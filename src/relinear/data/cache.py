@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from relinear.system.files import read_json, write_json, writing
-from relinear.system.own import check_all_own, close_to_others, own_folder, user_cache
+from relinear.system.private_cache import check_all_own, close_to_others, own_folder, user_cache
 
 #: part of every key: raise it when the meaning of cached files changes
 FORMAT = 1

@@ -24,7 +24,7 @@ from relinear.data.cache import cache_folder, digest
 from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_sites, index_folder, index_units, read_index, values_of
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
-from relinear.system.own import check_all_own, check_own
+from relinear.system.private_cache import check_all_own, check_own
 
 #: tokens of a typed text
 MOST_TOKENS = 512

@@ -24,7 +24,7 @@ from relinear.contract.config import nearest
 from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import layer_finder
 from relinear.system.files import atomic_directory, read_json, write_json
-from relinear.system.own import check_all_own
+from relinear.system.private_cache import check_all_own
 from relinear.system.run_folder import RunFolder, made_by
 
 TOP, BINS = 20, 40

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from relinear.system.files import read_json, write_json
-from relinear.system.own import check_own, user_cache
+from relinear.system.private_cache import check_own, user_cache
 
 #: largest relative error of results and gradients in the Frobenius norm; some gradients are sums that cancel
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from relinear.system.lazy import imported_on_first_use
-from relinear.train.fit import TrainResult as TrainResult
-from relinear.train.fit import fit as fit
+from relinear.train.fitting import TrainResult as TrainResult
+from relinear.train.fitting import fit as fit
 
 if TYPE_CHECKING:
     from relinear.train.callbacks import LatentMoments as LatentMoments

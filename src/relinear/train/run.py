@@ -22,7 +22,7 @@ from relinear.system.files import read_json, understood
 from relinear.system.machine import is_first_rank
 from relinear.system.run_folder import RunFolder, overwriting
 from relinear.train.callbacks import Progress, read_metrics
-from relinear.train.fit import FILES, FREE, TrainResult, remove_checkpoints, run_fit
+from relinear.train.fitting import FILES, FREE, TrainResult, remove_checkpoints, run_fit
 from relinear.train.optim import check_readout, scale_added_, scale_stock_, width_ratio
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError

@@ -31,7 +31,7 @@ from relinear.hf.config_record import sync_record
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, sync_files, write_manifest, writing
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside
-from relinear.train.fit import remove_checkpoints, training_device, training_dtype
+from relinear.train.fitting import remove_checkpoints, training_device, training_dtype
 from relinear.train.optim import build_optimizer, build_schedule
 from relinear.train.settings import FitSettings
 

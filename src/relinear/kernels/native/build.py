@@ -19,7 +19,7 @@ import torch
 from relinear.kernels.implementations import meant
 from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
-from relinear.system.own import check_own, own_folder, user_cache
+from relinear.system.private_cache import check_own, own_folder, user_cache
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))

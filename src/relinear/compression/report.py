@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.compress.budget import Budget
-from relinear.compress.corpus import Corpus
-from relinear.compress.heal import HealReport
-from relinear.compress.plan import CompressPlan, by_type, holds_integers, layer_type
+from relinear.compression.budget import Budget
+from relinear.compression.corpus import Corpus
+from relinear.compression.healing import HealReport
+from relinear.compression.plan import CompressPlan, by_type, holds_integers, layer_type
 from relinear.contract.operator import OperatorConfig
 from relinear.pages import page as pages
 from relinear.pages.blocks import Chart, Part, Section
@@ -157,7 +157,7 @@ def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list
 # The page
 
 
-TEMPLATE = "compress/report.html"
+TEMPLATE = "compression/report.html"
 #: of a layer of which little is kept, and of one of which nearly all is
 _DARK, _LIGHT = (18, 60, 120), (196, 219, 246)
 

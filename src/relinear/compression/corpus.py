@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relinear.compress.settings import CompressSettings
+from relinear.compression.settings import CompressSettings
 from relinear.data.chat import Closed, Conversation
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from relinear.compress.checksums import Streams, load_tensors, read_record, save_tensors, write_record
-from relinear.compress.layerwise import LayerByLayer
+from relinear.compression.checksums import Streams, load_tensors, read_record, save_tensors, write_record
+from relinear.compression.layerwise import LayerByLayer
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.modes import frozen, watching
 from relinear.contract.operator import OperatorConfig, linear_features

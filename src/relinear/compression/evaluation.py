@@ -24,7 +24,7 @@ from relinear.contract.operator import linear_features
 from relinear.data.tokenizers import encode, text_start
 from relinear.evaluate.losses import token_losses
 from relinear.hf.vocabulary import entries_of, most_positions
-from relinear.system.student import half_width
+from relinear.system.confidence import half_width
 from relinear.system.timing import Timing, interleave
 
 #: bytes of random stand-ins: more than processors cache, less than a large model

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compress.budget import at_half_precision, stored_bytes
+from relinear.compression.budget import at_half_precision, stored_bytes
 from relinear.contract.attachment import attachments
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features, linear_of
@@ -111,7 +111,7 @@ def _into_factors(model: nn.Module, name: str, operator: Any) -> dict[str, Any]:
 def _describe(model: Any, factors: dict[str, Any], folder: Path) -> None:
     """The modelling file, and a config whose type no program knows unless it runs that file."""
     model_class, config_class = type(model).__name__, type(model.config).__name__
-    template = resources.files("relinear.compress").joinpath(f"{MODELLING_FILE}.txt").read_text(encoding="utf-8")
+    template = resources.files("relinear.compression").joinpath(f"{MODELLING_FILE}.txt").read_text(encoding="utf-8")
     names = {"model_class": model_class, "config_class": config_class, "model_type": model.config.model_type}
     write_text(folder / f"{MODELLING_FILE}.py", string.Template(template).substitute(names))
     config = read_json(folder / "config.json")

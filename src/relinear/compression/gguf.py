@@ -10,7 +10,7 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
-from relinear.compress.export import check_stock
+from relinear.compression.export import check_stock
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.operator import OperatorConfig, linear_features, plain_linear
 from relinear.system.files import atomic_path

@@ -61,8 +61,7 @@ class CompressSettings(Settings):
         ValueError: for an unknown key (names the nearest) or a value out of range.
 
     Examples:
-        >>> from relinear.compress import CompressSettings
-        >>> settings = CompressSettings(bits=4.25, tokens=16384)
+        >>> settings = relinear.compression.CompressSettings(bits=4.25, tokens=16384)
         >>> settings.bits
         4.25
     """

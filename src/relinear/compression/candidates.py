@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from relinear.compress.beside import read
-from relinear.compress.budget import (
+from relinear.compression.budget import (
     Budget,
     Candidate,
     allocate,
@@ -20,10 +19,11 @@ from relinear.compress.budget import (
     size_of,
     stored_bytes,
 )
-from relinear.compress.calibrate import Calibration
-from relinear.compress.corpus import Corpus
-from relinear.compress.plan import CompressPlan, LayerPlan, check_fittable
-from relinear.compress.work import Work
+from relinear.compression.calibrate import Calibration
+from relinear.compression.corpus import Corpus
+from relinear.compression.evaluation import read
+from relinear.compression.plan import CompressPlan, LayerPlan, check_fittable
+from relinear.compression.task import Task
 from relinear.contract.operator import OperatorConfig, dense_bias, dense_weight, linear_features, linear_of
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
@@ -38,10 +38,10 @@ class SearchSpace:
     candidates: those of the last plan, by layer.
     """
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.candidates: Mapping[str, list[Candidate]] = {}
-        self.entries = tuple(OperatorConfig.read(text) for text in work.settings.menu)
+        self.entries = tuple(OperatorConfig.read(text) for text in task.settings.menu)
 
     def sizes(self, shape: tuple[int, int]) -> list[OperatorConfig]:
         """Return the sizes of all operators for a layer of (in_features, out_features)."""
@@ -49,7 +49,7 @@ class SearchSpace:
 
     def check(self, budget: Budget) -> None:
         """Raise ValueError if an operator fits no layer, cannot be fitted or counted, or no choice meets the budget."""
-        modules, settings = self.work.modules, self.work.settings
+        modules, settings = self.task.modules, self.task.settings
         for entry in self.entries:
             fitting = [module for module in modules.values() if entry.sizes(*linear_features(module))]
             if not fitting:
@@ -72,20 +72,20 @@ class SearchSpace:
 
     def load_plan(self, path: str | Path) -> CompressPlan:
         """Return a plan from a file. Raises ValueError if it is none for this model and these layers."""
-        loaded = CompressPlan.load(path, self.work.model)
-        unknown = sorted(set(loaded.replaced) - set(self.work.modules))
+        loaded = CompressPlan.load(path, self.task.model)
+        unknown = sorted(set(loaded.replaced) - set(self.task.modules))
         if unknown:
             raise ValueError(f"{path} replaces {unknown[0]}, which targets= and exclude= leave alone")
         return loaded
 
     def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
-        work, found = self.work, dict[str, list[Candidate]]()
-        for done, (name, module) in enumerate(work.modules.items(), start=1):
+        task, found = self.task, dict[str, list[Candidate]]()
+        for done, (name, module) in enumerate(task.modules.items(), start=1):
             found[name] = layer_candidates(module, name, calibration, self.entries, budget)
-            work.on_progress("candidates", done, len(work.modules))
+            task.on_progress("candidates", done, len(task.modules))
         self.candidates = found
-        return make_plan(work, found, budget)
+        return make_plan(task, found, budget)
 
     def frontier(self, budget: Budget, calibration: Calibration, corpus: Corpus) -> list[dict[str, Any]]:
         """Return a row for each budget, as JSON values: bytes, bits a weight, nats; the model is left as it was.
@@ -96,35 +96,35 @@ class SearchSpace:
             budget: in whose unit plans are made.
             calibration: for the fits. corpus: whose windows evaluate those budgets that are measured.
         """
-        work, candidates = self.work, self.candidates
+        task, candidates = self.task, self.candidates
         least = sum(min(c.cost for c in options) for options in candidates.values())
         limits = [least * (budget.whole / least) ** (at / BUDGETS) for at in range(BUDGETS + 1)]
         rows: dict[float, tuple[dict[str, Any], CompressPlan]] = {}
-        before = stored_bytes(work.model)
+        before = stored_bytes(task.model)
         for limit in limits:
-            whole = make_plan(work, candidates, dataclasses.replace(budget, limit=limit))
+            whole = make_plan(task, candidates, dataclasses.replace(budget, limit=limit))
             row = self._row(whole, before)
             rows.setdefault(row["bytes"], (row, whole))
-        lossy = [row for row, _ in rows.values() if row["predicted"] > 0 and work.settings.evaluate]
+        lossy = [row for row, _ in rows.values() if row["predicted"] > 0 and task.settings.evaluate]
         near = {min(lossy, key=lambda row: abs(row["predicted"] / n - 1))["bytes"] for n in MEASURED_NEAR if lossy}
         texts = {"": corpus.judging, **corpus.elsewhere}
-        original = {name: read(work.model, blocks) for name, blocks in texts.items() if near}
+        original = {name: read(task.model, blocks) for name, blocks in texts.items() if near}
         for done, at in enumerate(sorted(near, reverse=True), start=1):
             row, whole = rows[at]
-            copied = work.on_a_copy()
+            copied = task.on_a_copy()
             copied.round_tables_()
             replace_layers_(copied, whole, calibration)
-            if work.settings.by_bytes:
+            if task.settings.by_bytes:
                 round_to_half_(copied.model)
             found = {name: read(copied.model, blocks).against(original[name]) for name, blocks in texts.items()}
             row |= {"measured": found.pop(""), "elsewhere": found}
-            work.on_progress("frontier", done, len(near))
+            task.on_progress("frontier", done, len(near))
         return [row for row, _ in rows.values()]
 
     def _row(self, whole: CompressPlan, before: int) -> dict[str, Any]:
         """A budget's row; ``before``: bytes of the whole original."""
-        modules, replaced = self.work.modules, whole.replaced
-        remaining = before - saved_bytes(modules, replaced) - self.work.bytes_of_tables
+        modules, replaced = self.task.modules, whole.replaced
+        remaining = before - saved_bytes(modules, replaced) - self.task.bytes_of_tables
         after = sum(size_of(module, replaced.get(name)).stored for name, module in modules.items())
         weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules.values()))
         return {
@@ -165,7 +165,7 @@ def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found[::-1]
 
 
-def make_plan(work: Work, candidates: Mapping[str, list[Candidate]], budget: Budget) -> CompressPlan:
+def make_plan(task: Task, candidates: Mapping[str, list[Candidate]], budget: Budget) -> CompressPlan:
     """Return the best plan under the budget.
 
     Where no moments of gradients were measured (``fisher``), nats do not compare across layers, and every layer keeps
@@ -174,24 +174,24 @@ def make_plan(work: Work, candidates: Mapping[str, list[Candidate]], budget: Bud
     Raises:
         ValueError: if the budget cannot be met.
     """
-    weighed = work.settings.fisher
+    weighed = task.settings.fisher
     if weighed:
         chosen = allocate(candidates, budget.limit, budget.unit)
     else:
         chosen = best_uniform(candidates, budget.limit / budget.whole)
     layers = {}
     for name, choice in chosen.items():
-        layers[name] = LayerPlan.of(work.modules[name], choice.config, choice.nats if weighed else None)
-    return CompressPlan.of(work.model, layers)
+        layers[name] = LayerPlan.of(task.modules[name], choice.config, choice.nats if weighed else None)
+    return CompressPlan.of(task.model, layers)
 
 
-def replace_layers_(work: Work, whole: CompressPlan, calibration: Calibration) -> None:
+def replace_layers_(task: Task, whole: CompressPlan, calibration: Calibration) -> None:
     """Fit every planned operator to its layer under the original's moments, then put all of them into the model."""
-    replacements = {r.name: r for r in plan(work.model, dict(whole.replaced)).replacements}
+    replacements = {r.name: r for r in plan(task.model, dict(whole.replaced)).replacements}
     fitted = {}
     for done, (name, replacement) in enumerate(replacements.items(), start=1):
         source = replacement.target.module
         exact = linear_of(dense_weight(source).detach().double(), dense_bias(source))
         fitted[name] = replacement.config.convert(source).fit_to_calibration(exact, calibration.moments(name))
-        work.on_progress("fit", done, len(replacements))
-    place_(work.model, replacements.values(), flat_states(fitted))
+        task.on_progress("fit", done, len(replacements))
+    place_(task.model, replacements.values(), flat_states(fitted))

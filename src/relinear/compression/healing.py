@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compress.calibrate import fingerprint
-from relinear.compress.checksums import load_tensors, read_record, save_tensors, write_record
-from relinear.compress.settings import CompressSettings
+from relinear.compression.calibrate import fingerprint
+from relinear.compression.checksums import load_tensors, read_record, save_tensors, write_record
+from relinear.compression.settings import CompressSettings
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.modes import evaluating
 from relinear.contract.objective import GuidedTraining
 from relinear.contract.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
 from relinear.train.distill import against
-from relinear.train.fit import remove_checkpoints, run_fit
+from relinear.train.fitting import remove_checkpoints, run_fit
 from relinear.train.settings import FitSettings
 
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous

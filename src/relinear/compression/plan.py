@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from relinear.compress.budget import size_of
-from relinear.compress.checksums import write_record
+from relinear.compression.budget import size_of
+from relinear.compression.checksums import write_record
 from relinear.contract.config import parse_setting, shown
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_linear, linear_features
 from relinear.surgery.summary import module_parameters

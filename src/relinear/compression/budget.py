@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from relinear.compress.settings import CompressSettings
+from relinear.compression.settings import CompressSettings
 from relinear.contract.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_flops, module_parameters
 

@@ -1,4 +1,4 @@
-"""What a compression works on: a model's layers that something may take the place of; what is refused beforehand."""
+"""The task of a compression: a model and those of its layers that may be replaced; checks of its input."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compress.budget import saved_bytes
-from relinear.compress.calibrate import Calibration, calibrate
-from relinear.compress.layerwise import LayerByLayer
-from relinear.compress.settings import CompressSettings
+from relinear.compression.budget import saved_bytes
+from relinear.compression.calibrate import Calibration, calibrate
+from relinear.compression.layerwise import LayerByLayer
+from relinear.compression.settings import CompressSettings
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import Operator, OperatorConfig, check_finite, linear_features
 from relinear.hf.model_layout import layer_finder
@@ -34,7 +34,7 @@ CHECKED_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Task:
     """What a compression works on.
 
     modules: the layers that may be replaced, by name. settings: of the compression. folder: of what is kept.
@@ -92,12 +92,12 @@ class Work:
         if self.tables:
             replace_(self.model, self.tables, init="from_weight")
 
-    def told(self, phase: str) -> Callable[[int, int], None]:
-        """Return what is told how much of ``phase`` is done, and how much there is."""
+    def progress_of(self, phase: str) -> Callable[[int, int], None]:
+        """Return a callback for the progress of ``phase``: called with how much is done and how much there is."""
         return partial(self.on_progress, phase)
 
-    def on_a_copy(self) -> Work:
-        """Return the same work on a copy of the model."""
+    def on_a_copy(self) -> Task:
+        """Return the same task on a copy of the model."""
         model = copy.deepcopy(self.model)
         return dataclasses.replace(self, model=model, modules={n: model.get_submodule(n) for n in self.modules})
 

@@ -15,8 +15,8 @@ from relinear.explore import units
 from relinear.explore.subject import _usual_folder
 from relinear.kernels.kernel_selfcheck import check_folder
 from relinear.kernels.native import build
-from relinear.system import own
-from relinear.system.own import check_own, own_folder
+from relinear.system import private_cache
+from relinear.system.private_cache import check_own, own_folder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="a system without owners")
 OTHER = 65534
@@ -34,7 +34,7 @@ def pretend(monkeypatch):
         return SimpleNamespace(**shown | facts.get(path, {}))
 
     monkeypatch.setattr(Path, "lstat", lstat)
-    monkeypatch.setattr(own, "_is_private", lambda group: group == 4242)
+    monkeypatch.setattr(private_cache, "_is_private", lambda group: group == 4242)
     return lambda path, **changes: facts.update({path: changes})
 
 

@@ -13,19 +13,19 @@ from typing import Any, Literal
 
 import torch
 
-from relinear.compress.beside import Observation, compared, like_before, measure_speed, observe
-from relinear.compress.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
-from relinear.compress.calibrate import Calibration
-from relinear.compress.candidates import SearchSpace, replace_layers_
-from relinear.compress.checksums import is_edited
-from relinear.compress.corpus import Corpus, read_corpus, read_elsewhere
-from relinear.compress.export import check_packable, check_stock, export_compressed_tensors, export_plain
-from relinear.compress.export_gguf import check_gguf, check_gguf_operator, export_gguf
-from relinear.compress.heal import HealReport, check_heal, check_healable, heal, original_copy
-from relinear.compress.plan import CompressPlan
-from relinear.compress.report import CompressReport, write_page
-from relinear.compress.settings import CompressSettings
-from relinear.compress.work import OnProgress, Work, check_ids, check_model, linear_layers
+from relinear.compression.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
+from relinear.compression.calibrate import Calibration
+from relinear.compression.candidates import SearchSpace, replace_layers_
+from relinear.compression.checksums import is_edited
+from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere
+from relinear.compression.evaluation import Observation, compared, like_before, measure_speed, observe
+from relinear.compression.export import check_packable, check_stock, export_compressed_tensors, export_plain
+from relinear.compression.gguf import check_gguf, check_gguf_operator, export_gguf
+from relinear.compression.healing import HealReport, check_heal, check_healable, heal, original_copy
+from relinear.compression.plan import CompressPlan
+from relinear.compression.report import CompressReport, write_page
+from relinear.compression.settings import CompressSettings
+from relinear.compression.task import OnProgress, Task, check_ids, check_model, linear_layers
 from relinear.contract.config import check_choice
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import linear_features
@@ -130,7 +130,7 @@ def compress(
         writing(folder := Path(temporary) if kept is None else kept.path),
         evaluating(model),
     ):
-        job = _Job(Work(model, modules, chosen, folder, on_progress), export, kept, (record or {}).get("made"))
+        job = _Job(Task(model, modules, chosen, folder, on_progress), export, kept, (record or {}).get("made"))
         if frontier and (plan_file is not None or not chosen.fisher):
             raise ValueError("frontier weighs operators by budgets: leave out plan_file and fisher=False")
         plan_only = plan_only or frontier
@@ -177,10 +177,10 @@ def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
 class _Job:
     """One compression: its search space and the steps."""
 
-    def __init__(self, work: Work, export: str | None, kept: RunFolder | None, made: Any) -> None:
-        self.work, self.export, self._kept, self._made = work, export, kept, made
-        self.model, self.modules, self.settings, self.folder = work.model, work.modules, work.settings, work.folder
-        self.space = SearchSpace(work)
+    def __init__(self, task: Task, export: str | None, kept: RunFolder | None, made: Any) -> None:
+        self.task, self.export, self._kept, self._made = task, export, kept, made
+        self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
+        self.space = SearchSpace(task)
         #: when each phase ended
         self.ends: dict[str, float] = {}
 
@@ -194,11 +194,11 @@ class _Job:
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.start()
         self._lap("")
-        bytes_before, tables_saved = stored_bytes(self.model), self.work.bytes_of_tables
+        bytes_before, tables_saved = stored_bytes(self.model), self.task.bytes_of_tables
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self.export is not None:
             self._check_export(given_plan)
-        calibration = self.work.calibrate(corpus.blocks)
+        calibration = self.task.calibrate(corpus.blocks)
         self._lap("calibration")
         use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
         budget, budgets = None, list[dict[str, Any]]()
@@ -215,7 +215,7 @@ class _Job:
         whole.save(place)
         self._lap("plan")
         healing, evaluation = None, None
-        if not plan_only and (whole.replaced or self.work.tables):
+        if not plan_only and (whole.replaced or self.task.tables):
             healing, evaluation = self._make(corpus, calibration, whole, tokenizer)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
             self._rename_others(place)
@@ -258,7 +258,7 @@ class _Job:
         offered = ((n, c) for n, layer in self.modules.items() for c in self.space.sizes(linear_features(layer)))
         becomes = offered if given_plan is None else given_plan.replaced.items()
         if self.export == "gguf":
-            for name, config in itertools.chain(self.work.tables.items(), becomes):
+            for name, config in itertools.chain(self.task.tables.items(), becomes):
                 check_gguf_operator(name, config, linear_features(self.model.get_submodule(name)))
         elif self.export == "compressed-tensors":
             check_packable(self.model, becomes)
@@ -271,14 +271,14 @@ class _Job:
         if self.settings.heal_tokens:
             check_healable(self.settings, len(whole.replaced), len(dense))
         original = self._observe("original", corpus, tokenizer)
-        ends = [self.model.get_submodule(name) for name in self.work.tables]
+        ends = [self.model.get_submodule(name) for name in self.task.tables]
         ends += [head for table in ends if (head := tied_head(self.model, table)) is not None]
         changed = {**self.modules, **{name: one for name, one in self.model.named_modules() if one in ends}}
         layers = {name: copy.deepcopy(one).to("meta") for name, one in changed.items()}
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
-        self.work.round_tables_()
-        replace_layers_(self.work, whole, calibration)
+        self.task.round_tables_()
+        replace_layers_(self.task, whole, calibration)
         self._lap("fit")
         healing = None
         if teacher is not None:
@@ -286,7 +286,7 @@ class _Job:
             judge = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
             kept = torch.ones(len(corpus.further), dtype=torch.bool)
             kept[judge] = False
-            how: dict[str, Any] = {"dense": dense, "folder": self.folder, "on_progress": self.work.on_progress}
+            how: dict[str, Any] = {"dense": dense, "folder": self.folder, "on_progress": self.task.on_progress}
             parts = corpus.further[kept], corpus.further[judge]
             healing = heal(self.model, teacher, *parts, settings=self.settings, **how)
             self._lap("heal")
@@ -301,7 +301,7 @@ class _Job:
 
     def budget(self, use: Mapping[str, float]) -> Budget:
         """Return what the plan may cost, each layer weighed by the share of tokens that it sees."""
-        return budget_of(self.model, self.modules, self.settings, use, self.work.bytes_of_tables)
+        return budget_of(self.model, self.modules, self.settings, use, self.task.bytes_of_tables)
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
         """What the model does, as it now is; None where nothing is to be evaluated."""
@@ -309,4 +309,4 @@ class _Job:
         if not settings.evaluate:
             return None
         asked = settings.prompts, settings.sample_tokens, corpus.elsewhere, settings.passages
-        return observe(self.model, corpus.judging, tokenizer, *asked, on_step=self.work.told(phase))
+        return observe(self.model, corpus.judging, tokenizer, *asked, on_step=self.task.progress_of(phase))
