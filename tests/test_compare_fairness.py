@@ -43,7 +43,7 @@ def test_an_entry_with_another_batch_is_trained_on_as_many_tokens():
         SimpleNamespace(name=name, settings=found.settings_of(name), size=None, deviation=None) for name in entries
     ]
     data = SimpleNamespace(description={"splits": {"train": {"tokens": 1_000_000}}})
-    said = comparison_result(found, data, planned, [])["budget"]
+    said = comparison_result(found, data, planned, [], {})["budget"]
     assert "391 steps of 256 tokens" in said
     assert "Other steps: large for 98 of 1,024, twice for 196 of 512." in said
 
@@ -122,7 +122,7 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
         entries = [entry | {"name": name, "settings": {"model_overrides": {}}} for name in at_one.entries]
         return {"entries": entries, "ngram": None, "notes": []}
 
-    notes = over_budgets(recipe(**series, tune=tune), [at(index) for index in range(3)])["notes"]
+    notes = over_budgets(recipe(**series, tune=tune), [at(index) for index in range(3)], {})["notes"]
     assert [note for note in notes if "edge" in note] == [
         "At 2,000 tokens: The best learning rate lies at the edge of the grid for dense, low_rank: widen the grid."
     ]

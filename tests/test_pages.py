@@ -164,7 +164,7 @@ def test_a_line_of_counting_never_squeezes_the_curves() -> None:
 def pages_of_records(folder: Path) -> list[Path]:
     """The page of every kind of record that this repository keeps."""
     made = []
-    for place in ("speed/bench", "speed/hdpl-67m", "ccl/analysis", "scale", "parametrization/ccl"):
+    for place in ("speed/bench", "speed/hdpl-67m", "ccl/analysis", "scale"):
         target = folder / place.replace("/", "-")
         shutil.copytree(RESULTS / place, target)
         made.append(target)

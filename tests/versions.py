@@ -53,7 +53,7 @@ def install(kind: str, versions: dict[str, str]) -> str:
     pinned = ["-c", "constraints.txt"] if kind == "pinned" else []
     upgrade = ["--upgrade"] if kind == "newest" else []
     # torch first: of the same version pip then leaves the build that is there
-    steps = [fixed[:1], [*fixed, "-e", ".[sweep,peft]", "pytest", "pytest-timeout", "hypothesis", "clifford"]]
+    steps = [fixed[:1], [*fixed, "-e", ".[peft]", "pytest", "pytest-timeout", "hypothesis", "clifford", "optuna"]]
     for step in steps:
         done = subprocess.run([*pip, *upgrade, *pinned, *step], cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -106,5 +106,8 @@ def command(
             settings, out, overwrite=overwrite, workers=workers, executor=executor, slurm=jobs, on_event=on_event
         )
     report = write_report(out)
-    (print_results if settings.sizes is None else print_scale)(results)
+    if settings.sizes is None:
+        print_results(results)
+    else:
+        print_scale(results)
     print(f"\nreport: {report.resolve()}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from relinear.compare.schema import Results
     from relinear.pages.blocks import Table
 
 
@@ -28,7 +29,7 @@ def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
     return "\n".join(lines)
 
 
-def print_results(results: Mapping[str, Any]) -> None:
+def print_results(results: Results) -> None:
     """Print results.json as a table with its notes on stdout."""
     from relinear.compare.report import budget_table, results_table
 

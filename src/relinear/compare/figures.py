@@ -9,15 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from relinear.compare.schema import Budget, EntryResult, Ngram, Trial, Tuning
 from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
 from relinear.system.grouped import grouped
 
-Entry = Mapping[str, Any]
+Entry = EntryResult
 Colours = Mapping[str, str]
 LOSS = "validation loss (nats per token)"
 
 
-def curves(entries: Sequence[Entry], palette: Colours, ngram: Mapping[str, Any] | None = None) -> list[Panel]:
+def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
     """Validation loss against training tokens, mean over seeds, with the band from the lowest to the highest seed.
 
     ``ngram`` (of ``results.json``) is a line across: what counting comes to with as many tokens.
@@ -119,18 +120,18 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     """Return the training and inference throughput as ratios to the reference, one row an entry."""
-    timed = [entry for entry in entries if entry.get("speed")]
+    timed: list[tuple[str, Any]] = [(entry["name"], entry["speed"]) for entry in entries if entry.get("speed")]
     if not timed:
         return []
-    reference = timed[0]["speed"].get("reference", "dense")
+    reference = timed[0][1].get("reference", "dense")
     shown = []
-    for what, name, number in (("train", "training", 0), ("inference", "inference", 2)):
-        for entry in timed:
-            ratio, rate = entry["speed"][f"{what}_ratio"], entry["speed"][f"{what}_tokens_per_second"]
-            text = f"{entry['name']}, {name}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens a second"
+    for what, title, number in (("train", "training", 0), ("inference", "inference", 2)):
+        for name, speed in timed:
+            ratio, rate = speed[f"{what}_ratio"], speed[f"{what}_tokens_per_second"]
+            text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens a second"
             look: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
-            place: dict[str, Any] = {"x": [ratio], "y": [entry["name"]], "texts": [text]}
-            shown.append(Series(name=entry["name"], colour=palette[entry["name"]], number=number, **place, **look))
+            place: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
+            shown.append(Series(name=name, colour=palette[name], number=number, **place, **look))
     axis = Axis(title=f"tokens per second / {reference}'s", from_zero=True)
     return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
@@ -139,7 +140,7 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     """Return the validation loss of the short tuning runs against the learning rate; the chosen rate is ringed."""
     shown: list[Series] = []
     for number, entry in enumerate(entries):
-        trials = _chosen_trials(entry["tuning"]) if entry.get("tuning") else []
+        trials = _chosen_trials(record) if (record := entry.get("tuning")) else []
         finite = sorted((t["learning_rate"], t["validation_loss"]) for t in trials if t["validation_loss"] is not None)
         if finite:
             name, best = entry["name"], min(finite, key=lambda trial: trial[1])
@@ -154,7 +155,7 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     return [Panel(shown, Axis(title="learning rate", log=True, ticks=ticks), Axis(title=LOSS))] if shown else []
 
 
-def _chosen_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _chosen_trials(record: Tuning) -> list[Trial]:
     """The short runs at the initialisation and warm-up that were chosen; where there are none, those of full length."""
     trials = record["trials"] or record.get("full_length", {}).get("trials", [])
     chosen = {key: record[key] for key in ("initializer_range", "warmup_ratio") if record.get(key) is not None}
@@ -162,7 +163,7 @@ def _chosen_trials(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def budgets(
-    entries: Sequence[Entry], palette: Colours, found: Sequence[Mapping[str, Any]] | None, reference: str | None
+    entries: Sequence[Entry], palette: Colours, found: Sequence[Budget] | None, reference: str | None
 ) -> list[Panel]:
     """Return the gap to the reference by budget, with 95 % intervals, hollow without; the reference is at 0."""
     if not found or len(found) < 2:
@@ -173,8 +174,9 @@ def budgets(
         rows = [e["gap"] for budget in found for e in budget["entries"] if e["name"] == name and e["gap"]]
         if len(rows) < len(found):  # it diverged at one of them
             continue
-        whole = all(gap["low"] is not None for gap in rows)
-        low, high = ([gap[end] for gap in rows] if whole else None for end in ("low", "high"))
+        ends = [(gap["low"], gap["high"]) for gap in rows if gap["low"] is not None and gap["high"] is not None]
+        whole = len(ends) == len(rows)
+        low, high = ([pair[place] for pair in ends] if whole else None for place in (0, 1))
         means = [gap["mean"] for gap in rows]
         line = _line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}")
         shown.append(line if whole else dataclasses.replace(line, hollow=True))
@@ -182,7 +184,7 @@ def budgets(
     return [Panel(shown, bottom, Axis(title=f"validation loss less {reference}'s"), [Guide(y=0)])]
 
 
-def scaling(entries: Sequence[Entry], axes: Mapping[str, str]) -> list[Panel]:
+def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str]) -> list[Panel]:
     """Of ``scale.json``: loss against training FLOPs and, where measured, time, with every entry's power law.
 
     ``axes``: what it is against -> its title.
@@ -206,9 +208,13 @@ def scaling(entries: Sequence[Entry], axes: Mapping[str, str]) -> list[Panel]:
 
 def mean_curve(entry: Entry) -> list[tuple[float, float, float, float]]:
     """(tokens, mean, lowest, highest validation loss) at every step that all seeds have evaluated."""
-    every = (point for run in entry["runs"] for point in run["curve"] if point.get("validation_loss") is not None)
-    by_step = grouped((point["step"], (point["tokens"], point["validation_loss"])) for point in every)
-    points = []
+    by_step = grouped(
+        (point["step"], (point["tokens"], loss))
+        for run in entry["runs"]
+        for point in run["curve"]
+        if (loss := point.get("validation_loss")) is not None
+    )
+    points: list[tuple[float, float, float, float]] = []
     for _, values in sorted(by_step.items()):
         if len(values) == len(entry["runs"]):
             losses = [loss for _, loss in values]

@@ -5,10 +5,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
+from relinear.compare.schema import Gap
 from relinear.system.confidence import half_width
 
 REPLICATES = 8000
@@ -71,7 +71,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> dict[str, Any]:
+def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Gap:
     """Return an entry's loss less the reference's, on the same seeds and blocks: below 0 the entry is better.
 
     Args:
@@ -101,7 +101,7 @@ def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> dict[str,
     }
 
 
-def too_small(gaps: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def too_small(gaps: Mapping[str, Gap]) -> list[str]:
     """Entries whose gap is less than four paired standard errors of the evaluation: its noise may be what is seen."""
     return [
         name

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any
 
 import pydantic
-from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
 from relinear.compare import figures
+from relinear.compare.schema import EntryResult, Gap, Results, Statistic
 from relinear.contract.config import shown
 from relinear.contract.settings import readable
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
@@ -34,86 +34,7 @@ _FIGURES = {
 }
 
 
-# What the table, the page and the plots read of results.json; more may be there. Numbers are finite.
-
-_Number = Annotated[float, pydantic.Field(allow_inf_nan=False, strict=True, ge=-1e305, le=1e305)]
-_Count = Annotated[int, pydantic.Field(strict=True, ge=0, le=2**63)]
-_Text = Annotated[str, pydantic.Field(strict=True, max_length=100_000)]
-
-
-class _Statistic(TypedDict):
-    mean: _Number
-    spread: _Number | None
-    values: list[_Number]
-
-
-class _Point(TypedDict):
-    step: _Count
-    tokens: _Count
-    loss: NotRequired[_Number]
-    validation_loss: NotRequired[_Number]
-
-
-class _RunOfEntry(TypedDict):
-    validation_loss: _Number
-    curve: list[_Point]
-
-
-class _Trial(TypedDict):
-    learning_rate: _Number
-    validation_loss: _Number | None
-
-
-class _Tuning(TypedDict):
-    trials: list[_Trial]
-    edge: bool
-
-
-class _Speed(TypedDict):
-    train_ratio: _Number
-    inference_ratio: _Number
-    train_tokens_per_second: _Number
-    inference_tokens_per_second: _Number
-
-
-class _EntryOfResults(TypedDict):
-    name: _Text
-    operators: _Text
-    settings: dict[str, Any]
-    parameters: _Count
-    flops_per_token: _Count
-    deviation: _Number | None
-    learning_rate: _Number
-    validation_loss: _Statistic
-    perplexity: _Statistic
-    initial_perplexity: _Statistic
-    peak_memory_bytes: _Count
-    speed: _Speed | None
-    tuning: _Tuning | None
-    runs: Annotated[list[_RunOfEntry], pydantic.Field(min_length=1)]
-
-
-class _Match(TypedDict):
-    by: _Text
-    text: _Text
-
-
-class _Results(TypedDict):
-    format: _Count
-    name: _Text
-    description: _Text
-    budget: _Text
-    match: _Match
-    notes: list[_Text]
-    data: dict[str, Any]
-    entries: Annotated[list[_EntryOfResults], pydantic.Field(min_length=1)]
-    recipe: dict[str, Any]
-    machine: dict[str, Any]
-    command: _Text
-    finished: _Text
-
-
-def read_results(directory: str | Path) -> dict[str, Any]:
+def read_results(directory: str | Path) -> Results:
     """Return what ``results.json`` in ``directory`` says.
 
     Raises:
@@ -134,7 +55,7 @@ def read_results(directory: str | Path) -> dict[str, Any]:
     if isinstance(version, int) and version > FORMAT:
         raise ValueError(f"{path} has format {shown(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
     try:
-        pydantic.TypeAdapter(_Results).validate_python(results)
+        pydantic.TypeAdapter(Results).validate_python(results)
     except pydantic.ValidationError as error:
         raise ValueError(f"{path} is damaged; {advice}: {readable(error)}") from None
     return results
@@ -190,7 +111,7 @@ def results_section(directory: str | Path) -> Section:
     return Section(f"Comparison: {results['name']}", "compare", blocks, palette, note)
 
 
-def verdict(results: Mapping[str, Any]) -> str:
+def verdict(results: Results) -> str:
     """Return what a comparison came to, in a sentence, with how sure it is; counting is named where it is ahead."""
     entries = sorted(results["entries"], key=lambda entry: entry["validation_loss"]["mean"])
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
@@ -210,13 +131,13 @@ def verdict(results: Mapping[str, Any]) -> str:
     return said
 
 
-def _paired(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[float, float | None]:
+def _paired(first: EntryResult, second: EntryResult) -> tuple[float, float | None]:
     """By how much ``first`` has the lower loss, and half of the 95 % interval over seeds; None for one seed."""
     pairs = zip(first["validation_loss"]["values"], second["validation_loss"]["values"], strict=False)
     return second["validation_loss"]["mean"] - first["validation_loss"]["mean"], half_width([b - a for a, b in pairs])
 
 
-def _next(results: Mapping[str, Any]) -> str:
+def _next(results: Results) -> str:
     first, found = results["entries"][0], []
     if len(first["runs"]) == 1:
         found.append("Three seeds (--seeds 0,1,2): they tell a difference from chance.")
@@ -232,12 +153,12 @@ def _day(moment: str) -> str:
     return f"{found[1]} {found[2]} UTC" if found else moment
 
 
-def _palette(results: Mapping[str, Any]) -> dict[str, str]:
+def _palette(results: Results) -> dict[str, str]:
     """A colour an entry."""
     return colours([entry["name"] for entry in results["entries"]], _dense(results))
 
 
-def _dense(results: Mapping[str, Any]) -> str | None:
+def _dense(results: Results) -> str | None:
     """The entry that ratios are to: the reference, or where none was named the first that is dense."""
     return results.get("reference") or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
 
@@ -253,7 +174,7 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
     ]
 
 
-def results_table(results: Mapping[str, Any]) -> Table:
+def results_table(results: Results) -> Table:
     """Return a row an entry, with spreads over seeds and, in small print, ratios to the dense entry."""
     entries, reference = results["entries"], results.get("reference")  # older comparisons have none
     palette = _palette(results)
@@ -274,7 +195,8 @@ def results_table(results: Mapping[str, Any]) -> Table:
             Cell(number(entry[key]), entry[key], _ratio(entry[key], base and base[key]))
             for key in ("parameters", "flops_per_token")
         )
-        ratios = [entry["speed"] and entry["speed"][f"{what}_ratio"] for what in ("train", "inference")]
+        speed = entry["speed"]
+        ratios = [speed["train_ratio"], speed["inference_ratio"]] if speed else [None, None]
         cells += [size, *(Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios)]
         cells += [_of_seeds(entry["perplexity"], 2), _of_seeds(entry["initial_perplexity"], 1, False)]
         cells += [flops, Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"])]
@@ -292,7 +214,7 @@ def results_table(results: Mapping[str, Any]) -> Table:
     return Table(head, rows)
 
 
-def _of_seeds(statistic: Mapping[str, Any], digits: int, spread: bool = True) -> Cell:
+def _of_seeds(statistic: Statistic, digits: int, spread: bool = True) -> Cell:
     text = plus_minus(statistic, digits) if spread else f"{statistic['mean']:.{digits}f}"
     return Cell(text, statistic["mean"], title=", ".join(f"{value:.6g}" for value in statistic.get("values", ())))
 
@@ -301,7 +223,7 @@ def _ratio(value: float, base: float | None) -> str:
     return f"{value / base:.3g}× dense" if base else ""
 
 
-def _operators(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
+def _operators(results: Results, palette: Mapping[str, str]) -> Table:
     matched = results["match"]["by"] != "none"
     head = ["entry", "operators", "parameters", "FLOPs / token", *(["off the target"] if matched else [])]
     rows = []
@@ -309,7 +231,12 @@ def _operators(results: Mapping[str, Any], palette: Mapping[str, str]) -> Table:
         sizes = [Cell(f"{entry[key]:,}", entry[key]) for key in ("parameters", "flops_per_token")]
         off = entry["deviation"]
         deviation = "not matched" if off is None else f"{100 * off:+.2f} %"
-        cells = [entry["name"], entry["operators"], *sizes, *([Cell(deviation, off)] if matched else [])]
+        cells: list[Cell | str] = [
+            entry["name"],
+            entry["operators"],
+            *sizes,
+            *([Cell(deviation, off)] if matched else []),
+        ]
         rows.append(Row(cells, entry["name"], palette[entry["name"]]))
     return Table(head, rows, (0, 1))
 
@@ -371,13 +298,13 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def plus_minus(statistic: Mapping[str, Any], digits: int = 3) -> str:
+def plus_minus(statistic: Statistic, digits: int = 3) -> str:
     """Return the mean and, over several seeds, the sample standard deviation."""
     mean = f"{statistic['mean']:.{digits}f}"
     return mean if statistic["spread"] is None else f"{mean} ± {statistic['spread']:.{digits}f}"
 
 
-def gap_text(gap: Mapping[str, Any] | None) -> str:
+def gap_text(gap: Gap | None) -> str:
     """Return a gap with its interval: -0.120 [-0.131, -0.108]."""
     if gap is None:
         return "–"
@@ -385,7 +312,7 @@ def gap_text(gap: Mapping[str, Any] | None) -> str:
     return mean if gap["low"] is None else f"{mean} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
 
 
-def budget_table(results: Mapping[str, Any]) -> Table | None:
+def budget_table(results: Results) -> Table | None:
     """Return gaps by entry and budget, of the reference and the n-grams losses; None where there is one budget."""
     budgets = results.get("budgets") or []
     if not budgets:

@@ -8,9 +8,25 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import BUDGETS, FORMAT, precision
+from relinear.compare.folder import BUDGETS, FORMAT, now, precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned, match_target
+from relinear.compare.schema import (
+    Budget,
+    BudgetEntry,
+    Circumstances,
+    Diverged,
+    EntryResult,
+    Gap,
+    MatchResult,
+    Ngram,
+    Point,
+    Results,
+    SeedRun,
+    Speed,
+    Statistic,
+    Tuning,
+)
 from relinear.compare.settings import CompareSettings, shortened
 from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
@@ -19,29 +35,32 @@ from relinear.train.settings import TrainSettings
 from relinear.train.trainer import SteadySampler
 
 
-def _statistic(values: list[float]) -> dict[str, Any]:
+def _statistic(values: list[float]) -> Statistic:
     """Mean and sample standard deviation (None for a single value)."""
     spread = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "spread": spread, "values": values}
 
 
 def entry_result(
-    planned: Planned, settings: TrainSettings, tuning: Any, runs: list[dict[str, Any]], speed: dict[str, Any] | None
-) -> dict[str, Any]:
+    planned: Planned,
+    settings: TrainSettings,
+    tuning: Tuning | None,
+    runs: list[SeedRun],
+    speed: Speed | None,
+    dense: bool,
+    gap: Gap | None,
+) -> EntryResult:
     """Return an entry of ``results.json``: what it is, how it was tuned, and what its runs (one a seed) came to.
 
     Args:
         planned: the entry at its size.
         settings: of its final runs, with what tuning chose.
         tuning: what it tried.
-        runs: what ``train`` returned for every seed.
+        runs: of every seed, from ``seed_run``.
         speed: what was measured.
+        dense: whether nothing of relinear is in it.
+        gap: to the reference.
     """
-    kept = ("seed", "validation_loss", "perplexity", "initial_perplexity", "steps", "tokens_per_second")
-    short = [
-        {key: run[key] for key in (*kept, "peak_memory_bytes", "aux", "block_losses")} | {"curve": _curve(run["curve"])}
-        for run in runs
-    ]
     mapping = planned.settings.mapping
     stated = [f"{pattern}: {_stated(config) if config else 'left dense'}" for pattern, config in mapping.items()]
     stated += [_stated(config) for config in planned.settings.attached]
@@ -59,7 +78,26 @@ def entry_result(
         "initial_perplexity": _statistic([run["initial_perplexity"] for run in runs]),
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
         "speed": speed,
-        "runs": short,
+        "runs": runs,
+        "dense": dense,
+        "gap": gap,
+    }
+
+
+def seed_run(seed: int, result: Any, losses: np.ndarray) -> SeedRun:
+    """Return what ``results.json`` says of a final run, from its ``TrainResult`` and losses by block."""
+    values = result.to_dict()
+    return {
+        "seed": seed,
+        "validation_loss": values["validation_loss"],
+        "perplexity": values["perplexity"],
+        "initial_perplexity": values["initial_perplexity"],
+        "steps": values["steps"],
+        "tokens_per_second": values["tokens_per_second"],
+        "peak_memory_bytes": values["peak_memory_bytes"],
+        "aux": values["aux"],
+        "block_losses": [round(float(loss), 5) for loss in losses],
+        "curve": _curve(result.curve),
     }
 
 
@@ -69,9 +107,9 @@ def _stated(config: Config) -> str:
     return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
 
-def _curve(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _curve(rows: list[dict[str, Any]]) -> list[Point]:
     """One point a step: training loss, validation loss, or both."""
-    points: dict[int, dict[str, Any]] = {}
+    points: dict[int, Any] = {}
     for row in rows:
         point = points.setdefault(row["step"], {"step": row["step"], "tokens": row["tokens"]})
         point |= {key: row[key] for key in ("loss", "validation_loss") if key in row}
@@ -82,10 +120,12 @@ def comparison_result(
     recipe: CompareSettings,
     data: Any,
     planned: list[Planned],
-    entries: list[dict[str, Any]],
-    counted: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """``results.json`` but for when, where and by which command it was made: entries, and what a reader must know.
+    entries: list[EntryResult],
+    circumstances: Circumstances,
+    counted: Ngram | None = None,
+    diverged: Sequence[Diverged] = (),
+) -> Results:
+    """Return ``results.json``: entries, and what a reader must know.
 
     ``counted`` is the n-gram line, from ``count_ngrams``.
     """
@@ -110,15 +150,23 @@ def comparison_result(
         "description": recipe.description,
         "budget": budget,
         "match": _match_text(recipe, planned),
-        "notes": _notes(recipe, entries) + gap_notes(recipe, entries) + _counting_notes(counted, entries),
+        "notes": [
+            *_notes(recipe, entries),
+            *gap_notes(recipe, entries),
+            *_counting_notes(counted, entries),
+            *(f"{each['name']} has no results: {each['text']}." for each in diverged),
+        ],
         "reference": recipe.reference,
         "ngram": counted,
         "data": data.description,
         "entries": entries,
+        "diverged": list(diverged),
+        **circumstances,
+        "finished": now(),
     }
 
 
-def _match_text(recipe: CompareSettings, planned: list[Planned]) -> dict[str, Any]:
+def _match_text(recipe: CompareSettings, planned: list[Planned]) -> MatchResult:
     match = recipe.match
     target, reference = match_target(recipe, planned)
     if target is None:
@@ -132,7 +180,7 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> dict[str, An
     return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
 
 
-def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
+def _notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
     notes = []
     if len(recipe.seeds) > 1:
         notes.append(f"± is the sample standard deviation over {len(recipe.seeds)} seeds.")
@@ -155,7 +203,7 @@ def _notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def tuning_notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
     """Return what a reader must know of how rates and starts of entries were found."""
     tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
 
@@ -185,15 +233,15 @@ def tuning_notes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return [text.format(", ".join(names)) for text, names in told if names]
 
 
-def _tried(tuning: Mapping[str, Any]) -> int:
+def _tried(tuning: Tuning) -> int:
     """Runs of tuning, short ones and whole ones; those of full length that tuning had made count once."""
     rows = [*tuning.get("trials", ()), *tuning.get("full_length", {}).get("trials", ())]
     return len({tuple(sorted(row.items())) for row in rows})
 
 
-def gap_notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[str]:
+def gap_notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
     """Return what the gaps of entries are, and for which of them the evaluation is too small."""
-    gaps = {entry["name"]: entry["gap"] for entry in entries if entry.get("gap")}
+    gaps = {entry["name"]: gap for entry in entries if (gap := entry.get("gap"))}
     if not gaps:
         return []
     notes = [
@@ -215,7 +263,7 @@ def gap_notes(recipe: CompareSettings, entries: list[dict[str, Any]]) -> list[st
     return notes
 
 
-def _counting_notes(counted: Mapping[str, Any] | None, entries: list[dict[str, Any]]) -> list[str]:
+def _counting_notes(counted: Ngram | None, entries: list[EntryResult]) -> list[str]:
     if counted is None:
         return []
     loss = counted["validation_loss"]
@@ -235,7 +283,7 @@ LOSSES = "ngram_block_losses.npy"
 _MOST_TOKENS = 100_000_000
 
 
-def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str, Any]:
+def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> Ngram:
     """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
 
     It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and
@@ -271,7 +319,7 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> dict[str,
 # on to the next.
 
 
-def chosen_by(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def chosen_by(found: Sequence[Results]) -> dict[str, dict[str, float]]:
     """Return what tuning has found for every entry in the results of comparisons, the later ones last."""
     chosen: dict[str, dict[str, float]] = {}
     for results in found:
@@ -280,7 +328,7 @@ def chosen_by(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]
     return chosen
 
 
-def over_budgets(recipe: CompareSettings, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def over_budgets(recipe: CompareSettings, found: Sequence[Results], circumstances: Circumstances) -> Results:
     """Return the results of the largest budget, with ``budgets``: what each of them came to.
 
     Args:
@@ -289,7 +337,8 @@ def over_budgets(recipe: CompareSettings, found: Sequence[Mapping[str, Any]]) ->
     """
     budgets = zip(recipe.budgets or (), found, strict=True)
     rows = [budget_row(tokens, f"{BUDGETS}/{tokens}", results) for tokens, results in budgets]
-    return {**found[-1], "name": recipe.name, BUDGETS: rows, "notes": found[-1]["notes"] + _budget_notes(recipe, rows)}
+    notes = found[-1]["notes"] + _budget_notes(recipe, rows)
+    return {**found[-1], "name": recipe.name, "budgets": rows, "notes": notes, **circumstances, "finished": now()}
 
 
 def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
@@ -339,26 +388,34 @@ def with_choices(
     return found
 
 
-def _choice(entry: Mapping[str, Any]) -> dict[str, float]:
-    choice = {"learning_rate": entry["learning_rate"]}
-    tuned = entry["tuning"] or {}
-    return choice | {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
+def _choice(entry: EntryResult) -> dict[str, float]:
+    tuned: Any = entry["tuning"] or {}
+    found = {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
+    return {"learning_rate": entry["learning_rate"]} | found
 
 
-def budget_row(tokens: int, folder: str, results: Mapping[str, Any]) -> dict[str, Any]:
+def budget_row(tokens: int, folder: str, results: Results) -> Budget:
     """Return what the results of a whole tell of one budget: ``results`` are its own, in ``folder``."""
-    kept = ("name", "learning_rate", "tuning", "validation_loss", "gap")
-    entries = []
-    for entry in results["entries"]:
-        runs = [{key: run[key] for key in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]]
-        overrides = entry["settings"]["model_overrides"]
-        spread = {"initializer_range": overrides.get("initializer_range")}
-        warmup = {"warmup_ratio": entry["settings"].get("warmup_ratio")}
-        entries.append({key: entry[key] for key in kept} | spread | warmup | {"runs": runs})
+    entries: list[BudgetEntry] = [
+        {
+            "name": entry["name"],
+            "learning_rate": entry["learning_rate"],
+            "tuning": entry["tuning"],
+            "validation_loss": entry["validation_loss"],
+            "gap": entry["gap"],
+            "initializer_range": entry["settings"]["model_overrides"].get("initializer_range"),
+            "warmup_ratio": entry["settings"].get("warmup_ratio"),
+            "runs": [
+                {"seed": run["seed"], "steps": run["steps"], "tokens_per_second": run["tokens_per_second"]}
+                for run in entry["runs"]
+            ],
+        }
+        for entry in results["entries"]
+    ]
     return {"tokens": tokens, "folder": folder, "ngram": results["ngram"], "entries": entries}
 
 
-def _budget_notes(recipe: CompareSettings, rows: list[dict[str, Any]]) -> list[str]:
+def _budget_notes(recipe: CompareSettings, rows: list[Budget]) -> list[str]:
     budgets = recipe.budgets or ()
     notes = [
         f"Every entry was trained to each of {len(budgets)} budgets with a complete schedule; the table is of the last."

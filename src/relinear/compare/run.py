@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,13 +22,21 @@ from relinear.compare.folder import (
     TUNING,
     comparison_folder,
     held,
-    now,
     read_losses,
     recipe_of,
 )
 from relinear.compare.gaps import gap
 from relinear.compare.match import Event, OnEvent, Planned, plan_comparison
-from relinear.compare.results import at_budget, chosen_by, comparison_result, count_ngrams, entry_result, over_budgets
+from relinear.compare.results import (
+    at_budget,
+    chosen_by,
+    comparison_result,
+    count_ngrams,
+    entry_result,
+    over_budgets,
+    seed_run,
+)
+from relinear.compare.schema import Circumstances, Diverged, Gap, Ngram, Results, Speed, Tuning
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
 from relinear.compare.tune import Trials, beside, grid_search
@@ -42,6 +50,7 @@ from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
+T = TypeVar("T")
 #: in an entry's folder there: the rates at which final runs diverged
 DIVERGED = "diverged.json"
 
@@ -55,7 +64,7 @@ def compare(
     executor: Executor | str | None = None,
     slurm: Mapping[str, Any] | None = None,
     on_event: OnEvent = lambda event: None,
-) -> dict[str, Any]:
+) -> Results:
     """Carry out a comparison and leave its results in ``out_dir``.
 
     ``out_dir`` gets ``run.json`` (recipe, sizes, machine), ``tuning/`` and ``runs/ENTRY/seed-N/`` (a run's own
@@ -84,9 +93,11 @@ def compare(
         OSError: if ``out_dir`` cannot be written.
     """
     recipe, out_dir = CompareSettings.load(recipe), Path(out_dir)
-    work = comparison
+    work: Any = comparison
     if recipe.sizes is not None:
-        from relinear.compare.scaling import scaled_up as work
+        from relinear.compare.scaling import scaled_up
+
+        work = scaled_up
     if workers is None:
         workers = _fitting(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as place:
@@ -102,7 +113,7 @@ def _fitting(recipe: CompareSettings) -> int:
     return max(1, cores // settings.threads)
 
 
-def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> dict[str, Any]:
+def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> Results:
     """Check everything, then hold ``out_dir`` for the comparison and do it, unless it has ended."""
     path = out_dir / RESULTS
     comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
@@ -122,21 +133,21 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
     with held(recipe, out_dir, planned, data, overwrite) as started:
         if recipe.budgets is None:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
-        found: list[dict[str, Any]] = []
+        found: list[Results] = []
         for index, tokens in enumerate(recipe.budgets):
             at_one = at_budget(recipe, index, chosen_by(found))
             found.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
-        return kept(path, lambda: over_budgets(recipe, found) | circumstances(started))
+        return kept(path, lambda: over_budgets(recipe, found, circumstances(started)))
 
 
-def kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def kept(path: Path, make: Callable[[], T]) -> T:
     """Return what ``path`` holds, made and written unless it is there."""
     if not path.is_file():
         write_json(path, make())
     return read_json(path)
 
 
-def circumstances(record: Mapping[str, Any]) -> dict[str, Any]:
+def circumstances(record: Mapping[str, Any]) -> Circumstances:
     """Return what results take from ``run.json``."""
     return {"recipe": recipe_of(record), "machine": record["machine"], "command": record["command"]}
 
@@ -153,7 +164,7 @@ class _Choice(NamedTuple):
     """An entry's settings, and what ``results.json`` says of its tuning (but for what is None); None without one."""
 
     settings: TrainSettings
-    tuning: dict[str, Any] | None = None
+    tuning: Tuning | None = None
 
 
 def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
@@ -167,13 +178,6 @@ def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -
 def _warmed(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     """``settings`` with a warm-up of that share of the steps, or as it is written."""
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
-
-
-class _Diverged(NamedTuple):
-    """An entry without results, and why."""
-
-    name: str
-    text: str
 
 
 class _Comparison:
@@ -191,20 +195,20 @@ class _Comparison:
         self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
         self.engine, self.started = engine, started
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> Results:
         """Tune and train all entries, then what is done once all runs have ended."""
         for planned in self.planned:
             self._announce(planned)
         found = carry_out(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.do)
-        diverged = [choice for choice in found if isinstance(choice, _Diverged)]
+        diverged = [choice for choice in found if not isinstance(choice, _Choice)]
         chosen = {
             planned.name: choice
             for planned, choice in zip(self.planned, found, strict=True)
             if isinstance(choice, _Choice)
         }
         if not chosen:
-            raise ValueError("; ".join(f"{name}: {text}" for name, text in diverged))
-        counted, speed = None, dict[str, Any]()
+            raise ValueError("; ".join(f"{each['name']}: {each['text']}" for each in diverged))
+        counted, speed = None, dict[str, Speed]()
         if self.recipe.ngram_order is not None:
             counted = kept(self.out_dir / NGRAM, self._count)
         if self.recipe.speed.seconds:
@@ -227,32 +231,30 @@ class _Comparison:
     def _results(
         self,
         chosen: Mapping[str, _Choice],
-        diverged: list[_Diverged],
-        counted: dict[str, Any] | None,
-        speed: dict[str, Any],
-    ) -> dict[str, Any]:
+        diverged: list[Diverged],
+        counted: Ngram | None,
+        speed: Mapping[str, Speed],
+    ) -> Results:
         gaps, entries = self._gaps(chosen), []
         for planned in self.planned:
             if (choice := chosen.get(planned.name)) is None:
                 continue
-            name, runs = planned.name, []
-            for seed in self.recipe.seeds:
-                result = read_result(self._folder(name, seed))
-                blocks = [round(float(loss), 5) for loss in self._losses(name, seed)]
-                runs.append({"seed": seed, **result.to_dict(), "curve": result.curve, "block_losses": blocks})
-            tuning = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
-            entry = entry_result(planned, choice.settings, tuning, runs, speed.get(name))
-            entries.append(entry | {"dense": self.recipe.entries[name].dense, "gap": gaps.get(name)})
-        found = comparison_result(self.recipe, self.data, self.planned, entries, counted)
-        found["diverged"] = [each._asdict() for each in diverged]
-        found["notes"] += [f"{name} has no results: {text}." for name, text in diverged]
-        return found | circumstances(self.started) | {"finished": now()}
+            name = planned.name
+            runs = [
+                seed_run(seed, read_result(self._folder(name, seed)), self._losses(name, seed))
+                for seed in self.recipe.seeds
+            ]
+            tuning: Any = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
+            dense, gap = self.recipe.entries[name].dense, gaps.get(name)
+            entries.append(entry_result(planned, choice.settings, tuning, runs, speed.get(name), dense, gap))
+        made = circumstances(self.started)
+        return comparison_result(self.recipe, self.data, self.planned, entries, made, counted, diverged)
 
-    def _count(self) -> dict[str, Any]:
+    def _count(self) -> Ngram:
         self.engine.say("ngram", f"counting {self.recipe.ngram_order}-grams")
         return count_ngrams(self.recipe, self.data, self.out_dir)
 
-    def _gaps(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def _gaps(self, names: Iterable[str]) -> dict[str, Gap]:
         """Of every entry but the reference, by name."""
         losses = {name: [self._losses(name, seed) for seed in self.recipe.seeds] for name in names}
         reference = losses.pop(str(self.recipe.reference), None)
@@ -263,7 +265,7 @@ class _Comparison:
 
     # An entry
 
-    def _entry(self, planned: Planned) -> Search[_Choice | _Diverged]:
+    def _entry(self, planned: Planned) -> Search[_Choice | Diverged]:
         """Tune an entry, then train it on every seed; where a final run diverges, all take a lower rate."""
         name = planned.name
         try:
@@ -280,12 +282,13 @@ class _Comparison:
                     raise NonFiniteLossError(f"training diverged at the learning rate {rate:g}")
                 write_json(self.out_dir / TUNING / name / DIVERGED, sorted({*self._given_up(name), rate}))
         except NonFiniteLossError as error:
-            return _Diverged(name, str(error))
+            return {"name": name, "text": str(error)}
 
     def _tuned(self, planned: Planned, tune: Tune) -> Search[_Choice]:
         """The rate, initialisation and warm-up that are found best, in short runs and in runs of full length."""
         settings, rate, spread, ratio = planned.settings, planned.settings.learning_rate, None, None
-        tuning, trials = dict[str, Any](), None
+        tuning: Any = {}
+        trials = None
         if self.recipe.entries[planned.name].learning_rate is None:
             ratios = (None,) if self.recipe.keeps_warmup(planned.name) else (tune.warmup_ratio or (None,))
             written = None
@@ -373,7 +376,7 @@ class _Comparison:
                 folder.rename(self.out_dir / TUNING / name / f"given-up-{rate:g}-seed-{seed}")
         return Run("train", name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}", settings, folder)
 
-    def _speed(self, chosen: Mapping[str, _Choice]) -> dict[str, Any]:
+    def _speed(self, chosen: Mapping[str, _Choice]) -> dict[str, Speed]:
         settings = {name: choice.settings.model_dump(mode="json") for name, choice in chosen.items()}
         full = [name for name in settings if (entry := self.recipe.entries[name]).dense and entry.how == "fixed"]
         reference = full[0] if full else "dense at full size"

@@ -18,6 +18,7 @@ from relinear.compare.folder import RUNS, SCALE, SIZES, comparison_folder, held,
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import Event, at_width, config_of_preset, measure_size, scaled_operators
 from relinear.compare.run import circumstances, comparison, kept
+from relinear.compare.schema import Results
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.system.files import read_json, understood
@@ -159,14 +160,14 @@ def crossing(own: Fit, other: Fit, low: float, high: float) -> np.ndarray:
     return np.exp(np.where(inside, meeting, np.nan))
 
 
-def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, Results]) -> dict[str, Any]:
     # one that diverged at a width has no line
     everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in found.values()))
     names = [entry["name"] for entry in next(iter(found.values()))["entries"] if entry["name"] in everywhere]
     points = {name: [_point(width, results, name) for width, results in found.items()] for name in names}
     drawn = {name: _drawn(recipe, out_dir, name, points[name]) for name in names}
     dense = {e["name"] for e in next(iter(found.values()))["entries"] if e["dense"] and e["name"] in everywhere}
-    entries = []
+    entries: list[dict[str, Any]] = []
     for name in names:
         axes = {axis: _axis(name, axis, points, drawn, dense) for axis in AXES}
         entries.append({"name": name, "dense": name in dense, "points": points[name]} | axes)
@@ -179,12 +180,12 @@ def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, dict[st
     verdicts += [
         f"{each['name']} at width {width} has no results: {each['text']}."
         for width, results in found.items()
-        for each in results.get("diverged", ())
+        for each in results.get("diverged", [])
     ]
     return {"reference": recipe.reference, "entries": entries, "verdicts": verdicts}
 
 
-def _point(width: int, results: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _point(width: int, results: Results, name: str) -> dict[str, Any]:
     entry = next(entry for entry in results["entries"] if entry["name"] == name)
     settings, run, speed = entry["settings"], entry["runs"][0], entry["speed"]
     tokens = run["steps"] * settings["batch_size"] * settings["accumulation"] * settings["data"]["sequence_length"]

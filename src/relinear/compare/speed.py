@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relinear.compare.schema import Speed
 from relinear.contract.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
@@ -78,7 +79,7 @@ def measure_speed(
     seconds: float,
     rounds: int,
     on_progress: Callable[[dict[str, Any]], None] = lambda progress: None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Speed]:
     """Return tokens per second of training steps and of inference passes (whole sequences), and their ratios.
 
     Inference is that of ``relinear.for_inference_``. Training first, then inference: every round times every model
@@ -111,7 +112,7 @@ def measure_speed(
         on_gpu = training_device(loaded[reference]).type == "cuda"
         about = {"reference": reference, "rounds": count}
         about["processor"] = ", ".join(machine["gpus"]) if on_gpu else machine["processor"]
-        figures: dict[str, dict[str, Any]] = {name: dict(about) for name in made}
+        figures: dict[str, Any] = {name: dict(about) for name in made}
         for number, what in enumerate(("train", "inference")):
 
             def tell(done: int, before: int = number * count) -> None:

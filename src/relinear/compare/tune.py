@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compare.engine import Run, Search
+from relinear.compare.schema import Trial
 from relinear.compare.settings import Tune
 from relinear.train.run import read_outcome
 from relinear.train.trainer import NonFiniteLossError
@@ -68,7 +69,7 @@ class Trials:
     def _folder(self, point: Point) -> Path:
         return self.folder / (self.prefix + "-init-".join(f"{value:g}" for value in point if value is not None))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Trial]:
         """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""
         found, asked = dict(self.known), {self._folder(point) for point in self.known}
         pattern = re.compile(rf"{re.escape(self.prefix)}({_NUMBER})(?:-init-({_NUMBER}))?")
