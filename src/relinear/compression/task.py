@@ -64,6 +64,7 @@ class Task:
                 f"exclude={patterns_of(outside, inside)}"
             )
         for name, index in found.items():
+            assert index is not None
             self.by_layer.setdefault(index, {})[name] = self.modules[name]
         widest = max(linear_features(module)[0] for module in self.modules.values())
         seen = self.settings.blocks * self.settings.sequence_length

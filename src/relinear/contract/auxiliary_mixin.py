@@ -116,7 +116,9 @@ class AuxiliaryLossMixin(nn.Module):
 
 def _of_tokens(counted: Tensor | None, value: Tensor) -> Tensor | None:
     """``counted`` (B, T) in the leading sizes of ``value``, (B, T, ...) or (B T, ...); None where it has others."""
-    for shape in [] if counted is None else [counted.shape, (counted.numel(),)]:
+    if counted is None:
+        return None
+    for shape in (counted.shape, (counted.numel(),)):
         if value.shape[: len(shape)] == shape:
             return counted.reshape(shape).to(value.device)
     return None

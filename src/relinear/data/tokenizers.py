@@ -271,7 +271,7 @@ def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.nd
     for texts, ends in _batches(spoken(tokenizer, documents)):
         # Text that spells out a special token goes through the tokenizer, which gives it that token's id.
         if as_bytes and not any(special.search(text) for text in texts):
-            encoded = [np.frombuffer(text.encode(), dtype=np.uint8) for text in map(encodable, texts)]
+            encoded: Any = [np.frombuffer(text.encode(), dtype=np.uint8) for text in map(encodable, texts)]
         else:
             encoded = encode(tokenizer, texts)
         for ids, end in zip(encoded, ends, strict=True):
