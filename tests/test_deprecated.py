@@ -5,6 +5,8 @@ import torch
 
 import relinear
 import relinear.operators.low_rank
+from relinear.activations import Patch, intervene
+from relinear.activations.hook_points import Gated
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.testing import Case
 
@@ -39,3 +41,16 @@ def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() ->
     with pytest.warns(DeprecationWarning, match="lossless_config"):
         case = Case(config=layer.config, exact=relinear.LowRank(rank=16))
     assert case.lossless_config == relinear.LowRank(rank=16)
+
+
+def test_a_module_with_taps_is_read_through_its_hooks() -> None:
+    class OldGate(Gated, torch.nn.Module):
+        def tap_sizes(self):
+            return {"gate": 3}
+
+        def forward(self, x):
+            return self._tapped("gate", x)
+
+    module = torch.nn.Sequential(OldGate())
+    with intervene(module, {"gate": Patch(1.0)}), pytest.warns(DeprecationWarning, match="_tapped has a new name"):
+        assert torch.equal(module(torch.zeros(2, 3)), torch.ones(2, 3))

@@ -31,8 +31,8 @@ def model():
     return make_model()
 
 
-def logits(model, **edits):
-    with torch.no_grad(), activations.intervene(model, edits.pop("edits", {})):
+def logits(model, **interventions):
+    with torch.no_grad(), activations.intervene(model, interventions.pop("interventions", {})):
         return model(IDS).logits
 
 
@@ -80,7 +80,7 @@ def test_training_loss_is_the_same_while_reading(model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "expected"),
+    ("intervention", "expected"),
     [
         (activations.Clamp(-0.1, 0.2), lambda z: z.clamp(-0.1, 0.2)),
         (activations.Clamp(maximum=torch.zeros(6)), lambda z: z.clamp(max=0)),
@@ -93,13 +93,13 @@ def test_training_loss_is_the_same_while_reading(model) -> None:
     ],
     ids=["clamp", "maximum", "add", "add_token", "replace", "replace_dims", "inject", "inject_function"],
 )
-def test_edits(model, edit, expected) -> None:
+def test_edits(model, intervention, expected) -> None:
     before = model(IDS).logits
     with activations.latents(model) as plain:
         model(IDS)
-    with activations.latents(model) as edited, activations.intervene(model, {Q0: edit}):
+    with activations.latents(model) as edited, activations.intervene(model, {Q0: intervention}):
         after = model(IDS).logits
-    if isinstance(edit, activations.Patch) and edit.dims:
+    if isinstance(intervention, activations.Patch) and intervention.dims:
         wanted = plain[Q0].z.clone()
         wanted[..., 0], wanted[..., -1] = 3, 4
     else:
@@ -112,22 +112,22 @@ def test_edits(model, edit, expected) -> None:
 
 def test_edits_reach_by_suffix_nest_and_end_with_an_error(model) -> None:
     before = logits(model)
-    both = logits(model, edits={"q_proj": activations.Patch(1.0)})
-    assert torch.equal(both, logits(model, edits={Q0: activations.Patch(1.0), Q1: [activations.Patch(1.0)]}))
+    both = logits(model, interventions={"q_proj": activations.Patch(1.0)})
+    assert torch.equal(both, logits(model, interventions={Q0: activations.Patch(1.0), Q1: [activations.Patch(1.0)]}))
     with (
         activations.intervene(model, {Q0: activations.Patch(1.0)}),
         activations.intervene(model, {Q0: activations.Add(1.0)}),
     ):
         nested = logits(model)
     chain = {Q0: [activations.Patch(1.0), activations.Add(1.0)]}
-    assert torch.equal(nested, logits(model, edits=chain))
+    assert torch.equal(nested, logits(model, interventions=chain))
     with pytest.raises(RuntimeError), activations.intervene(model, {Q0: activations.Patch(1.0)}):
         raise RuntimeError
     assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize(
-    ("edits", "message"),
+    ("interventions", "message"),
     [
         ({"k_proj": activations.Patch(0.0)}, "q_proj"),
         ({"q_proj": activations.Patch([0.0] * 5)}, "must be 6"),
@@ -139,16 +139,16 @@ def test_edits_reach_by_suffix_nest_and_end_with_an_error(model) -> None:
         ({"q_proj": [1.0]}, "expected Clamp"),
     ],
 )
-def test_wrong_edits_are_refused_before_anything_changes(model, edits, message) -> None:
+def test_wrong_edits_are_refused_before_anything_changes(model, interventions, message) -> None:
     good = {Q0: activations.Patch(1.0)}
-    with pytest.raises(ValueError, match=message), activations.intervene(model, good | edits):
+    with pytest.raises(ValueError, match=message), activations.intervene(model, good | interventions):
         pass
-    assert all(operator._latent_tap is None for operator in latent_operators(model).values())
+    assert all(operator._latent_hook is None for operator in latent_operators(model).values())
 
 
 def test_values_that_do_not_fit_the_tokens_are_refused(model) -> None:
-    edits = {Q0: activations.Inject(torch.zeros(2, 5, 6))}
-    with activations.intervene(model, edits), pytest.raises(ValueError, match="do not broadcast"):
+    interventions = {Q0: activations.Inject(torch.zeros(2, 5, 6))}
+    with activations.intervene(model, interventions), pytest.raises(ValueError, match="do not broadcast"):
         model(IDS)
 
 
@@ -192,7 +192,7 @@ def test_gradient_checkpointing(model) -> None:
 def test_compiled_models(model) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    edits = {Q0: activations.Add(torch.ones(6))}
+    interventions = {Q0: activations.Add(torch.ones(6))}
     with torch.no_grad():
         before = compiled(IDS).logits
         with activations.latents(compiled) as z:
@@ -201,9 +201,9 @@ def test_compiled_models(model) -> None:
             model(IDS)
         assert set(z) == set(expected)
         torch.testing.assert_close(z[Q1].sigma, expected[Q1].sigma)
-        with activations.intervene(compiled, edits):
+        with activations.intervene(compiled, interventions):
             after = compiled(IDS).logits
-        torch.testing.assert_close(after, logits(model, edits=edits))
+        torch.testing.assert_close(after, logits(model, interventions=interventions))
         assert not torch.allclose(after, before)
         torch.testing.assert_close(compiled(IDS).logits, before)
 
@@ -301,4 +301,4 @@ def test_running_moments_of_a_relinear_run(tmp_path) -> None:
     fit(model, data, FitSettings(steps=3, batch_size=2), out_dir=tmp_path / "run", callbacks=[callback])
     assert set(relinear.train.read_moments(tmp_path / "run")) == {Q0, Q1}
     assert callback._sums[Q0]["tokens"] == pytest.approx(2 * 8 * (1 + 0.99))
-    assert all(operator._latent_tap is None for operator in latent_operators(model).values())
+    assert all(operator._latent_hook is None for operator in latent_operators(model).values())

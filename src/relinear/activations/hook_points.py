@@ -1,11 +1,11 @@
-"""Sites: values inside a model that can be read and changed while it runs.
+"""Hook points: values inside a model that can be read and changed while it runs.
 
-A site has the name of a module: of an operator for its latent, of a module and one of its gates for that
-(``...up_proj.basis_gate``, ``...down_proj.modulator.channel``), of a layer and ``output`` for what it puts out. At most
-one tap stands at a site; whoever computes the value hands it to the tap and goes on with what that returns.
+A hook point has the name of a module: of an operator for its latent, of a module and one of its gates for that
+(``...up_proj.basis_gate``, ``...down_proj.modulator.channel``), of a layer and ``output`` for its output. At most one
+activation hook is at a hook point: the module passes the value to the hook and goes on with what that returns.
 """
 
-# Legend: R size of the site
+# Legend: R size of the hook point
 
 import dataclasses
 import math
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.operator import Operator, is_linear, linear_features
+from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 
 if TYPE_CHECKING:
-    from relinear.activations.interventions import Edit
+    from relinear.activations.interventions import Intervention
 
 #: what the name of a layer's output ends with
 OUTPUT = "output"
@@ -48,17 +49,17 @@ def point(value: Tensor) -> Latent:
 Observer = Callable[[Latent], None]
 
 
-class LatentTap:
-    """What stands between where a value is computed and where it is used while someone reads or edits it."""
+class ActivationHook:
+    """Let interventions change a value, and observers read it, between where it is computed and where it is used."""
 
     def __init__(self) -> None:
-        self.edits: list[Edit] = []
+        self.interventions: list[Intervention] = []
         self.observers: list[Observer] = []
 
     def __call__(self, latent: Latent) -> Tensor:
-        """The value to go on with: edited in the order of the edits, then shown to the observers."""
-        for edit in self.edits:
-            latent = latent._replace(z=edit.apply(latent))
+        """Return the value after all interventions, in their order, and show it to the observers."""
+        for intervention in self.interventions:
+            latent = latent._replace(z=intervention.apply(latent))
         # A checkpointed forward that is run again for the backward is not a new observation.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             for observer in self.observers:
@@ -67,37 +68,48 @@ class LatentTap:
 
 
 class Gated:
-    """A module with gates, or other values by name. Its forward hands each to ``_tapped`` where ``_taps`` is not None.
+    """A module with gates, or other values by name: its forward passes each through ``_hooked``.
 
-    Comes first among the bases. Where ``_is_edited`` is False the taps only look, and the forward may go its usual way
-    once they have seen the values.
+    Comes first among the bases. Where ``_is_intervened`` is False the hooks only read, and the forward may take its
+    fused kernel once they have seen the values.
     """
 
     #: what kind of value it is, in one word
-    tap_kind: str = "gate"
-    _taps: Mapping[str, LatentTap] | None = None
+    hook_kind: str = "gate"
+    _activation_hooks: Mapping[str, ActivationHook] | None = None
+    tap_kind = RenamedHook("hook_kind")
+    tap_sizes = RenamedHook("hook_sizes")
+    _taps = RenamedHook("_activation_hooks")
+    _tapped = RenamedHook("_hooked")
 
-    def tap_sizes(self) -> dict[str, int]:
-        """Name -> R of every value. Names are without dots; "" is the name of a module's only one, its latent."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adopt_renamed_hooks(cls)
+
+    def hook_sizes(self) -> dict[str, int]:
+        """Return name -> R of every value. Names have no dots; "" is the name of a module's only one, its latent."""
         raise TypeError(f"{type(self).__name__} does not say which values it has")
 
     @property
-    def _is_edited(self) -> bool:
-        return self._taps is not None and any(tap.edits for tap in self._taps.values())
+    def _is_intervened(self) -> bool:
+        return self._activation_hooks is not None and any(
+            hook.interventions for hook in self._activation_hooks.values()
+        )
 
-    def _tapped(self, name: str, value: Tensor) -> Tensor:
-        tap = None if self._taps is None else self._taps.get(name)
-        return value if tap is None else tap(point(value))
+    def _hooked(self, name: str, value: Tensor) -> Tensor:
+        hook = None if self._activation_hooks is None else self._activation_hooks.get(name)
+        return value if hook is None else hook(point(value))
 
     def __getstate__(self) -> dict[str, Any]:
-        state: Any = super().__getstate__()  # a copy is read and edited by nobody
-        return {**state, "_taps": None}
+        state: Any = super().__getstate__()  # nobody reads or changes a copy
+        return {**state, "_activation_hooks": None}
 
 
 class LatentOperator(Gated, Operator):
-    """An operator with a latent. Its forward calls ``self._latent_tap`` where it is not None and decodes the result."""
+    """An operator with a latent. Its forward calls ``self._latent_hook``, unless it is None, and decodes the result."""
 
-    tap_kind = LATENT
+    hook_kind = LATENT
+    _latent_tap = RenamedHook("_latent_hook")
 
     @property
     def latent_size(self) -> int:
@@ -105,21 +117,21 @@ class LatentOperator(Gated, Operator):
         raise TypeError(f"{type(self).__name__} does not say how large its latent is")
 
     @property
-    def _latent_tap(self) -> LatentTap | None:
-        return None if self._taps is None else self._taps[""]
+    def _latent_hook(self) -> ActivationHook | None:
+        return None if self._activation_hooks is None else self._activation_hooks[""]
 
-    def tap_sizes(self) -> dict[str, int]:
+    def hook_sizes(self) -> dict[str, int]:
         return {"": self.latent_size}
 
 
-# Where taps are put
+# Where hooks are put
 
 
 @dataclasses.dataclass(eq=False)
-class Site:
-    """A place for one tap: the value ``name`` of a module, of ``size`` dimensions; ``kind`` says in a word what it is.
+class HookPoint:
+    """Name a place for one hook: the value ``name`` of a module, of ``size`` dimensions; ``kind`` is latent, gate ...
 
-    ``tap()`` stands there; ``put(None)`` leaves the site as if there had never been one.
+    ``hook()`` is the one that is there; ``put(None)`` removes it without a trace.
     """
 
     module: Any
@@ -127,57 +139,57 @@ class Site:
     size: int
     kind: str
 
-    def tap(self) -> LatentTap | None:
-        return (self.module._taps or {}).get(self.name)
+    def hook(self) -> ActivationHook | None:
+        return (self.module._activation_hooks or {}).get(self.name)
 
-    def put(self, tap: LatentTap | None) -> None:
+    def put(self, hook: ActivationHook | None) -> None:
         # a new mapping, so that a compiled forward sees the change
-        taps = {name: other for name, other in (self.module._taps or {}).items() if name != self.name}
-        self.module._taps = (taps if tap is None else taps | {self.name: tap}) or None
+        hooks = {name: other for name, other in (self.module._activation_hooks or {}).items() if name != self.name}
+        self.module._activation_hooks = (hooks if hook is None else hooks | {self.name: hook}) or None
 
 
 class _OutputHook:
-    """Forward hook of a layer that hands what it puts out to a tap. A copy of the layer has one that does nothing."""
+    """Forward hook of a layer that passes its output to an activation hook; in a copy of the layer it does nothing."""
 
     handle: Any = None
 
-    def __init__(self, tap: LatentTap) -> None:
-        self.tap = tap
+    def __init__(self, hook: ActivationHook) -> None:
+        self.hook = hook
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return self.tap(point(output))
+        return self.hook(point(output))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tap": LatentTap()}
+        return {"hook": ActivationHook()}
 
 
-class _OutputSite(Site):
-    def _hook(self) -> _OutputHook | None:
+class _OutputPoint(HookPoint):
+    def _registered(self) -> _OutputHook | None:
         hooks = (hook for hook in self.module._forward_hooks.values() if isinstance(hook, _OutputHook))
         return next((hook for hook in hooks if hook.handle is not None), None)  # not what a copy of the layer came with
 
-    def tap(self) -> LatentTap | None:
-        hook = self._hook()
-        return None if hook is None else hook.tap
+    def hook(self) -> ActivationHook | None:
+        registered = self._registered()
+        return None if registered is None else registered.hook
 
-    def put(self, tap: LatentTap | None) -> None:
-        hook = self._hook()
+    def put(self, hook: ActivationHook | None) -> None:
+        registered = self._registered()
+        if registered is not None:
+            registered.handle.remove()
         if hook is not None:
-            hook.handle.remove()
-        if tap is not None:
-            hook = _OutputHook(tap)
-            hook.handle = self.module.register_forward_hook(hook)
+            registered = _OutputHook(hook)
+            registered.handle = self.module.register_forward_hook(registered)
 
 
-def sites(model: nn.Module, *, outputs: bool = False) -> dict[str, Site]:
-    """Every site of ``model`` by name, in the model's order: latents, gates and, with ``outputs``, those of layers."""
-    found: dict[str, Site] = {}
+def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoint]:
+    """Return the hook points of ``model`` by name, in its order: latents, gates and, on request, layers' outputs."""
+    points: dict[str, HookPoint] = {}
     for full, module in model.named_modules():
         name = full.replace("_orig_mod.", "").removesuffix("_orig_mod")
-        here: list[Site] = []
+        here: list[HookPoint] = []
         if isinstance(module, Gated):
-            here += [Site(module, gate, size, module.tap_kind) for gate, size in module.tap_sizes().items()]
+            here += [HookPoint(module, gate, size, module.hook_kind) for gate, size in module.hook_sizes().items()]
         if outputs and name and is_linear(module):
-            here += [_OutputSite(module, OUTPUT, linear_features(module)[1], OUTPUT)]
-        found |= {".".join(filter(None, (name, site.name))): site for site in here}
-    return found
+            here += [_OutputPoint(module, OUTPUT, linear_features(module)[1], OUTPUT)]
+        points |= {".".join(filter(None, (name, point.name))): point for point in here}
+    return points

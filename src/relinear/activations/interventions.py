@@ -1,7 +1,7 @@
 """Latent variables of operators: read them, intervene on them, align their moments between models.
 
-An operator that has a latent derives from ``LatentOperator`` and hands every latent it computes to its tap, where one
-is set; everything here works for any such operator. Interventions reach every hook point
+An operator that has a latent derives from ``LatentOperator`` and passes every latent it computes to its hook, if
+there is one; everything here works for any such operator. Interventions reach every hook point
 (``relinear.activations.hook_points``).
 """
 
@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import LATENT, OUTPUT, Latent, LatentOperator, LatentTap, Site, sites
+from relinear.activations.hook_points import (
+    LATENT,
+    OUTPUT,
+    ActivationHook,
+    HookPoint,
+    Latent,
+    LatentOperator,
+    hook_points,
+)
 from relinear.contract.config import nearest, shown
 from relinear.contract.operator import check_model
 
@@ -27,40 +35,42 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
     Raises:
         ValueError: if there is none, or ``model`` is no model.
     """
-    return {name: site.module for name, site in _latent_sites(model).items()}
+    return {name: point.module for name, point in _latent_points(model).items()}
 
 
 @contextlib.contextmanager
-def _tapped(places: Mapping[str, Site], edits=(), observers=(), gives=None, edited: Any = None) -> Iterator[Any]:
-    """Add edits and observers, by the name of their site, for the length of a block (as ``gives``); nests."""
-    if edited is not None and edited.training and getattr(edited, "is_gradient_checkpointing", False):
+def _hooked(
+    points: Mapping[str, HookPoint], interventions=(), observers=(), gives=None, intervened: Any = None
+) -> Iterator[Any]:
+    """Add interventions and observers, by the names of hook points, for the length of a block (as ``gives``); nests."""
+    if intervened is not None and intervened.training and getattr(intervened, "is_gradient_checkpointing", False):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
-            "without the edits; call model.gradient_checkpointing_disable(), or model.eval()"
+            "without the interventions; call model.gradient_checkpointing_disable(), or model.eval()"
         )
     added = []
-    for name, site in places.items():
-        previous = site.tap()
-        outer = previous or LatentTap()
-        # A changed tap is a new object, so that a compiled forward sees the change.
-        tap = LatentTap()
-        tap.edits = [*outer.edits, *dict(edits).get(name, ())]
-        tap.observers = [*outer.observers, *dict(observers).get(name, ())]
-        added.append((site, previous))
-        site.put(tap)
+    for name, point in points.items():
+        previous = point.hook()
+        outer = previous or ActivationHook()
+        # A changed hook is a new object, so that a compiled forward sees the change.
+        hook = ActivationHook()
+        hook.interventions = [*outer.interventions, *dict(interventions).get(name, ())]
+        hook.observers = [*outer.observers, *dict(observers).get(name, ())]
+        added.append((point, previous))
+        point.put(hook)
     try:
         yield gives
     finally:
-        for site, previous in added:
-            site.put(previous)
+        for point, previous in added:
+            point.put(previous)
 
 
-def _latent_sites(model: nn.Module) -> dict[str, Site]:
+def _latent_points(model: nn.Module) -> dict[str, HookPoint]:
     check_model(model, "a reader of latents")
-    found = {name: site for name, site in sites(model).items() if site.kind == LATENT}
-    if not found:
+    points = {name: point for name, point in hook_points(model).items() if point.kind == LATENT}
+    if not points:
         raise ValueError(f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL")
-    return found
+    return points
 
 
 class Latents(dict[str, Latent]):
@@ -97,18 +107,20 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         >>> z["model.layers.0.self_attn.q_proj"].mu.shape
         torch.Size([1, 8, 4])
     """
-    record, places = Latents(), _latent_sites(model)
-    return _tapped(places, observers={name: [_Recorder(record, name)] for name in places}, gives=record)
+    record, points = Latents(), _latent_points(model)
+    return _hooked(points, observers={name: [_Recorder(record, name)] for name in points}, gives=record)
 
 
 def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
     """Call ``observer(name, latent)`` for every latent that a forward within the block computes."""
-    return observe_sites(_latent_sites(model), observer)
+    return observe_hook_points(_latent_points(model), observer)
 
 
-def observe_sites(places: Mapping[str, Site], observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
-    """Return the same for any sites of a model, by the names they have in ``places``."""
-    return _tapped(places, observers={name: [lambda l, name=name: observer(name, l)] for name in places})
+def observe_hook_points(
+    points: Mapping[str, HookPoint], observer: Callable[[str, Latent], None]
+) -> AbstractContextManager[None]:
+    """Return the same for any hook points of a model, by the names they have in ``points``."""
+    return _hooked(points, observers={name: [lambda l, name=name: observer(name, l)] for name in points})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +137,8 @@ class _Recorder:
 Values = float | Sequence[float] | Tensor
 
 
-class Edit:
-    """A change of a latent. Subclasses say what is checked beforehand and what happens to z."""
+class Intervention:
+    """Change a latent. Subclasses say what is checked beforehand and what happens to z."""
 
     def check(self, name: str, size: int) -> None:
         """Raise ValueError if this cannot be applied to the latent of ``size`` dimensions of operator ``name``."""
@@ -137,8 +149,8 @@ class Edit:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OnDims(Edit):
-    """An edit of some dimensions by values that are given beforehand."""
+class _OnDims(Intervention):
+    """An intervention on some dimensions by values that are known beforehand."""
 
     def values(self) -> dict[str, Values | None]:
         """Return the values by field name."""
@@ -181,7 +193,7 @@ class Clamp(_OnDims):
         dims: the dimensions of z that it applies to; all of them if None.
 
     Raises:
-        ValueError: by ``intervene``, if a shape or a dimension does not fit the site.
+        ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -214,7 +226,7 @@ class Add(_OnDims):
         dims: the dimensions of z that it applies to; all of them if None.
 
     Raises:
-        ValueError: by ``intervene``, if a shape or a dimension does not fit the site.
+        ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -240,7 +252,7 @@ class Patch(_OnDims):
         dims: the dimensions of z that it applies to; all of them if None.
 
     Raises:
-        ValueError: by ``intervene``, if a shape or a dimension does not fit the site.
+        ValueError: by ``intervene``, if a shape or a dimension does not fit the hook point.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -257,7 +269,7 @@ class Patch(_OnDims):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Inject(Edit):
+class Inject(Intervention):
     """Take z from outside, with its graph: what a hypernetwork would do.
 
     Args:
@@ -303,25 +315,27 @@ def _fitting(value: Values, z: Tensor) -> Tensor:
     return value
 
 
-def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> AbstractContextManager[None]:
+def intervene(
+    model: nn.Module, interventions: Mapping[str, Intervention | Sequence[Intervention]]
+) -> AbstractContextManager[None]:
     """Change latents, gates and outputs in every forward within the block.
 
     Args:
         model: any model, compiled or not.
-        edits: name of a site -> an edit (``Clamp``, ``Add``, ``Patch``, ``Inject``) or a sequence of them, applied in
-            order. An operator with a latent has its own name, a gate its module's and its own
+        interventions: name of a hook point -> one (``Clamp``, ``Add``, ``Patch``, ``Inject``) or a sequence of them,
+            applied in order. An operator with a latent has its own name, a gate its module's and its own
             ("up_proj.basis_gate", "up_proj.output_gate", "modulator.channel", "modulator.scalar"; a CGT's y is
-            "transformer.context"), what a linear layer puts out the layer's and "output" ("o_proj.output").
-            A name is exact or a dotted suffix ("q_proj" means that of every layer); a site that several
-            names reach takes the edits of all, in their order. Blocks nest, the outer edits come first.
+            "transformer.context"), a linear layer's output the layer's and "output" ("o_proj.output").
+            A name is exact or a dotted suffix ("q_proj" means that of every layer); a hook point that several
+            names reach takes the interventions of all, in their order. Blocks nest, the outer ones come first.
 
     Returns:
-        A context manager: forwards within its block are edited.
+        A context manager: forwards within its block are changed.
 
     Raises:
         ValueError: at the call, on a name that is none of these (naming the nearest ones) and on values of
             a wrong shape; on entry, in training under gradient checkpointing, where a backward after the block would
-            recompute the forward without the edits. Nothing has changed then.
+            recompute the forward without the interventions. Nothing has changed then.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -332,37 +346,40 @@ def intervene(model: nn.Module, edits: Mapping[str, Edit | Sequence[Edit]]) -> A
         False
     """
     check_model(model, "intervene")
-    places = sites(model, outputs=True)
-    chosen = _chosen_edits(model, places, edits)
-    return _tapped({name: places[name] for name in chosen}, edits=chosen, edited=model)
+    points = hook_points(model, outputs=True)
+    chosen = _by_hook_point(model, points, interventions)
+    return _hooked({name: points[name] for name in chosen}, interventions=chosen, intervened=model)
 
 
-def _chosen_edits(
-    model: nn.Module, places: Mapping[str, Site], edits: Mapping[str, Edit | Sequence[Edit]]
-) -> dict[str, list[Edit]]:
-    """The edits of ``intervene`` by the full names of sites, checked against their sizes."""
-    if not isinstance(edits, Mapping):
+def _by_hook_point(
+    model: nn.Module,
+    points: Mapping[str, HookPoint],
+    interventions: Mapping[str, Intervention | Sequence[Intervention]],
+) -> dict[str, list[Intervention]]:
+    """Return the interventions by the full names of hook points, checked against their sizes."""
+    if not isinstance(interventions, Mapping):
         raise ValueError(
-            f"intervene takes a mapping such as {{'q_proj': relinear.activations.Clamp(-1, 1)}}, got {shown(edits)}"
+            "intervene takes a mapping such as {'q_proj': relinear.activations.Clamp(-1, 1)}, "
+            f"got {shown(interventions)}"
         )
-    inside = [name for name, site in places.items() if site.kind != OUTPUT]
-    if not inside and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in edits):
+    inside = [name for name, point in points.items() if point.kind != OUTPUT]
+    if not inside and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in interventions):
         raise ValueError(
             f"{type(model).__name__} has no operator with a latent or with gates; replace some layers by "
-            "relinear.HDPL, relinear.CCL or relinear.Transponder, or name what a layer puts out, as in 'q_proj.output'"
+            "relinear.HDPL, relinear.CCL or relinear.Transponder, or name a layer's output, as in 'q_proj.output'"
         )
-    chosen: dict[str, list[Edit]] = {}
-    for pattern, given in edits.items():
-        names = [name for name in places if name == pattern or name.endswith(f".{pattern}")]
+    chosen: dict[str, list[Intervention]] = {}
+    for pattern, value in interventions.items():
+        names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]
         if not names:
-            near = nearest(str(pattern), inside or places)
+            near = nearest(str(pattern), inside or points)
             raise ValueError(f"no operator with a latent and no gate is named {shown(pattern)}; {near}")
-        for edit in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
-            if not isinstance(edit, Edit):
-                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {shown(edit)}")
+        for one in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
+            if not isinstance(one, Intervention):
+                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {shown(one)}")
             for name in names:
-                edit.check(name, places[name].size)
-                chosen.setdefault(name, []).append(edit)
+                one.check(name, points[name].size)
+                chosen.setdefault(name, []).append(one)
     return chosen
 
 
@@ -442,7 +459,7 @@ def _recorded(source: Recorded) -> Mapping[str, Any]:
     record: Mapping[str, Any] = {} if isinstance(source, nn.Module) else source
     if isinstance(source, nn.Module):
         for operator in latent_operators(source).values():
-            for observer in operator._latent_tap.observers if operator._latent_tap else ():
+            for observer in operator._latent_hook.observers if operator._latent_hook else ():
                 if isinstance(observer, _Recorder):
                     record = observer.record
     if not record:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relinear.activations.hook_points import sites
-from relinear.activations.interventions import Add, Clamp, Edit, Patch
+from relinear.activations.hook_points import hook_points
+from relinear.activations.interventions import Add, Clamp, Intervention, Patch
 from relinear.explore.subject import SHOWN, Subject
 from relinear.explore.units import values_of
 
@@ -21,7 +21,7 @@ MOST_NEW_TOKENS = 100
 #: texts that a unit's effect is measured on
 EFFECT_TEXTS = 5
 #: what may be done to a unit: name -> the edit and its argument
-ACTIONS: dict[str, tuple[type[Edit], str]] = {
+ACTIONS: dict[str, tuple[type[Intervention], str]] = {
     "set": (Patch, "value"),
     "add": (Add, "direction"),
     "at least": (Clamp, "minimum"),
@@ -37,7 +37,7 @@ class Change(NamedTuple):
     action: str
     value: float
 
-    def edits(self) -> dict[str, Edit]:
+    def edits(self) -> dict[str, Intervention]:
         """For ``relinear.activations.intervene``. Raises ValueError for an unknown action."""
         if self.action not in ACTIONS:
             raise ValueError(f"unknown action {self.action!r}; there are: {', '.join(ACTIONS)}")
@@ -120,11 +120,11 @@ def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, A
     places = tensors["most_token"][row][:EFFECT_TEXTS].long()[texts >= 0]
     ids = subject.index.ids.long()[texts[texts >= 0]]
 
-    def shares(edits: Mapping[str, Edit]) -> Tensor:
+    def shares(edits: Mapping[str, Intervention]) -> Tensor:
         # a causal model: what comes after the marked token does not matter to it
         return subject.shares_of(ids, edits)[torch.arange(len(ids)), places]
 
-    def without(one: tuple[str, int]) -> dict[str, Edit]:
+    def without(one: tuple[str, int]) -> dict[str, Intervention]:
         return Change(*one, "set", float(tensors["mean"][subject.index.row(*one)])).edits()
 
     control = subject.control_of(site, unit, seed)
@@ -194,7 +194,7 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
             "prefix and text in one": subject.shares_of(both[None], {})[0, -1],
         }
         apart = divergence(shares["unspecialised"], _next(control(after[None])))
-        context = values_of(subject.model, both, {_CONTEXT: sites(subject.model)[_CONTEXT]})[_CONTEXT]
+        context = values_of(subject.model, both, {_CONTEXT: hook_points(subject.model)[_CONTEXT]})[_CONTEXT]
     likely = torch.cat([one.topk(min(SHOWN, len(one))).indices for one in shares.values()]).unique()
     likely = likely[shares["specialised"][likely].sort(descending=True).indices]
     return {

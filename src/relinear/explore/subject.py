@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.activations.hook_points import Site
-from relinear.activations.interventions import Edit, intervene
+from relinear.activations.hook_points import HookPoint
+from relinear.activations.interventions import Intervention, intervene
 from relinear.analysis.analyses import HeldOutText, tokens_of
 from relinear.contract.modes import evaluating
 from relinear.data import DataSettings
@@ -43,7 +43,9 @@ class Subject:
         places: the sites by name. index: over them.
     """
 
-    def __init__(self, path: str | Path, model: Any, tokenizer: Any, places: Mapping[str, Site], index: Index) -> None:
+    def __init__(
+        self, path: str | Path, model: Any, tokenizer: Any, places: Mapping[str, HookPoint], index: Index
+    ) -> None:
         self.path, self.model, self.tokenizer = str(path), model, tokenizer
         self.places, self.index = places, index
         self.lock = threading.Lock()
@@ -183,13 +185,13 @@ class Subject:
         }
 
     @contextlib.contextmanager
-    def _running(self, edits: Mapping[str, Edit]) -> Iterator[None]:
+    def _running(self, edits: Mapping[str, Intervention]) -> Iterator[None]:
         """The model as it is run here: in eval mode, without a graph, under the edits."""
         edited = intervene(self.model, edits) if edits else contextlib.nullcontext()
         with torch.no_grad(), evaluating(self.model), edited:
             yield
 
-    def shares_of(self, ids: Tensor, edits: Mapping[str, Edit]) -> Tensor:
+    def shares_of(self, ids: Tensor, edits: Mapping[str, Intervention]) -> Tensor:
         """(B, T, V): probabilities of the next token for ids (B, T). The caller holds ``lock``.
 
         Raises:
@@ -202,7 +204,7 @@ class Subject:
             raise ValueError("what the model puts out is not finite; choose a smaller value")
         return shares
 
-    def continued(self, ids: Tensor, new: int, edits: Mapping[str, Edit]) -> str:
+    def continued(self, ids: Tensor, new: int, edits: Mapping[str, Intervention]) -> str:
         """Return what the model writes after ids (T,), greedily. The caller holds ``lock``."""
         inputs = ids[None].to(self.model.device)
         settings = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(inputs)}

@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import OUTPUT, Latent, Site, sites
-from relinear.activations.interventions import observe_sites
+from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points
+from relinear.activations.interventions import observe_hook_points
 from relinear.contract.config import nearest
 from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import layer_finder
@@ -38,7 +38,7 @@ _SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(_ENDS, (TOP,))
 _SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), ())}
 
 
-def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site]:
+def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, HookPoint]:
     """The sites to look at: all latents and gates of ``model``; where it has none, the outputs of its layers' maps.
 
     Args:
@@ -48,9 +48,9 @@ def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site
     Raises:
         ValueError: if nothing is found, or the index would take more than a GiB.
     """
-    every = sites(model, outputs=True)
+    every = hook_points(model, outputs=True)
     inside = {name: site for name, site in every.items() if site.kind != OUTPUT}
-    chosen: dict[str, Site] = {}
+    chosen: dict[str, HookPoint] = {}
     for pattern in wanted:
         found = {name: site for name, site in every.items() if name == pattern or name.endswith(f".{pattern}")}
         if not found:
@@ -67,7 +67,7 @@ def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, Site
     return chosen
 
 
-def _outputs_of_layers(model: nn.Module, every: Mapping[str, Site]) -> dict[str, Site]:
+def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict[str, HookPoint]:
     """What linear maps and operators of the decoder's layers put out, without the parts of operators."""
     find = layer_finder(model)
     outputs = [name for name, site in every.items() if site.kind == OUTPUT]
@@ -234,7 +234,7 @@ class _Running:
 def index_units(
     model: nn.Module,
     ids: Tensor,
-    chosen: Mapping[str, Site],
+    chosen: Mapping[str, HookPoint],
     made_from: Mapping[str, Any],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Index:
@@ -276,14 +276,14 @@ def _layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, int | None]:
 
 
 @torch.no_grad()
-def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, Site]) -> dict[str, Tensor]:
+def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) -> dict[str, Tensor]:
     """The values (T, R) of the sites ``chosen`` for the token ids (T,), in float32. Raises as ``index_units``."""
     found: dict[str, Tensor] = {}
     _run(model, ids[None], chosen, lambda name, values: found.update({name: values[0]}))
     return found
 
 
-def _run(model: Any, ids: Tensor, chosen: Mapping[str, Site], see: Callable[[str, Tensor], None]) -> None:
+def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable[[str, Tensor], None]) -> None:
     """One forward over ids (B, T); ``see`` is called with the name and the values (B, T, R) of each site."""
 
     def observer(name: str, latent: Latent) -> None:
@@ -294,5 +294,5 @@ def _run(model: Any, ids: Tensor, chosen: Mapping[str, Site], see: Callable[[str
             raise ValueError(f"{name} has values that are not finite on real text: this model is broken")
         see(name, values)
 
-    with evaluating(model), observe_sites(chosen, observer):
+    with evaluating(model), observe_hook_points(chosen, observer):
         model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)

@@ -93,11 +93,10 @@ class CCLLinear(Gated, Operator):
         features = context = None
         if self.config.conditioned:
             context = current_context(x, self.config.context_dim, "ccl")
-        if self.parameter_cache is not None and self._taps is None and not rows_unsupported(x):
-            run = prepared(self, x, self._few_rows)
-            y = None if run is None else run(x, context)
-            if y is not None:
-                return y
+        fast = prepared(self, x, self._few_rows, rows_unsupported)
+        y = None if fast is None else fast(x, context)
+        if y is not None:
+            return y
         if context is not None:
             features = self._features(context)
         factors, shares = (self.basis, self.mix, self.bias, *_affine(self.norm)), None
@@ -107,22 +106,24 @@ class CCLLinear(Gated, Operator):
             shares = self._shares(probabilities)
             if self.training and self.config.composition == "selection" and self.config.balance:
                 self._balance(probabilities, shares)
-        if features is not None and (self._taps is not None or shares is not None):
-            inner, outer = self._through_taps(x, features, shares)
-            if self._is_edited or shares is not None:
+        if features is not None and (self._activation_hooks is not None or shares is not None):
+            inner, outer = self._through_hooks(x, features, shares)
+            if self._is_intervened or shares is not None:
                 inner = None if inner is None else self._of_features(inner)
                 return ccl_gated(x, inner, outer, *factors, self.config.gate_bias)
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
         return ccl(x, features, *factors, *gates, self.config.gate_bias)
 
-    def tap_sizes(self) -> dict[str, int]:
+    def hook_sizes(self) -> dict[str, int]:
         sizes = {"basis_gate": self.config.basis_gates, "output_gate": self.out_features}
         return {name: size for name, size in sizes.items() if getattr(self, name) is not None}
 
-    def _through_taps(self, x: Tensor, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """``_gates`` of the tokens of x, as the taps give them back."""
+    def _through_hooks(self, x: Tensor, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """``_gates`` of the tokens of x, as the hooks return them."""
         inner, outer = (
-            value if value is None or self._taps is None else self._tapped(name, value.expand(*x.shape[:-1], -1))
+            value
+            if value is None or self._activation_hooks is None
+            else self._hooked(name, value.expand(*x.shape[:-1], -1))
             for name, value in zip(("basis_gate", "output_gate"), self._gates(features, shares), strict=True)
         )
         return inner, outer

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as affine
+from torch.nn.functional import silu
 
 from relinear.activations.interventions import Latent, LatentOperator
 from relinear.contract.config import Count, NonNegative, check_divides, register
@@ -18,6 +19,7 @@ from relinear.contract.inference import prepared
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional import hdpl as reference
+from relinear.functional.block_diagonal import block_diagonal
 from relinear.kernels.hdpl import few_rows, hdpl
 from relinear.kernels.native import rows_unsupported
 from relinear.kernels.native.build import is_loaded_beside
@@ -95,36 +97,29 @@ class HDPLLinear(LatentOperator):
         return few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.parameter_cache is not None and self._taps is None and not rows_unsupported(x):
-            run = prepared(self, x, self._few_rows)
-            if run is not None:
-                return run(x)
-        parts: Any = self._modules  # where they are: attributes of modules take a while
-        own: Any = self._parameters
-        blocks, bias = (own["blocks"], own["bias"]) if own.keys() >= {"blocks", "bias"} else (self.blocks, self.bias)
-        noise, to_mu, decoder = None, parts["mu"](), parts["decoder"]()[0]
-        to_logvar: Any = (None, None)
-        if parts.get("logvar") is not None:
-            to_logvar = parts["logvar"]()
-            if self.training:
-                # One draw for all tokens and dimensions, in at least float32, where the generator is fastest.
-                dtype = torch.promote_types(x.dtype, torch.float32)
-                noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
-        tap = None if self._taps is None else self._latent_tap
-        if tap is None or not tap.edits:
-            given: Any = x, blocks, *to_mu, *to_logvar, decoder, bias, noise
-            y, z, mu, logvar = hdpl(*given)
-            if tap is not None:
-                tap(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
-        else:
-            mu = affine(x, *to_mu)
-            logvar = _log_variance(x, mu, *to_logvar)
-            z = mu if noise is None else reference.hdpl_sample(mu, logvar, noise)
-            z = tap(Latent(z, mu, logvar))
-            y = reference.hdpl_decode(x, z, blocks, decoder, bias)
-        if noise is not None and logvar is not None:
+        fast = prepared(self, x, self._few_rows, rows_unsupported)
+        if fast is not None:
+            return fast(x)
+        blocks, mu_encoder, logvar_encoder, decoder, bias = self.parts("blocks", "mu", "logvar", "decoder", "bias")
+        to_mu, to_logvar = mu_encoder(), (None, None) if logvar_encoder is None else logvar_encoder()
+        matrix, noise = decoder()[0], self._noise(x)
+        # mu and log sigma^2 are affine in x; z = mu + sigma noise; y = blocks x + matrix silu(z) + bias: one kernel
+        y, z, mu, logvar = hdpl(x, blocks, *to_mu, *to_logvar, matrix, bias, noise)
+        if self._latent_hook is not None:
+            z = self._latent_hook(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
+            if self._is_intervened:
+                y = block_diagonal(x, blocks) + affine(silu(z), matrix, bias)
+        if logvar is not None:
             self._regularise(mu, logvar)
         return y
+
+    def _noise(self, x: Tensor) -> Tensor | None:
+        """Draw standard normal noise (..., R) for all tokens at once, in training; None where z = mu(x)."""
+        if not self.training or self.logvar is None:
+            return None
+        # in at least float32, where the generator is fastest
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
 
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
         config = self.config

@@ -32,13 +32,13 @@ class _Gate(Gated, nn.Module):
         """Normal with standard deviation 0.02, as the projections of a Llama: gates near 1/2."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def tap_sizes(self) -> dict[str, int]:
+    def hook_sizes(self) -> dict[str, int]:
         return {"channel": self.weight.shape[0]}
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        if self._taps is None:
+        if self._activation_hooks is None:
             return output_gate(z, x, self.weight)
-        return (z * self._tapped("channel", gate_of(x, self.weight))).to(z.dtype)
+        return (z * self._hooked("channel", gate_of(x, self.weight))).to(z.dtype)
 
 
 class OutputGateLinear(Wrapper):

@@ -59,7 +59,7 @@ class Modulator(Gated, CachingModule, _Alphas):
     read and changed as ``channel`` and ``scalar``.
     """
 
-    tap_kind = "modulator"
+    hook_kind = "modulator"
 
     finite_fan_in = ("channel_up", "scalar_up")
     finite_fan_out = ("down", "scalar_down", "scalar_up")
@@ -120,8 +120,8 @@ class Modulator(Gated, CachingModule, _Alphas):
                 nn.init.kaiming_uniform_(drawn, a=slope)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        gates = None if self._taps is None else self._through_taps(x)
-        if self.against_kernels or self._is_edited:
+        gates = None if self._activation_hooks is None else self._through_hooks(x)
+        if self.against_kernels or self._is_intervened:
             gated = z
             for gate in (self.gates_of(x) if gates is None else gates).values():
                 gated = gated * gate
@@ -131,10 +131,10 @@ class Modulator(Gated, CachingModule, _Alphas):
 
     def after_linear(self, x: Tensor, linear: nn.Module) -> Tensor:
         """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel where there is one."""
-        if self.against_kernels or self._is_edited:
+        if self.against_kernels or self._is_intervened:
             return self(x, linear(x))
-        if self._taps is not None:
-            self._through_taps(x)
+        if self._activation_hooks is not None:
+            self._through_hooks(x)
         weight, bias = linear._parameters["weight"], linear._parameters["bias"]
         assert weight is not None
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -169,12 +169,12 @@ class Modulator(Gated, CachingModule, _Alphas):
             if down is not None and up is not None
         }
 
-    def tap_sizes(self) -> dict[str, int]:
+    def hook_sizes(self) -> dict[str, int]:
         ups = {"channel": self.channel_up, "scalar": self.scalar_up}
         return {name: up.shape[0] for name, up in ups.items() if up is not None}
 
-    def _through_taps(self, x: Tensor) -> dict[str, Tensor]:
-        return {name: self._tapped(name, gate) for name, gate in self.gates_of(x).items()}
+    def _through_hooks(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: self._hooked(name, gate) for name, gate in self.gates_of(x).items()}
 
     def is_neutral(self) -> bool:
         """Return whether every gate is exactly 1 whatever the input."""
@@ -323,12 +323,9 @@ class TransponderLinear(Wrapper):
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        # looked up where it is: this is asked for every token, and attributes of modules take a while
-        if self.parameter_cache is not None and not rows_unsupported(x):
-            taps = getattr(self._modules["modulator"], "_taps", None)
-            run = None if taps else prepared(self, x, self._few_rows)
-            if run is not None:
-                return run(x)
+        fast = prepared(self, x, self._few_rows, rows_unsupported)
+        if fast is not None:
+            return fast(x)
         base, modulator = self.base, self.modulator
         if type(modulator) is Modulator and is_plain_linear(base) and is_bare(modulator):
             return modulator.after_linear(x, base)

@@ -40,7 +40,7 @@ class _Gate(Gated, nn.Module):
         check_features(y, self.channels, self)
         wide = torch.promote_types(y.dtype, torch.float32)
         gate = torch.sigmoid(torch.nn.functional.linear(x, self.weight).to(wide))
-        gate = self._tapped(self._name, gate)
+        gate = self._hooked(self._name, gate)
         grouped = y.unflatten(-1, (self.weight.shape[0], -1))
         return (grouped * gate.unsqueeze(-1)).to(y.dtype).flatten(-2)
 
@@ -48,7 +48,7 @@ class _Gate(Gated, nn.Module):
     def _name(self) -> str:
         return "channel" if self.weight.shape[0] == self.channels else "head"
 
-    def tap_sizes(self) -> dict[str, int]:
+    def hook_sizes(self) -> dict[str, int]:
         return {self._name: self.weight.shape[0]}
 
     def flops_per_token(self) -> int:

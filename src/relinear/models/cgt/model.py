@@ -112,7 +112,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
     read can be read and changed as ``context``.
     """
 
-    tap_kind = "context"
+    hook_kind = "context"
     token_table = "context_wte"
 
     def __init__(self, config: CGTConfig):
@@ -132,7 +132,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def tap_sizes(self) -> dict[str, int]:
+    def hook_sizes(self) -> dict[str, int]:
         return {"context": self.config.context_size}
 
     def get_input_embeddings(self) -> nn.Module:
@@ -225,7 +225,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
         else:
             used = frozen_context.to(self.wpe.weight.dtype)
             used = used.unsqueeze(1) if used.ndim == 2 else used
-        used = self._tapped("context", used)
+        used = self._hooked("context", used)
         if not context_only:
             for block in self.h[split:]:
                 x, *_ = block(x, used, **shared)

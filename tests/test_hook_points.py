@@ -8,8 +8,8 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.activations.hook_points import sites
-from relinear.activations.interventions import observe_sites
+from relinear.activations.hook_points import hook_points
+from relinear.activations.interventions import observe_hook_points
 from test_cgt import make_cgt
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -62,14 +62,14 @@ def model(request):
 
 
 @torch.no_grad()
-def run(model, edits=None):
+def run(model, interventions=None):
     seen = {}
-    places = sites(model, outputs=True)
-    taps = [site.tap() for site in places.values()]
-    watched = observe_sites(places, lambda name, latent: seen.update({name: latent.z.clone()}))
-    with activations.intervene(model, edits or {"lm_head.output": []}), watched:
+    points = hook_points(model, outputs=True)
+    hooks = [point.hook() for point in points.values()]
+    watched = observe_hook_points(points, lambda name, latent: seen.update({name: latent.z.clone()}))
+    with activations.intervene(model, interventions or {"lm_head.output": []}), watched:
         logits = model(IDS).logits
-    assert [site.tap() for site in places.values()] == taps
+    assert [point.hook() for point in points.values()] == hooks
     return logits, seen
 
 
@@ -78,10 +78,10 @@ def test_reading_changes_nothing_and_sees_every_token(model) -> None:
         before = model(IDS).logits
     logits, seen = run(model)
     torch.testing.assert_close(logits, before)  # kernels that run several layers at once give way
-    places = sites(model, outputs=True)
+    points = hook_points(model, outputs=True)
     shapes = {name: tuple(value.shape) for name, value in seen.items()}
-    assert shapes == {name: (*IDS.shape, site.size) for name, site in places.items()}
-    with torch.no_grad(), observe_sites(sites(model), lambda name, latent: None):
+    assert shapes == {name: (*IDS.shape, site.size) for name, site in points.items()}
+    with torch.no_grad(), observe_hook_points(hook_points(model), lambda name, latent: None):
         assert torch.equal(model(IDS).logits, before)
 
 
@@ -123,8 +123,8 @@ def test_a_gate_shuts_a_feature() -> None:
     model = with_ccl()
     cut = copy.deepcopy(model)
     cut.transformer.h[1].mlp.c_fc.mix.data[:, 4] = 0
-    edits = {"transformer.h.1.mlp.c_fc.basis_gate": activations.Clamp(maximum=0.0, dims=[4])}
-    torch.testing.assert_close(run(model, edits)[0], run(cut)[0])
+    interventions = {"transformer.h.1.mlp.c_fc.basis_gate": activations.Clamp(maximum=0.0, dims=[4])}
+    torch.testing.assert_close(run(model, interventions)[0], run(cut)[0])
 
 
 def test_an_output_moves_as_by_its_bias() -> None:
@@ -136,8 +136,8 @@ def test_an_output_moves_as_by_its_bias() -> None:
 
 def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
     before = run(model)[0]
-    edits = dict.fromkeys(sites(model, outputs=True), activations.Patch(0.0))
-    with activations.intervene(model, edits):
+    interventions = dict.fromkeys(hook_points(model, outputs=True), activations.Patch(0.0))
+    with activations.intervene(model, interventions):
         twin = copy.deepcopy(model)
     assert torch.equal(run(twin)[0], before)
     assert torch.equal(run(model)[0], before)
