@@ -92,7 +92,7 @@ def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> N
     owner.add_module(name, part.train(owner.training).requires_grad_(trained))
 
 
-class Junction:
+class ResidualAdd:
     """Hooks that let a part of a model see x, which an earlier module reads, and y, which a later one reads or returns.
 
     The part is ``owner.name``, looked up at every call, so that PEFT may wrap it; its ``forward(x, y)`` returns what

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig, Junction, add_part, kw_like, met
+from relinear.contract.attachment import AttachmentConfig, ResidualAdd, add_part, kw_like, met
 from relinear.contract.config import layer_indices, register
 from relinear.hf.model_layout import SubBlock, paths
 from relinear.operators.transponder import ModulatorSettings, build_modulator
@@ -82,6 +82,6 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
             if self.reads == "normed" or path.norm_name is None:
                 module.register_forward_hook(modulate_output, prepend=True, with_kwargs=True)
             else:
-                junction = Junction(module, _NAME)
-                getattr(path.owner, path.norm_name).register_forward_pre_hook(junction.enter, with_kwargs=True)
-                module.register_forward_hook(junction.leave, prepend=True)
+                residual_add = ResidualAdd(module, _NAME)
+                getattr(path.owner, path.norm_name).register_forward_pre_hook(residual_add.enter, with_kwargs=True)
+                module.register_forward_hook(residual_add.leave, prepend=True)

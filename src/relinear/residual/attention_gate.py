@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.hook_points import Gated
-from relinear.contract.attachment import AttachmentConfig, Junction, add_part, kw_like
+from relinear.contract.attachment import AttachmentConfig, ResidualAdd, add_part, kw_like
 from relinear.contract.config import register
 from relinear.contract.operator import check_features, is_linear, linear_features
 from relinear.hf.model_layout import SubBlock, sub_blocks
@@ -96,7 +96,7 @@ class SDPAGate(AttachmentConfig):
             block.module.register_forward_pre_hook(_BeforeProjection(block.module, projection).enter, with_kwargs=True)
 
 
-class _BeforeProjection(Junction):
+class _BeforeProjection(ResidualAdd):
     """A gate on what the output projection reads, whatever stands in its place: a LoRA on it reads what it reads."""
 
     def __init__(self, owner: nn.Module, projection: str) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.layer_context import check_hands_over, hand_over
-from relinear.contract.attachment import Junction, add_part, kw_like, met
+from relinear.contract.attachment import ResidualAdd, add_part, kw_like, met
 from relinear.contract.config import Count, register
 from relinear.hf.model_layout import SubBlock, sub_blocks
-from relinear.residual.junction import SITE, ResidualConfig, connect
+from relinear.residual.residual_add import SITE, ResidualConfig, connect
 
 _STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams
 
@@ -220,8 +220,8 @@ class _Received:
         return {"by_layer": {}}
 
 
-class _PreviousJunction(Junction):
-    """A junction that reads earlier streams, of those that its layer has received."""
+class _PreviousJunction(ResidualAdd):
+    """A residual_add that reads earlier streams, of those that its layer has received."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
         super().__init__(owner, SITE)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.attachment import Junction, add_part, kw_like
+from relinear.contract.attachment import ResidualAdd, add_part, kw_like
 from relinear.contract.config import register
 from relinear.hf.model_layout import sub_blocks
-from relinear.residual.junction import SITE, ResidualConfig, connect, without_norm
+from relinear.residual.residual_add import SITE, ResidualConfig, connect, without_norm
 
 
 class _Scale(nn.Module):
@@ -59,7 +59,7 @@ class ReZero(ResidualConfig):
                 add_part(owner, SITE, _Scale(**kw_like(block.module)), block.module)
             if not self.keep_norms:
                 without_norm(block)
-            connect(block, Junction(owner, SITE))
+            connect(block, ResidualAdd(owner, SITE))
 
 
 def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:

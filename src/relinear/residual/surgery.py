@@ -10,7 +10,7 @@ from relinear.contract.config import nearest, shown
 from relinear.contract.operator import check_model
 from relinear.hf.config_record import refuse_quantized, sync_record
 from relinear.residual.attention_gate import SDPAGate
-from relinear.residual.junction import ResidualConfig
+from relinear.residual.residual_add import ResidualConfig
 
 
 def residual_methods() -> dict[str, type[AttachmentConfig]]:

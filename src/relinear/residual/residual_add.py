@@ -11,7 +11,7 @@ import dataclasses
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig, Junction, add_part, attachments
+from relinear.contract.attachment import AttachmentConfig, ResidualAdd, add_part, attachments
 from relinear.contract.operator import swap_hooks
 from relinear.hf.model_layout import SubBlock, sub_blocks
 
@@ -37,13 +37,13 @@ class ResidualConfig(AttachmentConfig):
         blocks = sub_blocks(model)
         for index, block in enumerate(blocks):
             add_part(block.module, SITE, self.site(block, index, len(blocks)), block.module)
-            connect(block, Junction(block.module, SITE))
+            connect(block, ResidualAdd(block.module, SITE))
 
 
-def connect(block: SubBlock, junction: Junction) -> None:
-    """Register the junction's hooks on the norm, as it now is, and on the sub-block."""
-    block.norm.register_forward_pre_hook(junction.enter, with_kwargs=True)
-    block.module.register_forward_hook(junction.leave)
+def connect(block: SubBlock, residual_add: ResidualAdd) -> None:
+    """Register the residual_add's hooks on the norm, as it now is, and on the sub-block."""
+    block.norm.register_forward_pre_hook(residual_add.enter, with_kwargs=True)
+    block.module.register_forward_hook(residual_add.leave)
 
 
 def without_norm(block: SubBlock) -> nn.Module:
