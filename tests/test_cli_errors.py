@@ -492,7 +492,7 @@ MORE = {
     "distill {model} -r q_proj=low_rank --data ./no/such": "'./no/such' does not exist",
     "compress nosuch --data {text}": "unknown model 'nosuch'",
     "compress {model} --data {text} --keep 80": "for 80 % write 0.8",
-    "compress {model} --data {text} --menu nosuch": "unknown operator kind 'nosuch'",
+    "compress {model} --data {text} --candidates nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --speed-table nosuch": "nosuch: No such file",
     "compress {model} --data {text} --export nosuch": "'nosuch' is not one of 'plain', 'gguf', 'compressed-tensors'",
     "eval {model} --data ./no/such": "'./no/such' does not exist",

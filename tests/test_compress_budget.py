@@ -18,7 +18,7 @@ from relinear.contract.operator import Operator, is_linear, linear_features
 from relinear.surgery.summary import module_flops
 from test_compress import in_layers, tiny, tokens
 
-SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "menu": ("low_rank",)}
+SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "candidates": ("low_rank",)}
 LOW = relinear.LowRank
 
 
@@ -43,7 +43,7 @@ def test_budgets_are_met_and_spent(budget_of: str, keep: float, tmp_path) -> Non
 
     before, settings = cost(), SETTINGS | {"budget_of": budget_of}
     if budget_of == "bytes":
-        del settings["menu"]  # integers are the default
+        del settings["candidates"]  # integers are the default
     report = compress(model, tokens(), keep=keep, settings=settings, out_dir=tmp_path)
     assert 0.97 * keep * before < cost() <= keep * before
     assert json.loads((tmp_path / "report.json").read_text())["budget"]["unit"] == report.budget.unit
@@ -71,12 +71,18 @@ def test_flops_of_experts_count_by_the_tokens_that_reach_them() -> None:
         ({"keep": 0.03, "fisher": False}, r"cannot be met: without fisher every layer keeps the same share, 0.030"),
         ({"keep": 0.5, "bits": 4}, "keep and bits are two budgets"),
         ({"budget_of": "flops", "bits": 4}, "and bits is no share"),
-        ({"bits": 4, "menu": ("low_rank:rank=1",)}, r"LowRank\(rank=1\) stores no integers.*give the menu quantized"),
-        ({"menu": ("quantized",)}, r"Quantized\(.*\) stores integers, which a count of parameters leaves out"),
-        ({"menu": ("neurons",)}, "neurons"),
+        (
+            {"bits": 4, "candidates": ("low_rank:rank=1",)},
+            r"LowRank\(rank=1\) stores no integers.*give candidates=quantized",
+        ),
+        ({"candidates": ("quantized",)}, r"Quantized\(.*\) stores integers, which a count of parameters leaves out"),
+        ({"candidates": ("neurons",)}, "neurons"),
         ({"budget_of": "watts"}, "budget_of must be one of 'layers', 'model', 'bytes' or 'flops'"),
-        ({"menu": ("monarch:blocks=40",)}, r"menu: Monarch\(blocks=40\) fits none of the layers.*\(32, 16\)"),
-        ({"menu": ("hdpl:rank=2,blocks=2",)}, "menu: .*only operators with a dense matrix"),
+        (
+            {"candidates": ("monarch:blocks=40",)},
+            r"Monarch\(blocks=40\) fits none of the layers.*\(32, 16\)",
+        ),
+        ({"candidates": ("hdpl:rank=2,blocks=2",)}, "candidates: .*only operators with a dense matrix"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_computed(settings, message, tmp_path) -> None:
@@ -117,9 +123,9 @@ def test_an_operator_is_offered_to_the_layers_that_it_fits(tmp_path) -> None:
     names = modules(model)
     calibration = calibrate(model, tokens()[0].view(32, 16), in_layers(model), tmp_path, batch=4, fisher=True)
     budget = budget_of(model, names, CompressSettings())
-    menu = (relinear.Monarch(blocks=20, rank=1), LOW(rank=1))
+    entries = (relinear.Monarch(blocks=20, rank=1), LOW(rank=1))
     name = "model.layers.0.self_attn.k_proj"
-    found = layer_candidates(names[name], name, calibration, menu, budget)
+    found = layer_candidates(names[name], name, calibration, entries, budget)
     assert {type(c.config) for c in found[1:]} == {LOW}
 
 
@@ -279,3 +285,11 @@ def test_every_operator_names_sizes_that_fit() -> None:
     assert [c.rank for c in relinear.PivotedLowRank(rank=1).sizes(64, 32)][-1] == 30
     assert relinear.Monarch(blocks=4).sizes(32, 16) == [relinear.Monarch(blocks=4)]
     assert is_linear(LOW(rank=1).sizes(4096, 4096)[0].build(4096, 4096, device="meta"))
+
+
+def test_the_candidates_are_read_under_the_key_of_0_2() -> None:
+    with pytest.warns(DeprecationWarning, match="menu has a new name: candidates"):
+        settings = CompressSettings.load({"menu": ["low_rank"], "bits": 4})
+    assert settings.candidates == ("low_rank",)
+    with pytest.raises(ValueError, match="unknown setting 'menu'"):
+        CompressSettings.load({"menu": ["low_rank"], "candidates": ["low_rank"]})

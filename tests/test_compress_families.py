@@ -54,7 +54,7 @@ def run(kind: str, folder) -> tuple:
             "heal": HEALED[kind],
             "heal_tokens": 512,
             "heal_held_out_tokens": 64,
-            "menu": ["low_rank"],  # which leaves some layers dense, for adapters
+            "candidates": ["low_rank"],  # which leaves some layers dense, for adapters
         }
         if kind in HEALED
         else {}

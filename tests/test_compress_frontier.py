@@ -16,7 +16,7 @@ from relinear.compression.report import write_page
 from test_compress import SETTINGS, tiny, tokens
 from test_compress_budget import modules
 
-LOW = {"menu": ("low_rank",)}
+LOW = {"candidates": ("low_rank",)}
 
 
 def in_bits(model) -> float:
@@ -47,9 +47,9 @@ def test_budgets_of_bytes_are_counted_and_saved_at_half_precision(budget: dict, 
 def test_what_a_budget_of_bytes_brings_with_it() -> None:
     for given in ({"bits": 4.25}, {"keep": 0.3, "budget_of": "bytes"}):
         found = CompressSettings.load(given)
-        assert found.menu == ("quantized", "quantized:group=256")
+        assert found.candidates == ("quantized", "quantized:group=256")
         assert found.by_bytes
-        assert CompressSettings.load(given | {"menu": ("quantized:bits=8",)}).menu == ("quantized:bits=8",)
+        assert CompressSettings.load(given | {"candidates": ("quantized:bits=8",)}).candidates == ("quantized:bits=8",)
     assert not CompressSettings().by_bytes
     for wrong, said in (({"bits": 4, "keep": 0.5}, "keep and bits are two"), ({"bits": 16}, "bits must be below 16")):
         with pytest.raises(ValueError, match=said):

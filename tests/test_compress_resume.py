@@ -12,7 +12,7 @@ from relinear.data.tokenizers import byte_tokenizer
 from tiny_models import make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "evaluate": False}
-SETTINGS |= {"menu": ["low_rank"]}
+SETTINGS |= {"candidates": ["low_rank"]}
 SETTINGS |= {"heal_tokens": 512, "heal_held_out_tokens": 64, "heal_learning_rate": 3e-3}
 
 
@@ -115,7 +115,7 @@ SPEED = {"ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
 SPEED |= {"original_tokens_per_second": 1.0, "compressed_tokens_per_second": 1.0}
 SPEEDS = {"batch": 1, "prefill_tokens": 8, "decoded_tokens": 8, "prefill": SPEED, "decode": SPEED}
 INTEGERS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "bits": 4.25}
-INTEGERS |= {"evaluation_tokens": 96, "menu": ["quantized"]}
+INTEGERS |= {"evaluation_tokens": 96, "candidates": ["quantized"]}
 
 
 def integers(folder, on_progress=quiet, frontier: bool = False) -> dict[str, bytes]:

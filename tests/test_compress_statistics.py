@@ -216,7 +216,7 @@ def test_errors_of_sizes_are_found_once_a_directory(tmp_path, monkeypatch) -> No
         return curve(self, linear, moments)
 
     monkeypatch.setattr(relinear.LowRank, "candidate_errors", counted)
-    settings = SETTINGS | {"menu": ("low_rank",)}
+    settings = SETTINGS | {"candidates": ("low_rank",)}
     first = compress(tiny(), tokens(), keep=0.6, settings=settings, out_dir=tmp_path, plan_only=True)
     assert len(asked) == 21
     again = compress(tiny(), tokens(), keep=0.6, settings=settings, out_dir=tmp_path, plan_only=True)

@@ -172,9 +172,9 @@ def test_compress_exports_integers_and_refuses_others_before_any_work(tmp_path) 
     ids = [torch.randint(1, 260, (1024,), generator=torch.Generator().manual_seed(0))]
     asked = {"out_dir": tmp_path, "export": "compressed-tensors"}
     with pytest.raises(ValueError, match="and there is none"):
-        compress(model_of("llama", {}), ids, settings=settings | {"bits": None, "menu": ["low_rank"]}, **asked)
+        compress(model_of("llama", {}), ids, settings=settings | {"bits": None, "candidates": ["low_rank"]}, **asked)
     assert not list(tmp_path.glob("calibration/*"))
-    packing = settings | {"menu": ["quantized:symmetric=true"]}
+    packing = settings | {"candidates": ["quantized:symmetric=true"]}
     with pytest.warns(UserWarning, match="compressed-tensors holds"):
         compress(model_of("llama", {}), ids, settings=packing, **asked)
     written = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())

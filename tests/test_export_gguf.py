@@ -88,7 +88,7 @@ def test_integers_stay_integers(bits: int, symmetric: bool, kind: str, tmp_path)
 
 def test_a_plan_of_integers_becomes_blocks_mixed_by_layer(tmp_path) -> None:
     model = llama(hidden_size=64, intermediate_size=96)
-    settings = {"tokens": 512, "sequence_length": 16, "menu": ["quantized:symmetric=true"], "bits": 5.0}
+    settings = {"tokens": 512, "sequence_length": 16, "candidates": ["quantized:symmetric=true"], "bits": 5.0}
     ids = [torch.randint(0, 320, (1024,), generator=torch.Generator().manual_seed(0))]
     compress(model, ids, settings=settings, tokenizer=tokenizer_of(), out_dir=tmp_path, export="gguf")
     bits = {op.config.bits for op in model.modules() if isinstance(op, relinear.Operator)}
@@ -102,7 +102,10 @@ def test_a_plan_of_integers_becomes_blocks_mixed_by_layer(tmp_path) -> None:
 
 def test_integers_that_no_block_holds_are_refused_by_name(tmp_path) -> None:
     for config, match in (
-        (relinear.Quantized(bits=8), "of more than 5 bits with zero points; give the menu quantized:symmetric=true"),
+        (
+            relinear.Quantized(bits=8),
+            "of more than 5 bits with zero points; give candidates=quantized:symmetric=true",
+        ),
         (relinear.Quantized(bits=4, group=16), "group must be multiples of 32"),
     ):
         model = llama(hidden_size=64)
@@ -222,7 +225,7 @@ def test_refusals_before_anything_is_computed(tmp_path) -> None:
         assert not (tmp_path / "calibration").exists()
 
     refused("a product of matrices", llama(), tokenizer_of())
-    by_bits = {"menu": ("quantized",), "bits": 4.25, "embedding": None}
+    by_bits = {"candidates": ("quantized",), "bits": 4.25, "embedding": None}
     refused("of more than 5 bits with zero points", llama(hidden_size=64), tokenizer_of(), **by_bits)
     refused("holds the tokenizer", llama(), None)
     refused("cut text as GPT-2's or SmolLM's", llama(), byte_tokenizer())

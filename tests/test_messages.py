@@ -43,7 +43,7 @@ from relinear_cli.terminal import fitted
             ["--match: 'params' is not one of 'width', 'parameters', 'flops'"],
         ),
         (
-            ["compress", "m", "--data", "stdlib", "--menu", "foo"],
+            ["compress", "m", "--data", "stdlib", "--candidates", "foo"],
             ["unknown operator kind 'foo'; known: block_hadamard"],
         ),
         (["train", "--steps", "few"], ["--steps must be a valid integer, got 'few'"]),

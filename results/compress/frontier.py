@@ -278,7 +278,7 @@ def main() -> None:
             round_to_half_(model)
             file = take_gguf_(model, names, given.gguf / f"{number}.gguf")
         elif method == "bits-order":
-            settings = base | {"bits": float(number), "menu": ("quantized",)}
+            settings = base | {"bits": float(number), "candidates": ("quantized",)}
             plan = compress(model, corpora, tokenizer=tokenizer, settings=settings, plan_only=True, out_dir=state).plan
             predicted = plan.nats
             round_in_order_(model, plan.replaced, blocks)
@@ -288,7 +288,7 @@ def main() -> None:
             budget = {"keep": float(size)} if method == "keep" else {"bits": float(size)}
             budget |= {"heal_tokens": int(healed)} if healed else {}
             settings = base | budget
-            settings |= {"menu": ("quantized",)} if method == "integers" else {}
+            settings |= {"candidates": ("quantized",)} if method == "integers" else {}
             predicted = compress(model, corpora, tokenizer=tokenizer, settings=settings, out_dir=state).plan.nats
         seconds = time.monotonic() - start
         found, again = seen(model)

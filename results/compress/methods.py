@@ -54,9 +54,9 @@ UNIFORM = ("random", "plain", "scaled", "whitened", "shared", "two-sided")
 ROUNDED = {"int8": 8, "int4": 4}
 #: methods that are settings of ``compress``
 COMPRESSED = {
-    "allocated": {"menu": ("low_rank",)},
-    "pivoted": {"menu": ("pivoted_low_rank",)},
-    "healed": {"menu": ("pivoted_low_rank",), "heal_held_out_tokens": 4096},
+    "allocated": {"candidates": ("low_rank",)},
+    "pivoted": {"candidates": ("pivoted_low_rank",)},
+    "healed": {"candidates": ("pivoted_low_rank",), "heal_held_out_tokens": 4096},
 }
 #: those with their factors rounded
 BOTH = {f"{name}+{rounded}": (name, bits) for name in ("pivoted", "allocated") for rounded, bits in ROUNDED.items()}

@@ -1,6 +1,7 @@
 """Public names that have moved or changed. The old name works for one version, with a DeprecationWarning."""
 
 import warnings
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -59,3 +60,17 @@ def adopt_renamed_hooks(cls: type) -> None:
 def _warn_renamed(cls: type, old: str, new: str, stacklevel: int) -> None:
     message = f"{cls.__name__}.{old} has a new name: {new}; the old one works in this version only"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
+
+
+#: class of settings -> key of 0.2 -> its name now
+RENAMED_SETTINGS = {"CompressSettings": {"menu": "candidates"}}
+
+
+def with_new_keys(settings: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` for the class ``settings`` with keys of 0.2 under their new names; warns of each."""
+    renamed = {old: new for old, new in RENAMED_SETTINGS[settings].items() if old in values and new not in values}
+    for old, new in renamed.items():
+        warnings.warn(
+            f"the setting {old} has a new name: {new}; the old one works for one version", DeprecationWarning, 2
+        )
+    return {renamed.get(key, key): value for key, value in values.items()}

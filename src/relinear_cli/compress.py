@@ -25,10 +25,11 @@ def command(
         Literal["layers", "model", "bytes", "flops"] | None,
         typer.Option(help="What --keep is a share of: parameters, stored bytes or FLOPs.", show_default="layers"),
     ] = None,
-    menu: Annotated[
+    candidates: Annotated[
         list[str] | None,
         typer.Option(help="Operators that a layer may become; may be repeated.", show_default="pivoted_low_rank"),
     ] = None,
+    menu: Annotated[list[str] | None, typer.Option(hidden=True, help="The old name of --candidates.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers to replace; by default all.")] = None,
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
@@ -81,6 +82,7 @@ def command(
         "bits": bits,
         "keep": keep,
         "budget_of": budget_of,
+        "candidates": candidates,
         "menu": menu,
         "tokens": tokens,
         "fisher": fisher,

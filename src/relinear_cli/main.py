@@ -35,7 +35,7 @@ _OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--o
 
 #: group in the help of a command -> its options, by the names of their parameters; the others are "More"
 _GROUPS = {
-    "Model": "model replace attach objective layers exclude target menu operators recipe match first_position",
+    "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "fisher evaluate",
     "Budget": "bits keep budget_of batch steps tokens trials seeds widths base_width "

@@ -96,10 +96,10 @@ def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -
     # a GGUF file has no layers of two matrices
     operator = "monarch:blocks=4" if export == "gguf" else "low_rank:rank=4"
     chosen = {"tokens": 128, "sequence_length": 16, "batch_size": 4, "keep": 0.8}
-    chosen |= {"menu": [operator], "evaluation_tokens": 32, "sample_tokens": 2}
+    chosen |= {"candidates": [operator], "evaluation_tokens": 32, "sample_tokens": 2}
     if bits is not None:
-        del chosen["keep"], chosen["menu"]
-        chosen |= {"bits": bits} | ({"menu": ["quantized:symmetric=true"]} if export == "gguf" else {})
+        del chosen["keep"], chosen["candidates"]
+        chosen |= {"bits": bits} | ({"candidates": ["quantized:symmetric=true"]} if export == "gguf" else {})
     if heal:
         chosen |= {"heal": heal, "heal_tokens": 192, "heal_held_out_tokens": 32, "heal_learning_rate": 1e-3}
 

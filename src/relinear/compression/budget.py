@@ -159,17 +159,17 @@ class Budget:
         """Return JSON values."""
         return {"what": self.what, "unit": self.unit, "limit": self.limit, "whole": self.whole}
 
-    def check(self, modules: Mapping[str, nn.Module], menu: Sequence[OperatorConfig], uniform: bool) -> None:
-        """Raise ValueError if no choice from the menu meets the budget, with the least that could be asked for.
+    def check(self, modules: Mapping[str, nn.Module], entries: Sequence[OperatorConfig], uniform: bool) -> None:
+        """Raise ValueError if no choice among the candidates meets the budget, with the least that could be asked for.
 
         Args:
             modules: the layers that may be replaced, by name.
-            menu: what they may become.
+            entries: what they may become.
             uniform: whether every layer has to keep the same share.
         """
         least: dict[str, float] = {}
         for name, module in modules.items():
-            configs = [config for entry in menu for config in entry.sizes(*linear_features(module))]
+            configs = [config for entry in entries for config in entry.sizes(*linear_features(module))]
             least[name] = min(self.cost(name, config) for config in [None, *configs])
         if uniform:
             share = self.limit / self.whole
@@ -184,8 +184,8 @@ class Budget:
         elif sum(least.values()) > self.limit:
             raise ValueError(
                 f"{self.what} cannot be met: of {self.whole:,.0f} {self.unit} of the layers that may be replaced "
-                f"it allows {self.limit:,.0f}, and the smallest choices of the menu take "
-                f"{sum(least.values()):,.0f}; ask for less, replace more layers, or give another menu"
+                f"it allows {self.limit:,.0f}, and the smallest candidates take "
+                f"{sum(least.values()):,.0f}; ask for less, replace more layers, or give other candidates"
             )
 
 

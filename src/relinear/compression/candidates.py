@@ -33,7 +33,7 @@ BUDGETS, MEASURED_NEAR = 32, (0.01, 0.03, 0.1, 0.2, 0.4)
 
 
 class SearchSpace:
-    """Operators of the setting ``menu``, each at every size that it has, for each layer apart.
+    """Operators of the setting ``candidates``, each at every size that it has, for each layer apart.
 
     candidates: those of the last plan, by layer.
     """
@@ -41,7 +41,7 @@ class SearchSpace:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.candidates: Mapping[str, list[Candidate]] = {}
-        self.entries = tuple(OperatorConfig.read(text) for text in task.settings.menu)
+        self.entries = tuple(OperatorConfig.read(text) for text in task.settings.candidates)
 
     def sizes(self, shape: tuple[int, int]) -> list[OperatorConfig]:
         """Return the sizes of all operators for a layer of (in_features, out_features)."""
@@ -54,18 +54,18 @@ class SearchSpace:
             fitting = [module for module in modules.values() if entry.sizes(*linear_features(module))]
             if not fitting:
                 shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
-                raise ValueError(f"menu: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
+                raise ValueError(f"candidates: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
             smallest = min(fitting, key=lambda module: module.weight.numel())
-            operator = check_fittable(entry.sizes(*linear_features(smallest))[0], smallest, "menu")
+            operator = check_fittable(entry.sizes(*linear_features(smallest))[0], smallest, "candidates")
             integers = any(buffer.dtype == torch.uint8 for buffer in operator.buffers())
             if settings.by_bytes and not integers:
                 raise ValueError(
-                    f"menu: {entry} stores no integers, which a budget of bytes is met by: give the menu quantized, or "
-                    "keep with budget_of=layers"
+                    f"candidates: {entry} stores no integers, which a budget of bytes is met by: give "
+                    "candidates=quantized, or keep with budget_of=layers"
                 )
             if integers and not settings.by_bytes:
                 raise ValueError(
-                    f"menu: {entry} stores integers, which a count of {budget.unit} leaves out: give bits or "
+                    f"candidates: {entry} stores integers, which a count of {budget.unit} leaves out: give bits or "
                     "budget_of=bytes"
                 )
         budget.check(modules, self.entries, uniform=not settings.fisher)
@@ -137,7 +137,7 @@ class SearchSpace:
 
 
 def layer_candidates(
-    module: Any, name: str, calibration: Calibration, menu: tuple[OperatorConfig, ...], budget: Budget
+    module: Any, name: str, calibration: Calibration, entries: tuple[OperatorConfig, ...], budget: Budget
 ) -> list[Candidate]:
     """Return what the linear layer ``module`` could become, at what cost in the budget's unit; itself among it.
 
@@ -148,7 +148,7 @@ def layer_candidates(
     if not calibration.knows(name, module):
         return [dense]  # an expert that hardly saw a token: its moments say nothing
     found = [dense]
-    for entry in menu:
+    for entry in entries:
         for config, error in calibration.candidate_errors(entry, name, module) if entry.sizes(*sizes) else ():
             cost = budget.cost(name, config)
             if cost < dense.cost:

@@ -139,7 +139,7 @@ def check_packable(model: Any, becomes: Iterable[tuple[str, OperatorConfig]]) ->
     if not any(_packs(model, model.get_submodule(name), config) for name, config in becomes):
         raise ValueError(
             "compressed-tensors packs linear layers of integers whose group divides their inputs, and there is none. "
-            "Give the menu quantized:symmetric=true and a budget of bits, or export the model as plain"
+            "Give candidates=quantized:symmetric=true and a budget of bits, or export the model as plain"
         )
 
 

@@ -68,7 +68,7 @@ def check_gguf_operator(name: str, config: OperatorConfig, shape: tuple[int, int
             raise ValueError(f"{name} as {config}: {error}") from error
     elif len(operator.dense_chain()) > 1:
         raise ValueError(
-            f"{name} as {config} is a product of matrices, and no layer of a GGUF file is one; give the menu "
+            f"{name} as {config} is a product of matrices, and no layer of a GGUF file is one; give candidates="
             "quantized:symmetric=true, or export it as plain"
         )
 

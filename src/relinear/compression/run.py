@@ -85,7 +85,7 @@ def compress(
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``); "compressed-tensors"
             writes ``out_dir/compressed-tensors``, where integers stay packed (``export_compressed_tensors``).
         out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
-            and called again with the same arguments, it goes on from where it was; another budget or menu uses the
+            and called again with the same arguments, it goes on from where it was; other budgets or candidates use the
             same statistics, and the model of the earlier one is renamed: ``model.<time>``. None keeps nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``, statistics included.
         on_progress: called with a phase, how much of it is done and how much there is.

@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import Batch, Seed, Settings
+from relinear.deprecated import with_new_keys
 from relinear.distill.settings import check_whole_blocks
 
 #: what layers may become where bytes are the budget
-BYTES_MENU = ("quantized", "quantized:group=256")
+BYTES_CANDIDATES = ("quantized", "quantized:group=256")
 #: what embedding and head become there
 BYTES_EMBEDDING = "quantized:bits=8,symmetric=true"
 #: share that is kept where no budget is given
@@ -35,7 +36,7 @@ class CompressSettings(Settings):
         fisher: also measure the gradients at every layer's output, at next tokens that the model draws, which tells how
             much its errors matter; without them layers can only be fitted, not weighed against each other, and every
             layer keeps the same share.
-        menu: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
+        candidates: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. Where bytes are the budget these store
             integers, by default ``quantized`` in groups of 64 and of 256.
         embedding: operator that the embedding becomes, and the output head, where they can be replaced, as text; None
@@ -46,11 +47,11 @@ class CompressSettings(Settings):
             those that calibrate; 0 leaves it out.
         heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on
             the layers that stayed dense, which are merged in the end.
-        heal_held_out_tokens: how many judge healing: the parameters that were best there are kept.
+        heal_held_out_tokens: how many evaluate healing: the parameters that were best there are kept.
         heal_learning_rate: the peak; None is 3e-5, and 1e-3 for lora.
         heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
         heal_rank: of the adapters.
-        evaluate: measure what the compressed model is like beside the original: loss and agreement on tokens that
+        evaluate: compare the compressed model with the original: loss and agreement on tokens that
             calibration has not seen, samples, speed.
         evaluation_tokens: of documents that do not calibrate, for ``evaluate``.
         passages: how many are continued to see whether the model repeats itself; 0 leaves that out.
@@ -74,7 +75,7 @@ class CompressSettings(Settings):
     sequence_length: int = Field(default=512, ge=2)
     batch_size: Batch = 2
     fisher: bool = True
-    menu: tuple[str, ...] = ("pivoted_low_rank",)
+    candidates: tuple[str, ...] = ("pivoted_low_rank",)
     embedding: str | None = None
     seed: Seed = 0
     heal_tokens: int = Field(default=0, ge=0)
@@ -98,16 +99,16 @@ class CompressSettings(Settings):
     def _a_budget(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        given = dict(values)
+        given = with_new_keys(cls.__name__, values)
         if given.get("keep") is None and given.get("bits") is None:
             given["keep"] = KEEP
         if given.get("bits") is not None or given.get("budget_of") == "bytes":
-            given = {"menu": BYTES_MENU, "embedding": BYTES_EMBEDDING} | given
+            given = {"candidates": BYTES_CANDIDATES, "embedding": BYTES_EMBEDDING} | given
         return given
 
     @model_validator(mode="after")
     def _consistent(self) -> CompressSettings:
-        for check in (self._check_budget, self._check_blocks, self._check_menu, self._check_healing):
+        for check in (self._check_budget, self._check_blocks, self._check_candidates, self._check_healing):
             check()
         return self
 
@@ -122,10 +123,10 @@ class CompressSettings(Settings):
         if self.heal_tokens:
             check_whole_blocks(self, "heal_held_out_tokens")
 
-    def _check_menu(self) -> None:
-        if not self.menu:
-            raise ValueError("menu is empty: name at least one operator, such as low_rank")
-        for text in {*self.menu, *filter(None, [self.embedding])}:
+    def _check_candidates(self) -> None:
+        if not self.candidates:
+            raise ValueError("candidates is empty: name at least one operator, such as low_rank")
+        for text in {*self.candidates, *filter(None, [self.embedding])}:
             OperatorConfig.read(text)
 
     def _check_healing(self) -> None:
@@ -157,7 +158,7 @@ class CompressSettings(Settings):
 
     @property
     def held_out_blocks(self) -> int:
-        """Blocks that judge healing; 0 without any."""
+        """Blocks that evaluate healing; 0 without any."""
         return self.heal_held_out_tokens // self.sequence_length if self.heal_tokens else 0
 
     @property

@@ -81,7 +81,7 @@ class QuantizedLinear(Operator):
             raise ValueError("GGUF holds integers in blocks of 32 inputs: inputs and group must be multiples of 32")
         if bits > 5 and not symmetric:
             raise ValueError(
-                "GGUF has no integers of more than 5 bits with zero points; give the menu quantized:symmetric=true"
+                "GGUF has no integers of more than 5 bits with zero points; give candidates=quantized:symmetric=true"
             )
         return ("Q4" if bits <= 4 else "Q5" if bits == 5 else "Q8") + ("_0" if symmetric else "_1")
 
