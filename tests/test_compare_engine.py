@@ -140,9 +140,9 @@ def test_a_match_out_of_reach_is_refused_before_any_text_is_read(text, tmp_path,
 def test_all_entries_are_matched_to_the_first_with_operators(text):
     planned = plan_comparison(CompareSettings.load(small(text)), VOCABULARY)
     dense, low_rank, hdpl = planned
-    assert dense.deviation is None
-    assert low_rank.deviation == 0
-    assert abs(hdpl.deviation) <= 0.02
+    assert dense.size_mismatch is None
+    assert low_rank.size_mismatch == 0
+    assert abs(hdpl.size_mismatch) <= 0.02
     assert abs(hdpl.size.parameters / low_rank.size.parameters - 1) <= 0.02
 
 
@@ -385,7 +385,7 @@ def test_results_hold_what_was_asked(finished):
         assert [run["seed"] for run in entry["runs"]] == [0, 1]
         values = [run["validation_loss"] for run in entry["runs"]]
         assert entry["validation_loss"]["mean"] == pytest.approx(sum(values) / 2)
-        assert entry["validation_loss"]["spread"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
+        assert entry["validation_loss"]["std"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
         assert values[0] != values[1]
         assert [point["step"] for point in entry["runs"][0]["curve"] if "validation_loss" in point] == [0, 2, 4]
         assert entry["learning_rate"] in (1e-3, 4e-3)
@@ -633,7 +633,7 @@ def test_killed_and_started_again_gives_the_same_bits(text, tmp_path):
         assert start(recipe, broken, log).wait() == 0
     first, second = (json.loads((out / "results.json").read_text()) for out in (whole, broken))
     for a, b in zip(first["entries"], second["entries"], strict=True):
-        same = ("name", "operators", "parameters", "flops_per_token", "deviation", "learning_rate", "tuning")
+        same = ("name", "operators", "parameters", "flops_per_token", "size_mismatch", "learning_rate", "tuning")
         same += ("validation_loss", "perplexity", "initial_perplexity")
         assert {key: a[key] for key in same} == {key: b[key] for key in same}
         for run, other in zip(a["runs"], b["runs"], strict=True):

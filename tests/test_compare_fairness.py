@@ -15,6 +15,7 @@ from relinear.compare.scaling import at_size
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.speed import _figures
 from relinear.compare.tune import beside
+from relinear.deprecated import with_new_columns
 from relinear.system.files import read_json, write_json
 from relinear.system.timing import Timing
 from relinear.train.run import read_result
@@ -40,7 +41,7 @@ def test_an_entry_with_another_batch_is_trained_on_as_many_tokens():
     steps = {name: found.settings_of(name).steps for name in entries}
     assert steps == {"dense": 391, "large": 98, "twice": 196}
     planned = [
-        SimpleNamespace(name=name, settings=found.settings_of(name), size=None, deviation=None) for name in entries
+        SimpleNamespace(name=name, settings=found.settings_of(name), size=None, size_mismatch=None) for name in entries
     ]
     data = SimpleNamespace(description={"splits": {"train": {"tokens": 1_000_000}}})
     said = comparison_result(found, data, planned, [], {})["budget"]
@@ -265,3 +266,14 @@ def test_tune_on_the_command_line_keeps_how_a_recipe_tunes(tmp_path, monkeypatch
     capsys.readouterr()
     assert seen[0].tune.learning_rates == (0.003, 0.006)
     assert math.isclose(seen[0].tune.fraction, 0.25)
+
+
+def test_columns_of_0_2_are_read_under_their_new_names_and_what_a_user_wrote_is_left() -> None:
+    entry = {"deviation": 0.01, "validation_loss": {"mean": 5.0, "spread": 0.1}, "settings": {"spread": 1}}
+    read = with_new_columns({"entries": [entry], "recipe": {"entries": {"spread": "dense"}}})
+    assert read["entries"][0] == {
+        "size_mismatch": 0.01,
+        "validation_loss": {"mean": 5.0, "std": 0.1},
+        "settings": {"spread": 1},
+    }
+    assert read["recipe"] == {"entries": {"spread": "dense"}}

@@ -74,3 +74,21 @@ def with_new_keys(settings: str, values: Mapping[str, Any]) -> dict[str, Any]:
             f"the setting {old} has a new name: {new}; the old one works for one version", DeprecationWarning, 2
         )
     return {renamed.get(key, key): value for key, value in values.items()}
+
+
+#: column of results of 0.1 and 0.2 -> its name now
+RENAMED_COLUMNS = {"spread": "std", "deviation": "size_mismatch"}
+#: what a user wrote, in which a name may be any of these
+_AS_WRITTEN = ("recipe", "settings", "set")
+
+
+def with_new_columns(results: Any) -> Any:
+    """Return JSON values of results, also of 0.1 and 0.2, with the columns' names of this version."""
+    if isinstance(results, list):
+        return [with_new_columns(value) for value in results]
+    if not isinstance(results, dict):
+        return results
+    return {
+        RENAMED_COLUMNS.get(key, key): value if key in _AS_WRITTEN else with_new_columns(value)
+        for key, value in results.items()
+    }

@@ -255,7 +255,7 @@ def comparison_records(rng: random.Random, folder: Path) -> None:
 @functools.cache
 def results() -> dict[str, Any]:
     """What a comparison writes."""
-    statistic = {"mean": 5.0, "spread": 0.1, "values": [4.9, 5.1]}
+    statistic = {"mean": 5.0, "std": 0.1, "values": [4.9, 5.1]}
     curve = [{"step": step, "tokens": step * 64, "loss": 6.0, "validation_loss": 5.5} for step in range(3)]
     run = {"seed": 0, "validation_loss": 5.0, "perplexity": 148.0, "initial_perplexity": 200.0, "steps": 10}
     run |= {"tokens_per_second": 10.0, "peak_memory_bytes": 1000, "aux": {"aux/kl": 0.1}, "curve": curve}
@@ -266,7 +266,7 @@ def results() -> dict[str, Any]:
     }
     entry = {"name": "a", "operators": "dense", "settings": TRAIN, "parameters": 100, "flops_per_token": 200}
     entry |= {
-        "deviation": 0.01,
+        "size_mismatch": 0.01,
         "learning_rate": 1e-3,
         "tuning": tuning | {"edge": True},
         "dense": True,

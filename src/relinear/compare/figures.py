@@ -102,10 +102,10 @@ def _timed(entry: Entry) -> bool:
 
 
 def _spot(entry: Entry, palette: Colours, number: int, x: float, what: str) -> Series:
-    name, mean, spread = entry["name"], entry["validation_loss"]["mean"], entry["validation_loss"]["spread"]
-    text = f"{name}: {mean:.4f}{'' if spread is None else f' ± {spread:.4f}'}, {x:,.6g} {what}"
+    name, mean, std = entry["name"], entry["validation_loss"]["mean"], entry["validation_loss"]["std"]
+    text = f"{name}: {mean:.4f}{'' if std is None else f' ± {std:.4f}'}, {x:,.6g} {what}"
     look: dict[str, Any] = {"number": number, "mode": "points", "size": 10, "label": name}
-    look |= {"low": [mean - spread], "high": [mean + spread]} if spread else {}
+    look |= {"low": [mean - std], "high": [mean + std]} if std else {}
     return Series(name=name, colour=palette[name], x=[x], y=[mean], texts=[text], **look)
 
 

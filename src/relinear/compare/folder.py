@@ -72,7 +72,7 @@ def held(
                 p.name: {
                     "parameters": p.size.parameters,
                     "flops_per_token": p.size.flops,
-                    "deviation": p.deviation,
+                    "size_mismatch": p.size_mismatch,
                     "settings": p.settings.model_dump(mode="json"),
                     "computed": _computed(p.settings),
                 }

@@ -233,12 +233,12 @@ OnEvent = Callable[[Event], None]
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """An entry at its final size. deviation: from the target of matching; None where it was not matched."""
+    """An entry at its final size. size_mismatch: from the target of matching; None where it was not matched."""
 
     name: str
     settings: TrainSettings
     size: Size
-    deviation: float | None
+    size_mismatch: float | None
 
 
 def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent = lambda event: None) -> list[Planned]:
@@ -268,13 +268,13 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent 
         """Every entry at the size of ``target``, that of the entry ``reference`` if any."""
         planned = []
         for name, entry in recipe.entries.items():
-            settings, size, deviation = written[name], sizes[name], 0.0 if name == reference else None
+            settings, size, mismatch = written[name], sizes[name], 0.0 if name == reference else None
             if name != reference and entry.how != "fixed":
                 on_event(Event("match", f"matching {name} by {match.by}"))
                 wanted: Any = {"by": match.by, "target": target, "how": entry.how, "tolerance": match.tolerance}
                 settings, size = matched(settings, vocab_size, **wanted, name=name)
-                deviation = size.of(match.by) / target - 1
-            planned.append(Planned(name, settings, size, deviation))
+                mismatch = size.of(match.by) / target - 1
+            planned.append(Planned(name, settings, size, mismatch))
         return planned
 
     if isinstance(match.to, int):
@@ -296,6 +296,6 @@ def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[i
     match = recipe.match
     if match.by == "width" or isinstance(match.to, int):
         return (None if match.by == "width" else match.to), None  # type: ignore[return-value]
-    found = {p.name: p for p in planned if p.deviation == 0}
+    found = {p.name: p for p in planned if p.size_mismatch == 0}
     reference = found[match.to] if match.to else next(iter(found.values()))
     return reference.size.of(match.by), reference.name

@@ -11,6 +11,7 @@ from relinear.compare import figures
 from relinear.compare.schema import EntryResult, Gap, Results, Statistic
 from relinear.contract.config import shown
 from relinear.contract.settings import readable
+from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Panel, colours
 from relinear.pages.matplotlib_figures import save_panels
@@ -48,7 +49,7 @@ def read_results(directory: str | Path) -> Results:
         )
     advice = "delete it and start the comparison again"
     try:
-        results = read_json(path)
+        results = with_new_columns(read_json(path))
     except ValueError as error:
         raise ValueError(f"{error}; {advice}") from None
     version = results.get("format") if isinstance(results, dict) else None
@@ -301,7 +302,7 @@ def number(value: float | None, digits: int = 3) -> str:
 def plus_minus(statistic: Statistic, digits: int = 3) -> str:
     """Return the mean and, over several seeds, the sample standard deviation."""
     mean = f"{statistic['mean']:.{digits}f}"
-    return mean if statistic["spread"] is None else f"{mean} ± {statistic['spread']:.{digits}f}"
+    return mean if statistic["std"] is None else f"{mean} ± {statistic['std']:.{digits}f}"
 
 
 def gap_text(gap: Gap | None) -> str:

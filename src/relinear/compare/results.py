@@ -37,8 +37,8 @@ from relinear.train.trainer import SteadySampler
 
 def _statistic(values: list[float]) -> Statistic:
     """Mean and sample standard deviation (None for a single value)."""
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "spread": spread, "values": values}
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "std": std, "values": values}
 
 
 def entry_result(
@@ -70,7 +70,7 @@ def entry_result(
         "settings": settings.model_dump(mode="json"),
         "parameters": planned.size.parameters,
         "flops_per_token": planned.size.flops,
-        "deviation": planned.deviation,
+        "size_mismatch": planned.size_mismatch,
         "learning_rate": settings.learning_rate,
         "tuning": tuning,
         "validation_loss": _statistic([run["validation_loss"] for run in runs]),

@@ -43,6 +43,7 @@ from relinear.compare.tune import Trials, beside, grid_search
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
+from relinear.deprecated import with_new_columns
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.train.fitting import training_device
@@ -118,7 +119,7 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
     path = out_dir / RESULTS
     comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
     if path.is_file() and not overwrite:
-        return read_json(path)
+        return with_new_columns(read_json(path))
     for name in recipe.entries:
         model_place(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
@@ -144,7 +145,7 @@ def kept(path: Path, make: Callable[[], T]) -> T:
     """Return what ``path`` holds, made and written unless it is there."""
     if not path.is_file():
         write_json(path, make())
-    return read_json(path)
+    return with_new_columns(read_json(path))
 
 
 def circumstances(record: Mapping[str, Any]) -> Circumstances:

@@ -17,7 +17,7 @@ class Statistic(TypedDict):
     """Over seeds; ``spread`` is the sample standard deviation, None for one seed."""
 
     mean: Number
-    spread: Number | None
+    std: Number | None
     values: list[Number]
 
 
@@ -113,7 +113,7 @@ class EntryResult(TypedDict):
     settings: dict[str, Any]
     parameters: Count
     flops_per_token: Count
-    deviation: Number | None
+    size_mismatch: Number | None
     learning_rate: Number
     tuning: Tuning | None
     validation_loss: Statistic
