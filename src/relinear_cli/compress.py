@@ -27,9 +27,12 @@ def command(
     ] = None,
     candidates: Annotated[
         list[str] | None,
-        typer.Option(help="Operators that a layer may become; may be repeated.", show_default="pivoted_low_rank"),
+        typer.Option(
+            *("--candidates", "--menu"),  # its name in 0.2
+            help="Operators that a layer may become; may be repeated.",
+            show_default="pivoted_low_rank",
+        ),
     ] = None,
-    menu: Annotated[list[str] | None, typer.Option(hidden=True, help="The old name of --candidates.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers to replace; by default all.")] = None,
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
@@ -83,7 +86,6 @@ def command(
         "keep": keep,
         "budget_of": budget_of,
         "candidates": candidates,
-        "menu": menu,
         "tokens": tokens,
         "fisher": fisher,
         "heal_tokens": heal_tokens,
