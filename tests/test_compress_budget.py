@@ -105,7 +105,7 @@ def test_texts_to_judge_on_are_checked_before_anything_is_computed(tmp_path) -> 
 
     with pytest.raises(ValueError, match="evaluate_on, far: the corpus has 3 tokens"):
         start(tmp_path / "a", torch.arange(3), evaluate=True)
-    with pytest.raises(ValueError, match="evaluate=False leaves judging out"):
+    with pytest.raises(ValueError, match="evaluate=False leaves that out"):
         start(tmp_path / "b", torch.arange(40))
     assert not list(tmp_path.rglob("calibration"))
 

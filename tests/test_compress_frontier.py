@@ -112,7 +112,7 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "&lt;other&gt; text" in page
     assert "LlamaForCausalLM" in page.partition("In figures")[0]
-    assert "judged on 4 windows of 1 documents" in page
+    assert "evaluated on 4 windows of 1 documents" in page
 
 
 def test_the_frontier_is_predicted_and_measured_and_changes_nothing(tmp_path) -> None:

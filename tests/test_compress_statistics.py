@@ -43,7 +43,7 @@ def test_excerpts_are_spread_over_documents_and_others_judge() -> None:
 @pytest.mark.parametrize("data", [texts(40), texts(1, 300), texts(200, 3)])
 def test_windows_begin_as_the_tokenizer_says(data) -> None:
     found = read_corpus(data, {}, starting_tokenizer(), SHORT, False)
-    for blocks in (found.blocks, found.judging, read_elsewhere({"far": data}, starting_tokenizer(), SHORT)["far"]):
+    for blocks in (found.blocks, found.evaluation, read_elsewhere({"far": data}, starting_tokenizer(), SHORT)["far"]):
         assert (blocks[:, 0] == 257).all()
         assert (blocks[:, 1:] != 257).all()
     assert (token_blocks(data, starting_tokenizer(), 16, 4)[:, 0] == 257).all()
@@ -68,7 +68,7 @@ def test_one_document_is_spread_over_and_judged_on_its_other_half() -> None:
     assert found.unseen
     assert max(starts) - min(starts) > 16 * 8 * 20
     assert max(starts) < min(e.start for e in found.judged)
-    assert "judged on 6 windows of 1 documents; intervals need 30 windows of 6 documents" in " ".join(found.remarks)
+    assert "evaluated on 6 windows of 1 documents; intervals need 30 windows of 6 documents" in " ".join(found.remarks)
     elsewhere = read_elsewhere({"far": texts(9)}, byte_tokenizer(), SHORT)["far"]
     assert elsewhere.shape == (6, 16)
 

@@ -60,7 +60,7 @@ def command(
         typer.Option(help="Also write DIR/plain, DIR/model.gguf or DIR/compressed-tensors, to load without relinear."),
     ] = None,
     evaluate_on: Annotated[
-        list[str] | None, typer.Option(help="Other data to judge the result on, given like --data; several times.")
+        list[str] | None, typer.Option(help="Other data to evaluate the result on, given like --data; several times.")
     ] = None,
     evaluate: Annotated[
         bool | None, typer.Option(help="Compare the result with the original.", show_default="--evaluate")
@@ -119,10 +119,10 @@ def _read(corpora: dict[str, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: str | None) -> tuple[Any, Any]:
-    """The corpora to calibrate and to judge on, each as name -> its settings and split.
+    """The corpora to calibrate and to evaluate on, each as name -> its settings and split.
 
     Raises:
-        ValueError: for one that is given twice, or that calibration sees and that is to judge the result.
+        ValueError: for one that is given twice, or that calibration sees and that is to evaluate the result.
     """
     from relinear.data.corpora import whole_or_held_out
 
@@ -134,7 +134,7 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
     if seen := [name for name, (_, held) in judges.items() if name in data and held in ("all", split)]:
         raise ValueError(
             f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
-            "--data the part behind what calibration takes is judged on in any case"
+            "--data the part behind what calibration takes is evaluated on in any case"
         )
     return corpora, judges
 

@@ -157,7 +157,7 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
 
     Args:
         settings: the grids and how often they may grow.
-        trials: the runs to judge by.
+        trials: the runs to compare.
         initializer_range: the written initialisation; None leaves it out of the search.
     """
     grid, extensions = settings.learning_rates, settings.extensions

@@ -107,7 +107,7 @@ class SearchSpace:
             rows.setdefault(row["bytes"], (row, whole))
         lossy = [row for row, _ in rows.values() if row["predicted"] > 0 and task.settings.evaluate]
         near = {min(lossy, key=lambda row: abs(row["predicted"] / n - 1))["bytes"] for n in MEASURED_NEAR if lossy}
-        texts = {"": corpus.judging, **corpus.elsewhere}
+        texts = {"": corpus.evaluation, **corpus.elsewhere}
         original = {name: read(task.model, blocks) for name, blocks in texts.items() if near}
         for done, at in enumerate(sorted(near, reverse=True), start=1):
             row, whole = rows[at]

@@ -1,8 +1,8 @@
-"""The texts of a compression as blocks of tokens, spread over documents: to calibrate, to heal and to judge on.
+"""The texts of a compression as blocks of tokens, spread over documents: to calibrate, to heal and to evaluate on.
 
 A text's first tokens are one document. Here the documents at hand take turns, in an order that the seed decides; of a
 long document excerpts are taken, a block each, from places that the seed decides. Half of the documents calibrate and
-heal, the other half judge. Where the first half has too little the second gives what is lacking from its end.
+heal, the other half evaluate. Where the first half has too little the second gives what is lacking from its end.
 """
 
 # Legend: N blocks, T tokens a block
@@ -37,15 +37,15 @@ class Excerpt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token ids (N, T): for calibration, for healing, to judge the result on, and other texts for that, by name.
+    """Token ids (N, T): for calibration, for healing, to evaluate the result on, and other texts for that, by name.
 
-    unseen: whether those that judge are in none of the others. excerpts, judged: where the blocks of calibration and
-    those that judge begin.
+    unseen: whether those that evaluate are in none of the others. excerpts, judged: where the blocks of calibration and
+    those that evaluate begin.
     """
 
     blocks: Tensor
     further: Tensor
-    judging: Tensor
+    evaluation: Tensor
     unseen: bool
     elsewhere: dict[str, Tensor]
     excerpts: tuple[Excerpt, ...]
@@ -72,17 +72,17 @@ class Corpus:
         """What should be known of how far these texts tell, in sentences."""
         found = [self.repeats] if self.repeats else []
         if not self.unseen:
-            found.append("the corpus has no more than calibration takes, so the result is judged on what it saw")
+            found.append("the corpus has no more than calibration takes, so the result is evaluated on what it saw")
         elif shared := {e[:2] for e in self.judged} & {e[:2] for e in self.excerpts}:
-            found.append(f"{len(shared)} documents both calibrate and judge, by different parts")
+            found.append(f"{len(shared)} documents both calibrate and evaluate, by different parts")
         windows, documents = len(self.judged), len({e[:2] for e in self.judged})
         if windows < LEAST_WINDOWS or documents < LEAST_DOCUMENTS:
             least = f"{LEAST_WINDOWS} windows of {LEAST_DOCUMENTS} documents"
-            found.append(f"judged on {windows} windows of {documents} documents; intervals need {least}")
+            found.append(f"evaluated on {windows} windows of {documents} documents; intervals need {least}")
         return found
 
 
-#: share of a text's runs of four tokens that differ, below which it teaches nothing; windows and documents that judge
+#: share of runs of four tokens that differ, below which it teaches nothing; windows and documents to evaluate on
 LEAST_DISTINCT, LEAST_WINDOWS, LEAST_DOCUMENTS = 0.02, 30, 6
 
 
@@ -117,7 +117,7 @@ class _Texts:
             self.size += len(item) * (1 if isinstance(item, str) else SECTION)
 
     def halves(self) -> tuple[list[Excerpt], list[Excerpt]]:
-        """The sections of the documents that calibrate, and of those that judge; of one document, its two halves."""
+        """The sections of the documents that calibrate, and of those that evaluate; of one document, its two halves."""
         order = random.Random(self.seed).sample(range(self.first), self.first)
         order += range(self.first, len(self.read))
         by_document = [list(self._sections(at)) for at in order]
@@ -151,7 +151,7 @@ class _Texts:
         return [int(i) for array in encode_documents(self.tokenizer, [item]) for i in array]
 
     def take(self, sections: list[Excerpt], count: int, last: bool = False) -> list[tuple[Excerpt, list[int]]]:
-        """``count`` blocks, or as many as there are: one of each section, what is left over only if that is too little.
+        """``count`` blocks, or as many as there are: one of each section, the remainder only if that is too little.
 
         Sections that were used are taken from the list, from its end where ``last``.
         """
@@ -191,7 +191,7 @@ def read_corpus(
     settings: CompressSettings,
     plan_only: bool,
 ) -> Corpus:
-    """Return the corpus; where nothing is left to judge on, the last blocks of calibration do.
+    """Return the corpus; where nothing remains to evaluate on, the last blocks of calibration do.
 
     Several corpora give a block each in turns.
 
@@ -212,18 +212,18 @@ def read_corpus(
             f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} in all ({what}): give "
             "fewer corpora, or more tokens"
         )
-    seen, behind, judging = ([], [], [])  # type: tuple[list, list, list]
+    seen, behind, evaluation = ([], [], [])  # type: tuple[list, list, list]
     for name, data in corpora.items():
         try:
-            blocks, most, judges = (-(-wanted // len(corpora)) for wanted in (count, count + further, spare))
-            taken, left = _shares(_Texts(name, data, tokenizer, settings), blocks, most, judges, what)
+            blocks, most, spare_blocks = (-(-wanted // len(corpora)) for wanted in (count, count + further, spare))
+            taken, left = _shares(_Texts(name, data, tokenizer, settings), blocks, most, spare_blocks, what)
         except ValueError as error:
             which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
             raise ValueError(f"{which}{error}") from error
         seen.append(sorted(taken[:blocks]))
         behind.append(taken[blocks:])
-        judging.append(left)
-    own, heals, left = ([block for turn in zip(*part) for block in turn] for part in (seen, behind, judging))
+        evaluation.append(left)
+    own, heals, left = ([block for turn in zip(*part) for block in turn] for part in (seen, behind, evaluation))
     own, unseen = own[:count], bool(left)
     left = left[:spare] or own[len(own) - spare :]
     return Corpus(
@@ -237,7 +237,7 @@ def read_corpus(
 
 
 def _shares(texts: _Texts, blocks: int, count: int, spare: int, what: str) -> tuple[list, list]:
-    """``count`` blocks of a corpus, of which the first ``blocks`` calibrate, and up to ``spare`` others that judge."""
+    """``count`` blocks of a corpus, the first ``blocks`` to calibrate, and up to ``spare`` more to evaluate on."""
     texts.look(blocks, count + spare)
     own, others = texts.halves()
     taken = texts.take(own, blocks)
@@ -259,9 +259,9 @@ def _stack(blocks: Sequence[tuple[Excerpt, list[int]]], length: int) -> Tensor:
 
 
 def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings: CompressSettings) -> dict[str, Tensor]:
-    """Token ids (N, T) of texts to be judged on, by name, spread over their documents."""
+    """Token ids (N, T) of texts to evaluate on, by name, spread over their documents."""
     if texts and not settings.evaluate:
-        raise ValueError("evaluate_on names texts to judge on, and evaluate=False leaves judging out: give one of them")
+        raise ValueError("evaluate_on names texts to evaluate on, and evaluate=False leaves that out: give one of them")
     found = {}
     for name, items in texts.items():
         read, most = _Texts(name, items, tokenizer, settings), settings.evaluation_blocks

@@ -1,4 +1,4 @@
-"""The compressed model beside the original: loss, agreement, samples with their ends, speed.
+"""The compressed model compared with the original: loss, agreement, samples with their ends, speed.
 
 What the original does is noted before the first layer is replaced. For speeds its linear layers are stood in for by
 random ones of the same shapes, so that both take turns in one process while memory holds one model and a few layers.

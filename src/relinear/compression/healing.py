@@ -35,7 +35,7 @@ from relinear.train.settings import FitSettings
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
 #: size, and at 1e-4 Adam's first steps undo it
 PLAIN_RATE, LORA_RATE = 3e-5, 1e-3
-#: evaluations on the held-out part, beside that of the start
+#: evaluations on the held-out part, beside the one before the first step
 EVALUATIONS = 8
 #: steps in which the learning rate rises, as a share of all
 WARMUP = 0.1
@@ -115,7 +115,7 @@ def heal(
         teacher: the original, of the same vocabulary; may share parameters with ``model``. Given back as it was, with
             copies of its own of those that were trained.
         blocks: token ids (N, T) to train on, in a random order, each once.
-        held_out: token ids (N, T) that judge.
+        held_out: token ids (N, T) that evaluate it.
         settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``heal_rank``, ``batch_size`` and ``seed`` of these.
         dense: names of the linear layers that get adapters in ``heal="lora"``.
         folder: of state and metrics; None keeps nothing.
@@ -158,7 +158,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
-class _Judged(GuidedTraining):
+class _Evaluated(GuidedTraining):
     """A model with its objective, by which it is evaluated, too: the data need not be what the original is good at."""
 
     def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
@@ -257,9 +257,9 @@ class _Healing:
             eval_batch_size=settings.batch_size,
         )
         samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
-        judged = _Judged(self.model, against(self.teacher, self.model))
+        evaluated = _Evaluated(self.model, against(self.teacher, self.model))
         with evaluating(self.model):
-            result = run_fit(judged, tuple(samples), how, out_dir=self.folder, on_progress=self._told)
+            result = run_fit(evaluated, tuple(samples), how, out_dir=self.folder, on_progress=self._told)
         step, loss = self._best_so_far()
         first = result.curve[0]["validation_loss"]
         tokens = self.steps * settings.heal_batch * self.blocks.shape[1]

@@ -2,7 +2,7 @@
 
 A decoder layer gets, beside the hidden states, arguments that depend on the shape of the batch alone where nothing is
 padded (positions, masks). They are recorded once a shape in a pass in which every layer hands its input on, and given
-to the layer again whenever it is run by itself.
+to the layer again whenever it is run alone.
 """
 
 # Legend: B batch, T tokens, D hidden size, V vocabulary, N = B * tokens of a piece

@@ -80,7 +80,7 @@ def compress(
             are put beside its own as ``proposed-*``.
         frontier: stop after the plan as well, and say in the report and in ``frontier.json`` what other budgets would
             cost: predicted for many, measured for a few, each of which takes a fit of the whole model.
-        evaluate_on: texts of other kinds, by name, that the result is also judged on; of each ``evaluation_tokens``.
+        evaluate_on: texts of other kinds, by name, that the result is also evaluated on; of each ``evaluation_tokens``.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``); "compressed-tensors"
             writes ``out_dir/compressed-tensors``, where integers stay packed (``export_compressed_tensors``).
@@ -139,7 +139,7 @@ def compress(
             job.space.check(job.budget({}))
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
-        own = torch.cat([corpus.blocks, corpus.further, corpus.judging])
+        own = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
         for name, ids in {"the corpus": own, **elsewhere}.items():
             check_ids(ids, model, name)
         if corpus.repeats:
@@ -266,7 +266,7 @@ class _Job:
     def _make(
         self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
-        """Carry the plan out and heal; what the result is like beside the original, where that is asked for."""
+        """Carry the plan out and heal; compare the result with the original where that is asked for."""
         dense = [name for name in self.modules if name not in whole.replaced]
         if self.settings.heal_tokens:
             check_healable(self.settings, len(whole.replaced), len(dense))
@@ -282,20 +282,20 @@ class _Job:
         self._lap("fit")
         healing = None
         if teacher is not None:
-            # some of the blocks judge, spread evenly over them
-            judge = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
-            kept = torch.ones(len(corpus.further), dtype=torch.bool)
-            kept[judge] = False
+            # some of the blocks evaluate healing, spread evenly over them
+            held_out = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
+            trained = torch.ones(len(corpus.further), dtype=torch.bool)
+            trained[held_out] = False
             how: dict[str, Any] = {"dense": dense, "folder": self.folder, "on_progress": self.task.on_progress}
-            parts = corpus.further[kept], corpus.further[judge]
+            parts = corpus.further[trained], corpus.further[held_out]
             healing = heal(self.model, teacher, *parts, settings=self.settings, **how)
             self._lap("heal")
         if self.settings.by_bytes:
-            round_to_half_(self.model)  # what is judged is what is saved
+            round_to_half_(self.model)  # what is evaluated is what is saved
         compressed = self._observe("evaluation", corpus, tokenizer)
         if original is None or compressed is None:
             return healing, None
-        speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch, corpus.judging)
+        speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch, corpus.evaluation)
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen, speed)
 
@@ -309,4 +309,4 @@ class _Job:
         if not settings.evaluate:
             return None
         asked = settings.prompts, settings.sample_tokens, corpus.elsewhere, settings.passages
-        return observe(self.model, corpus.judging, tokenizer, *asked, on_step=self.task.progress_of(phase))
+        return observe(self.model, corpus.evaluation, tokenizer, *asked, on_step=self.task.progress_of(phase))

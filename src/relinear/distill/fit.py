@@ -1,6 +1,6 @@
 """Fitting operators to what layers do: to recorded outputs, within the model to what a module gives, or to its logits.
 
-What is fitted is a ``Goal``: samples, the loss of some of them, and how the result is judged. ``improve`` is the one
+What is fitted is a ``Goal``: samples, the loss of some of them, and how the result is evaluated. ``improve`` is the one
 loop that trains towards it.
 """
 
@@ -21,7 +21,7 @@ from relinear.contract.objective import kl_terms
 from relinear.contract.operator import Operator
 from relinear.distill.record import output_of
 
-#: recorded tokens that are judged at a time
+#: recorded tokens that are evaluated at a time
 _ROWS = 4096
 
 
@@ -42,7 +42,7 @@ class Goal:
     """What modules are trained for together.
 
     samples: how many there are to train on. loss: of some of them, by their indices. error: of the modules as they are,
-    in evaluation mode. by_cosine: by which of its numbers a result is judged.
+    in evaluation mode. by_cosine: by which of its numbers results are compared.
     """
 
     samples: int
@@ -51,7 +51,7 @@ class Goal:
     by_cosine: bool = False
 
     def no_worse(self, after: FitError, before: FitError) -> bool:
-        """Return whether a result is no worse than the start; what is not a number is worse."""
+        """Return whether a result is no worse than the initialisation; what is not a number is worse."""
         if self.by_cosine and after.cosine is not None and before.cosine is not None:
             return after.cosine >= before.cosine
         return after.relative <= before.relative
@@ -205,7 +205,7 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> G
     """Return the goal of ``module``, in the precision to train in, to give the outputs of ``pairs``.
 
     Args:
-        train_rows: the first rows, to train on; those behind them judge.
+        train_rows: the first rows, to train on; those behind them evaluate.
         loss: "mse" or "cosine".
     """
     held_out = slice(train_rows, len(pairs.inputs))
@@ -254,7 +254,7 @@ class Within:
 
     model: in eval mode; its own parameters stay as they are. operators: name -> operator, every alias of a layer
     included; perhaps in another dtype than the model. originals: modules that the model without them has under their
-    names. blocks: (N, T); those from ``train_blocks`` on judge. batch: blocks a pass.
+    names. blocks: (N, T); those from ``train_blocks`` on evaluate. batch: blocks a pass.
     """
 
     model: nn.Module
@@ -288,8 +288,8 @@ class Within:
 
         @torch.no_grad()
         def error() -> FitError:
-            judging = len(self.blocks) - self.train_blocks
-            return FitError(sum(float(divergence(ids)) * len(ids) for ids in self._held_out()) / judging)
+            evaluated = len(self.blocks) - self.train_blocks
+            return FitError(sum(float(divergence(ids)) * len(ids) for ids in self._held_out()) / evaluated)
 
         return Goal(self.train_blocks, lambda rows: divergence(self._ids(rows)), error)
 

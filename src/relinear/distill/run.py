@@ -242,7 +242,7 @@ class _Run:
     def restore(
         self, groups: list[list[Replacement]], whole: Plan, earlier: Mapping[str, Any] | None
     ) -> list[list[LayerFit]]:
-        """Put back what an earlier call finished, by its record; must see the model as it was at the start."""
+        """Put back what an earlier call finished, by its record; must see the model as it was before the first fit."""
         if self.folder is None:
             return []
         described = self.settings.model_dump(mode="json")

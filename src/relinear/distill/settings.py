@@ -40,7 +40,7 @@ class DistillSettings(Settings):
         bias: give layers without a bias one, and start every operator's at the mean of what it is to give. After a
             closed-form fit: at the mean of what is missing.
         init: "auto" starts from the closed-form fit of the weight where the operator has one, else fresh; "fresh" draws
-            new parameters always. Where the fit ends worse than it began (on the validation tokens) the start is kept.
+            new parameters always. Where the fit ends worse than it began (on the validation tokens) the first stays.
         retrain: pattern of layers to train again behind the replaced ones, such as ``o_proj``, to give what they gave
             before. None for none.
         retrain_learning_rate: of these.

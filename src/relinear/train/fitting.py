@@ -1,4 +1,4 @@
-"""Train any model object on any data: what is under ``relinear train``, usable by itself."""
+"""Train any model object on any data: what is under ``relinear train``, usable alone."""
 
 from __future__ import annotations
 

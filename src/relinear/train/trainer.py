@@ -257,7 +257,7 @@ class RelinearTrainer(Trainer):
 
     def _note_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         terms = dict(aux_losses(self._plain_model))
-        if isinstance(self._plain_model, GuidedTraining):  # "ce" is what is left when the others are taken off
+        if isinstance(self._plain_model, GuidedTraining):  # "ce" is the remainder when the others are taken off
             terms |= {name: value for name, value in self._plain_model.terms.items() if name != "ce"}
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
