@@ -230,13 +230,13 @@ def _operators(results: Results, palette: Mapping[str, str]) -> Table:
     rows = []
     for entry in results["entries"]:
         sizes = [Cell(f"{entry[key]:,}", entry[key]) for key in ("parameters", "flops_per_token")]
-        off = entry["deviation"]
-        deviation = "not matched" if off is None else f"{100 * off:+.2f} %"
+        off = entry["size_mismatch"]
+        mismatch = "not matched" if off is None else f"{100 * off:+.2f} %"
         cells: list[Cell | str] = [
             entry["name"],
             entry["operators"],
             *sizes,
-            *([Cell(deviation, off)] if matched else []),
+            *([Cell(mismatch, off)] if matched else []),
         ]
         rows.append(Row(cells, entry["name"], palette[entry["name"]]))
     return Table(head, rows, (0, 1))

@@ -14,7 +14,7 @@ Words = Annotated[str, pydantic.Field(strict=True, max_length=100_000)]
 
 
 class Statistic(TypedDict):
-    """Over seeds; ``spread`` is the sample standard deviation, None for one seed."""
+    """Over seeds; ``std`` is the sample standard deviation, None for one seed."""
 
     mean: Number
     std: Number | None
