@@ -221,7 +221,7 @@ class _Received:
 
 
 class _PreviousJunction(ResidualAdd):
-    """A residual_add that reads earlier streams, of those that its layer has received."""
+    """An addition to the residual stream that reads earlier streams, of those that its layer has received."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
         super().__init__(owner, SITE)

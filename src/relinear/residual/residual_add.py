@@ -41,7 +41,7 @@ class ResidualConfig(AttachmentConfig):
 
 
 def connect(block: SubBlock, residual_add: ResidualAdd) -> None:
-    """Register the residual_add's hooks on the norm, as it now is, and on the sub-block."""
+    """Register the hooks of ``residual_add`` on the norm, as it now is, and on the sub-block."""
     block.norm.register_forward_pre_hook(residual_add.enter, with_kwargs=True)
     block.module.register_forward_hook(residual_add.leave)
 
