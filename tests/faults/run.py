@@ -447,10 +447,10 @@ def run(
 
     With ``out`` what was tried is kept beside it until all is, and the next run goes on.
     """
-    import relinear.compress
     import torch
 
     import relinear.compare.run
+    import relinear.compression
     import relinear.train.trainer  # noqa: F401  imported once, for every fork
     import relinear_cli.main  # noqa: F401
     from kills.works import come_to
