@@ -35,7 +35,7 @@ REASONS = ("network", "gpu", "corpora", "minutes")
 
 #: blocks that are not run, by page and reason; change it together with the page
 NOT_RUN: dict[str, Counter] = {
-    "docs/data.md": Counter(network=1),
+    "docs/data.md": Counter(network=2),
     "docs/evaluation.md": Counter(network=2),
     "docs/families.md": Counter(minutes=1),
     "docs/speed.md": Counter(minutes=1),
@@ -60,7 +60,7 @@ CUTS = {
     "analyze": ["--sequences", "8", "--length", "64"],
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
-    "compress": ["--tokens", "512", "--allow-slower"],
+    "compress": ["--tokens", "512"],
     "distill": ["--tokens", "256", "--set", "validation_tokens=256"],
 }
 #: sizes that are cut in the text of a block before it runs
