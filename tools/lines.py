@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-#: a commit that raises it says why
-LIMIT = 27_207
+#: two per cent above what there is, so that no line is squeezed to save one; a commit that raises it says why
+LIMIT = 26_000
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
