@@ -185,7 +185,9 @@ class Words:
     chat_template = None
 
     def __call__(self, text, **kwargs):
-        return {"input_ids": [int(word) for word in text.split()]}
+        if isinstance(text, list):
+            return {"input_ids": [self(one)["input_ids"] for one in text]}
+        return {"input_ids": [int(word) for word in text.split() if word.isdigit()]}
 
     def decode(self, ids, skip_special_tokens=True):
         return " ".join(map(str, ids))

@@ -182,7 +182,7 @@ def test_the_examples_pass_their_tests(chosen, examples, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["operatr", "mine"], "what must be one of operator, got 'operatr'; did you mean"),
+        (["operatr", "mine"], "'operatr' is not one of 'operator'"),
         (["operator", "Mine"], "'Mine' is no name of an operator"),
         (["operator", "../mine"], "is no name of an operator"),
         (["operator", "lambda"], "'lambda' is no name of an operator"),
