@@ -190,7 +190,7 @@ def test_bad_settings(bad: dict) -> None:
 
 def test_context_by_hand() -> None:
     layer, x = LAYER.build(5, 7), torch.randn(2, 3, 5)
-    with pytest.raises(ValueError, match=r"with relinear\.context"):
+    with pytest.raises(ValueError, match=r"with relinear\.activations\.context"):
         layer(x)
     outer, inner = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     with relinear.activations.context(outer):

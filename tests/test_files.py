@@ -4,18 +4,15 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.compare.run import _Comparison
 from relinear.compression.checksums import Streams
 from relinear.system import files
-from relinear.system.files import atomic_path, write_json, write_text
+from relinear.system.files import atomic_path, write_text
 from relinear.system.lock import only_process_in
-from relinear.train.settings import TrainSettings
 
 FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"
 
@@ -60,18 +57,6 @@ def test_saving_over_checkpoints_of_the_first_version(tmp_path):
     shutil.copytree(FIXTURES / "run", run)
     make_tiny_llama().save_pretrained(run / "model")
     relinear.save_pretrained(make_tiny_llama(), run / "model")
-
-
-def test_a_run_at_a_rate_that_was_given_up_leaves_what_others_put_there(tmp_path):
-    folder, settings = tmp_path / "runs" / "dense" / "seed-0", TrainSettings(learning_rate=0.1)
-    for path, values in {folder / "run.json": {"settings": {"learning_rate": 1.0}}, folder / "mine.json": {}}.items():
-        write_json(path, values)
-    write_json(tmp_path / "tuning" / "dense" / "diverged.json", [1.0])
-    comparison = _Comparison.__new__(_Comparison)
-    comparison.out_dir, comparison.recipe = tmp_path, SimpleNamespace(seeds=[0])
-    comparison._run = lambda *arguments: {}
-    comparison._final_piece("dense", SimpleNamespace(settings=settings), 0).do()
-    assert sorted(path.name[:9] for path in folder.iterdir()) == ["mine.json", "run.json."]
 
 
 def test_a_file_that_is_a_link_stays_one(tmp_path):

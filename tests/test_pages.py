@@ -12,6 +12,7 @@ from relinear.analysis.analyses import ANALYSES
 from relinear.analysis.report import analyses_section
 from relinear.compare import figures
 from relinear.compare.report import read_results, results_section, results_table, verdict
+from relinear.deprecated import with_new_columns
 from relinear.distill.report import distill_section
 from relinear.pages import page as pages
 from relinear.pages.blocks import Cell, Chart, Listing, Row, Section, Table, Text
@@ -110,7 +111,7 @@ def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeyp
 
 def comparison(tmp_path: Path, losses: dict[str, list[float]], ngram: float | None = None) -> dict:
     """A comparison of an older version with other losses by entry, one a seed."""
-    values = json.loads((COMPARISON / "results.json").read_text())
+    values = with_new_columns(json.loads((COMPARISON / "results.json").read_text()))
     entry = values["entries"][0]
     values["entries"] = []
     for name, found in losses.items():

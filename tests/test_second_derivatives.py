@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from cases import CASES, KERNELS, Case, Twin, every_case, leaves_of
+from cases import CASES, KERNELS, Case, KernelCase, every_case, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import tables
 from relinear.kernels import autograd, hdpl, native, pivoted_low_rank
@@ -40,7 +40,7 @@ def tensors_of(results) -> list[Tensor]:
     return [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
 
 
-def rows_of(twin: Twin, dtype: torch.dtype):
+def rows_of(twin: KernelCase, dtype: torch.dtype):
     """The rows small enough for derivatives of derivatives."""
     for arguments in twin.arguments(dtype):
         first = leaves_of(arguments, dtype)[1][0]
@@ -54,7 +54,7 @@ def rows_of(twin: Twin, dtype: torch.dtype):
 @every_dtype
 @every_twin
 @pytest.mark.parametrize("power", [1, 2], ids=["constant", "varying"])
-def test_a_gradient_penalty_is_that_of_the_reference(twin: Twin, power: int, dtype: torch.dtype) -> None:
+def test_a_gradient_penalty_is_that_of_the_reference(twin: KernelCase, power: int, dtype: torch.dtype) -> None:
     """With an incoming gradient that varies, and a constant one, where torch's ``once_differentiable`` is silent."""
 
     def second(function, arguments: tuple, dtype: torch.dtype) -> list[Tensor]:
@@ -79,7 +79,7 @@ def test_a_gradient_penalty_is_that_of_the_reference(twin: Twin, power: int, dty
 
 @every_dtype
 @every_twin
-def test_batched_and_forward_derivatives_of_kernels(twin: Twin, dtype: torch.dtype) -> None:
+def test_batched_and_forward_derivatives_of_kernels(twin: KernelCase, dtype: torch.dtype) -> None:
     """Many gradients in one backward pass, a map over a batch, tangents: as the reference has them."""
     arguments = next(rows_of(twin, dtype))
     if not isinstance(arguments[0], Tensor):
@@ -106,7 +106,7 @@ def _first(arguments: list) -> list:
 
 
 @every_twin
-def test_an_ordinary_backward_pass_leaves_the_reference_alone(twin: Twin, monkeypatch) -> None:
+def test_an_ordinary_backward_pass_leaves_the_reference_alone(twin: KernelCase, monkeypatch) -> None:
     monkeypatch.setattr(autograd, "_gradients_of", lambda *given: pytest.fail("asked the reference"))
     for dtype in TOLERANCES:
         arguments, leaves = leaves_of(next(rows_of(twin, dtype)), dtype)
@@ -116,7 +116,7 @@ def test_an_ordinary_backward_pass_leaves_the_reference_alone(twin: Twin, monkey
 
 @every_dtype
 @every_twin
-def test_a_result_may_be_changed_in_place(twin: Twin, dtype: torch.dtype) -> None:
+def test_a_result_may_be_changed_in_place(twin: KernelCase, dtype: torch.dtype) -> None:
     def run(function, arguments: tuple, change, dtype: torch.dtype) -> list[Tensor]:
         arguments, leaves = leaves_of(arguments, dtype)
         y = change(tensors_of(function(*arguments))[0])

@@ -271,7 +271,7 @@ def _on_device(plan: Plan) -> contextlib.AbstractContextManager:
 
     if plan.device != "cpu":
         return contextlib.nullcontext()
-    return mock.patch.multiple(triton, DEVICE="cpu", _refuses_inputs=lambda *given: "")
+    return mock.patch.multiple(triton, DEVICE="cpu", _inputs_unsupported=lambda *given: "")
 
 
 def _timing(setting: str, tokens: int, width: int, step: bool, plan: Plan) -> dict[str, Any]:

@@ -125,8 +125,8 @@ def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -
 
 
 def _save(data: Path, out: Path) -> None:
-    """The same directory over and over: whenever it is looked at, it holds a whole model."""
-    if (out / "model").exists():
+    """The same directory over and over: whenever it is looked at, it holds a whole model or none."""
+    if (out / "model" / "config.json").exists():
         relinear.from_pretrained(out / "model")
     model = _model()
     relinear.replace_(model, {"q_proj": relinear.LowRank(rank=2)})

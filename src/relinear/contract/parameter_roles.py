@@ -10,8 +10,8 @@ InitLaw = Literal["fan_in", "constant", "orthogonal"]
 _OLD_NAMES = {
     "finite_fan_in": "fixed_fan_in",
     "finite_fan_out": "fixed_fan_out",
-    "constant_init": "constant_start",
-    "orthogonal_init": "orthogonal_start",
+    "constant_initialized": "constant_start",
+    "orthogonal_initialized": "orthogonal_start",
 }
 
 
@@ -87,15 +87,15 @@ class StatedFans:
     """Collect what the modules within ``module`` state of their parameters, each in attributes.
 
     ``finite_fan_in``, ``finite_fan_out``: the settings fix the fan, which does not grow with the model's width;
-    ``constant_init``, ``orthogonal_init``: the law of the default initialisation (``ParamRole``). Each is a tuple of
-    names of the module's parameters, or of submodules that hold nothing else.
+    ``constant_initialized``, ``orthogonal_initialized``: the law of the default initialisation (``ParamRole``). Each is
+    a tuple of names of the module's parameters, or of submodules that hold nothing else.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._finite_in = _named_in(module, "finite_fan_in")
         self._finite_out = _named_in(module, "finite_fan_out")
-        self._laws: dict[Tensor, InitLaw] = dict.fromkeys(_named_in(module, "orthogonal_init"), "orthogonal")
-        self._laws |= dict.fromkeys(_named_in(module, "constant_init"), "constant")
+        self._laws: dict[Tensor, InitLaw] = dict.fromkeys(_named_in(module, "orthogonal_initialized"), "orthogonal")
+        self._laws |= dict.fromkeys(_named_in(module, "constant_initialized"), "constant")
 
     def role(self, parameter: Tensor, *, transposed: bool = False) -> ParamRole:
         """Return the role of a parameter: matrices (..., fan-out, fan-in) decay, vectors do not.

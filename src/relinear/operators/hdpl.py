@@ -42,7 +42,7 @@ class HDPLLinear(LatentOperator):
     finite_fan_in = ("decoder",)
     finite_fan_out = ("mu", "logvar")
     tensor_parallel: ClassVar = {"blocks": 0, "mu": 0, "logvar": 0, "decoder": 1}
-    orthogonal_init = ("mu", "decoder")
+    orthogonal_initialized = ("mu", "decoder")
 
     def create(self, **kw: Any) -> None:
         k, rank = self.config.blocks, self.config.rank

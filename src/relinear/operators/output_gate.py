@@ -19,7 +19,7 @@ class _Gate(Gated, nn.Module):
     The gates can be read and changed as ``channel``.
     """
 
-    constant_init = ("weight",)
+    constant_initialized = ("weight",)
     tensor_parallel: ClassVar = {"weight": 0}
 
     def __init__(self, in_features: int, out_features: int, device=None, dtype=None):

@@ -24,7 +24,7 @@ class _Gate(Gated, nn.Module):
     The gates can be read and changed as ``head`` or ``channel``.
     """
 
-    constant_init = ("weight",)
+    constant_initialized = ("weight",)
 
     def __init__(self, width: int, gates: int, channels: int, kw: dict[str, Any]):
         super().__init__()

@@ -255,7 +255,7 @@ def fit(
     _datasets(data)
     kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if out_dir is not None and is_first_rank():
-        folder = RunFolder(out_dir, "fit", "fit.json", FILES, free=FREE)
+        folder = RunFolder(out_dir, "fit", "fit.json", FILES, free=(*FREE, "batch_size", "accumulation"))
         kept = folder.open(settings.model_dump(mode="json"), overwrite=overwrite)
     with kept:
         return run_fit(
