@@ -101,11 +101,11 @@ class HDPLLinear(LatentOperator):
         if fast is not None:
             return fast(x)
         blocks, mu_encoder, logvar_encoder, decoder, bias = self.parts("blocks", "mu", "logvar", "decoder", "bias")
-        to_mu: Any = mu_encoder()
-        to_logvar: Any = (None, None) if logvar_encoder is None else logvar_encoder()
+        to_mu, to_logvar = mu_encoder(), (None, None) if logvar_encoder is None else logvar_encoder()
         matrix, noise = decoder()[0], self._noise(x)
         # mu and log sigma^2 are affine in x; z = mu + sigma noise; y = blocks x + matrix silu(z) + bias: one kernel
-        y, z, mu, logvar = hdpl(x, blocks, *to_mu, *to_logvar, matrix, bias, noise)
+        encoders: Any = (*to_mu, *to_logvar)
+        y, z, mu, logvar = hdpl(x, blocks, *encoders, matrix, bias, noise)  # type: ignore[call-arg]
         if self._latent_hook is not None:
             z = self._latent_hook(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
             if self._is_intervened:
