@@ -93,7 +93,8 @@ class CCLLinear(Gated, Operator):
         features = context = None
         if self.config.conditioned:
             context = current_context(x, self.config.context_dim, "ccl")
-        fast = prepared(self, x, self._few_rows, rows_unsupported)
+        cached = self.parameter_cache is not None
+        fast = prepared(self, x, self._few_rows, rows_unsupported) if cached else None
         y = None if fast is None else fast(x, context)
         if y is not None:
             return y

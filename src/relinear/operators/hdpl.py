@@ -97,30 +97,29 @@ class HDPLLinear(LatentOperator):
         return few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        fast = prepared(self, x, self._few_rows, rows_unsupported)
-        if fast is not None:
+        if self.parameter_cache is not None and (fast := prepared(self, x, self._few_rows, rows_unsupported)):
             return fast(x)
-        blocks, mu_encoder, logvar_encoder, decoder, bias = self.parts("blocks", "mu", "logvar", "decoder", "bias")
-        to_mu, to_logvar = mu_encoder(), (None, None) if logvar_encoder is None else logvar_encoder()
-        matrix, noise = decoder()[0], self._noise(x)
+        modules: Any = self._modules  # torch's attributes of modules take a while
+        own: Any = self._parameters
+        blocks, bias = (own["blocks"], own["bias"]) if own.keys() >= {"blocks", "bias"} else (self.blocks, self.bias)
+        to_mu, matrix, noise = modules["mu"](), modules["decoder"]()[0], None
+        to_logvar: Any = (None, None)
+        if modules.get("logvar") is not None:
+            to_logvar = modules["logvar"]()
+            if self.training:
+                # one draw for all tokens and dimensions, in at least float32, where the generator is fastest
+                dtype = torch.promote_types(x.dtype, torch.float32)
+                noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
         # mu and log sigma^2 are affine in x; z = mu + sigma noise; y = blocks x + matrix silu(z) + bias: one kernel
-        encoders: Any = (*to_mu, *to_logvar)
-        y, z, mu, logvar = hdpl(x, blocks, *encoders, matrix, bias, noise)  # type: ignore[call-arg]
-        if self._latent_hook is not None:
-            z = self._latent_hook(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
-            if self._is_intervened:
+        arguments: Any = x, blocks, *to_mu, *to_logvar, matrix, bias, noise
+        y, z, mu, logvar = hdpl(*arguments)
+        if self._activation_hooks is not None and (hook := self._latent_hook) is not None:
+            z = hook(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
+            if hook.interventions:
                 y = block_diagonal(x, blocks) + affine(silu(z), matrix, bias)
         if logvar is not None:
             self._regularise(mu, logvar)
         return y
-
-    def _noise(self, x: Tensor) -> Tensor | None:
-        """Draw standard normal noise (..., R) for all tokens at once, in training; None where z = mu(x)."""
-        if not self.training or self.logvar is None:
-            return None
-        # in at least float32, where the generator is fastest
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
 
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
         config = self.config

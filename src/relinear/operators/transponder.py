@@ -323,7 +323,8 @@ class TransponderLinear(Wrapper):
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        fast = prepared(self, x, self._few_rows, rows_unsupported)
+        cached = self.parameter_cache is not None
+        fast = prepared(self, x, self._few_rows, rows_unsupported) if cached else None
         if fast is not None:
             return fast(x)
         base, modulator = self.base, self.modulator
