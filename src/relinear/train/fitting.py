@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,10 +255,15 @@ def fit(
     settings, overwrite = settings or FitSettings(), overwriting(overwrite, resume)
     _datasets(data)
     kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    folder: RunFolder | None = None
     if out_dir is not None and is_first_rank():
-        folder = RunFolder(out_dir, "fit", "fit.json", FILES, free=(*FREE, "batch_size", "accumulation"))
-        kept = folder.open(settings.model_dump(mode="json"), overwrite=overwrite)
+        folder, values = RunFolder(out_dir, "fit", "fit.json", FILES, free=FREE), settings.model_dump(mode="json")
+        if not overwrite and (record := folder.read()) is not None:
+            let_ranks_differ(folder, record, values)
+        kept = folder.open(values, overwrite=overwrite)
     with kept:
+        if folder is not None:
+            folder.write(ranks=rank_count())
         return run_fit(
             model,
             *(data, settings),
@@ -268,6 +274,32 @@ def fit(
             on_progress=on_progress,
             collate=collate,
         )
+
+
+def rank_count() -> int:
+    """Return how many processes train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def let_ranks_differ(folder: RunFolder, record: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Let a run go on with other ranks, and ``batch_size`` and ``accumulation`` to match.
+
+    Raises:
+        ValueError: if the ranks would have other sequences in a step.
+    """
+    before, ranks = folder.settings_of(record), record.get("ranks", rank_count())
+    if ranks == rank_count() or not isinstance(ranks, int) or not isinstance(before, Mapping):
+        return
+    then, here = (
+        values["batch_size"] * values["accumulation"] * count
+        for values, count in ((before, ranks), (settings, rank_count()))
+    )
+    if then != here:
+        raise ValueError(
+            f"{folder.path} holds a run of {ranks} ranks with {then} sequences in a step, and this would be "
+            f"{rank_count()} with {here}; change batch_size or accumulation to make it {then}"
+        )
+    folder.free = (*folder.free, "batch_size", "accumulation")
 
 
 def run_fit(

@@ -22,7 +22,15 @@ from relinear.system.files import read_json, understood
 from relinear.system.machine import is_first_rank
 from relinear.system.run_folder import RunFolder, overwriting
 from relinear.train.callbacks import Progress, read_metrics
-from relinear.train.fitting import FILES, FREE, TrainResult, remove_checkpoints, run_fit
+from relinear.train.fitting import (
+    FILES,
+    FREE,
+    TrainResult,
+    let_ranks_differ,
+    rank_count,
+    remove_checkpoints,
+    run_fit,
+)
 from relinear.train.optim import check_readout, scale_added_, scale_stock_, width_ratio
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
@@ -160,25 +168,9 @@ def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = F
         settings_of=lambda record: TrainSettings.completed(record.get("settings")),
     )
     record = None if overwrite else folder.read()
-    ranks = _ranks() if record is None or record.get("status") == "done" else record.get("ranks", _ranks())
-    before = {} if record is None else folder.settings_of(record)
-    if ranks != _ranks() and isinstance(ranks, int) and isinstance(before, dict):
-        then, here = _sequences(before, ranks), _sequences(settings.model_dump(), _ranks())
-        if then != here:
-            raise ValueError(
-                f"{out_dir} holds a run of {ranks} ranks with {then} sequences in a step, and this would be {_ranks()} "
-                f"with {here}; change batch_size or accumulation to make it {then}"
-            )
-        folder.free = (*FREE, "batch_size", "accumulation")
+    if record is not None and record.get("status") != "done":
+        let_ranks_differ(folder, record, settings.model_dump())
     return folder
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _sequences(settings: Mapping[str, Any], ranks: int) -> int:
-    return settings["batch_size"] * settings["accumulation"] * ranks
 
 
 def train(
@@ -257,7 +249,7 @@ def described(model: Any, data: Any) -> dict[str, Any]:
     table = summary(model)
     return {
         "status": "running",
-        "ranks": _ranks(),
+        "ranks": rank_count(),
         "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
         "data": data.description,
     }
