@@ -283,6 +283,7 @@ def saved(tmp_path_factory):
     [
         ("hidden_size", 10**15),
         ("vocab_size", 10**9),
+        ("num_hidden_layers", 10**7),
         ("hidden_size", {}),
         ("mlp_bias", {"a": 1}),
         ("rope_parameters", [[]]),

@@ -402,7 +402,13 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
     if (stored := own_record(config.get("quantization_config"))) is not None:
         check_record(stored)
-    _stored_forms(files[2:])
+    forms, layers = _stored_forms(files[2:]), config.get("num_hidden_layers")
+    # every model builds so many layers, which takes hours where it is damaged; other sizes may be unused
+    if forms and isinstance(layers, int) and layers > max(len(forms), 1_000):
+        raise ValueError(
+            f"{path}: num_hidden_layers={shown(layers)}, but the files of weights hold {len(forms):,} tensors; restore "
+            "it from a copy"
+        )
 
 
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
