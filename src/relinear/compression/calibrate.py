@@ -64,10 +64,6 @@ class Calibration:
         """Return whether the linear layer saw as many tokens as it has inputs: an expert may not, and says nothing."""
         return self.counts[name] >= linear_features(module)[0]
 
-    def input_of(self, name: str) -> str:
-        """The name of the layer whose input ``name`` reads: its own, or that of one before it in the same block."""
-        return self._layer(name)[1].get(name, name)
-
     def moments(self, name: str) -> CalibrationStatistics:
         """Return the moments of the linear layer ``name``."""
         tensors, about = self._layer(name)
