@@ -41,10 +41,11 @@ def _seed():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _cache(tmp_path_factory):
+def _environment(tmp_path_factory):
     """Tokenised data of the tests goes to a folder of the test run, never to the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RELINEAR_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("COLUMNS", raising=False)  # tables have the width of a pipe, whatever the terminal's is
         yield
 
 

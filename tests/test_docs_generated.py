@@ -66,8 +66,8 @@ def make(monkeypatch):
     folder = REPOSITORY / "docs" / "make"
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module
-    for path in folder.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+    for name in {path.stem for path in folder.glob("*.py")} - {"__main__"}:
+        sys.modules.pop(name, None)
 
 
 def test_the_plot_of_claims_has_intervals_of_three_seeds_and_leaves_the_rest_hollow(make) -> None:
