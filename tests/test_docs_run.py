@@ -154,7 +154,7 @@ LONG = [
     f"docs/{name}.md"
     for name in (
         *("cli", "command_line", "compare", "compress", "data", "distributed", "speed", "training", "transfer"),
-        *("export", "start/compress", "start/operator"),
+        *("start/compress", "start/operator"),
     )
 ]
 

@@ -514,7 +514,7 @@ def test_the_papers_recipe_is_table_7(size, changes, width, mlp, depth, heads, s
     assert (run.steps, run.warmup, run.learning_rate, run.schedule) == (steps, steps // 10, rate, "noam")
     assert (run.optimizer, run.weight_decay, run.dtype) == ("adam", 0, "pure_bfloat16")
     config = relinear.models.preset_config(size)
-    # the one difference from Table 7: a width of 768 at 250M, of which docs/presets.md says why
+    # the one difference from Table 7: a width of 768 at 250M, of which docs/recipes.md says why
     assert (config.hidden_size, config.intermediate_size) == (width, mlp)
     assert (config.num_hidden_layers, config.num_attention_heads) == (depth, heads)
     (operator,) = run.operators.values()
