@@ -34,7 +34,7 @@ def rows(page: str, heading: str) -> set[str]:
 
 
 def test_tables_of_the_docs_are_whole() -> None:
-    assert rows("command_line.md", "Analyses") == set(ANALYSES)
+    assert rows("explore.md", "Measure all of a model's operators") == set(ANALYSES)
     assert rows("recipes.md", "Recipes that come with relinear") == {path.name for path in BUNDLED.glob("*.yaml")}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for page in (ROOT / "docs" / "operators").glob("*.md"):

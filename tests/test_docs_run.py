@@ -153,7 +153,7 @@ def run_shell(text: str, language: str) -> None:
 LONG = [
     f"docs/{name}.md"
     for name in (
-        *("cli", "command_line", "compare", "compress", "data", "distributed", "speed", "training", "transfer"),
+        *("cli", "compare", "compress", "data", "distributed", "explore", "speed", "training", "transfer"),
         *("start/compress", "start/operator"),
     )
 ]
