@@ -126,6 +126,43 @@ def steadied(moment: Tensor, shrinkage: float) -> Tensor:
     ).to(moment)
 
 
+def _in_order(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """The order in which inputs are rounded, of falling mean squares, and the Cholesky factor of A (I, I) backwards."""
+    order = inputs.diagonal().argsort(descending=True)
+    a = inputs.double()[order][:, order]
+    a.diagonal().add_(damping * a.diagonal().mean().clamp_min(1e-30))
+    return order, torch.linalg.cholesky(a.flip(0, 1))  # backwards, so that no inverse is multiplied out
+
+
+def uncompensated(inputs: Tensor, damping: float = _DAMPING) -> Tensor:
+    """Return the mean square (I,) of every input that later ones cannot make up for: what ``gptq`` leaves of an error.
+
+    An error e of input i, whatever it is, adds e^2 times this to the error of ``gptq``: the square of the Cholesky
+    factor's diagonal. So what a grid costs is known from the rounding errors of a few rows, without ``gptq``.
+
+    Args:
+        inputs: A (I, I). damping: as there.
+    """
+    order, lower = _in_order(inputs, damping)
+    return torch.empty(len(order)).to(lower).index_copy_(0, order, lower.diagonal().flip(0).square())
+
+
+def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, left: Tensor, share: Tensor) -> Tensor:
+    """Return the error that ``gptq`` is expected to leave of ``weight`` (O, I), from rounding a few rows to nearest.
+
+    Other rows have errors in proportion to the squared ranges of their groups.
+
+    Args:
+        weight: (O, I). rows: (R,), which are rounded. grid: of these. group: inputs that share one.
+        left: (I,) of ``uncompensated``. share: (O,), what the squared error of a row counts.
+    """
+    sample, pad = weight[rows], -weight.shape[1] % group
+    w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, left))
+    ranges = (w.amax(2).clamp_min(0) - w.amin(2).clamp_max(0)).square() @ h.sum(1)
+    missed = (grid.values(nearest(sample, grid, group), group) - sample).square() @ left
+    return missed.sum() / ranges[rows].sum().clamp_min(1e-30) * (ranges @ share)
+
+
 def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float = _DAMPING) -> Tensor:
     """Return codes (O, I), floats, rounded one input after another: what is left makes up for the error so far.
 
@@ -138,11 +175,8 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float 
         inputs: A (I, I).
         damping: share of the mean diagonal of A that is added to it.
     """
-    order = inputs.diagonal().argsort(descending=True)
-    a = inputs.double()[order][:, order]
-    a.diagonal().add_(damping * a.diagonal().mean().clamp_min(1e-30))
-    lower = torch.linalg.cholesky(a.flip(0, 1))  # of the inputs backwards, so that no inverse is multiplied out
-    upper = torch.linalg.solve_triangular(lower, torch.eye(len(a)).to(a), upper=False).flip(0, 1).to(weight)
+    order, lower = _in_order(inputs, damping)
+    upper = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False).flip(0, 1).to(weight)
     scale, zero = (t[:, order].T.contiguous() for t in grid.wide(group, weight.shape[1]))
     left, codes, top = weight[:, order].T.contiguous(), torch.empty_like(scale), grid.top.T.squeeze(0)
     for start in range(0, len(left), _COLUMNS):

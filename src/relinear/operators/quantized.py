@@ -15,12 +15,23 @@ from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import Bounds, Count, register
 from relinear.contract.operator import Operator, OperatorConfig, ParamRole, dense_weight
 from relinear.functional import quantized as reference
-from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
+from relinear.functional.rounding import (
+    Grid,
+    descend,
+    expected_error,
+    gptq,
+    nearest,
+    nearest_grid,
+    steadied,
+    uncompensated,
+)
 from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.quantized import code_changer, quantized
 
 #: of the sizes that a layer could have
 BITS = (2, 3, 4, 5, 6, 8)
+#: rows that are rounded to tell what a size costs
+SAMPLED_ROWS = 16
 #: shares by which moments of 8,192 tokens are drawn to their diagonals, chosen on moments of other tokens
 INPUTS_SHRINKAGE, OUTPUTS_SHRINKAGE = 0.05, 0.5
 
@@ -200,14 +211,17 @@ class Quantized(OperatorConfig):
     def candidate_errors(
         self, linear: nn.Module, statistics: CalibrationStatistics
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return all ``sizes``, rounded together as rows of one matrix under A.
+        """Return all ``sizes``, each with the error that is to be expected of GPTQ; only a few rows are rounded.
 
-        What ``fit_to_calibration`` gains beyond that under G is left out: it holds for the calibration tokens mostly.
+        What the descent under G gains beyond that is left out: it holds for the calibration tokens mostly.
         """
-        weight = dense_weight(linear).detach().float()
-        sizes = [self.replace(bits=bits) for bits in BITS]
-        grids = [config.grid(weight, statistics) for config in sizes]
-        grid = Grid(*map(torch.cat, zip(*grids, strict=True)))
-        codes = gptq(weight.repeat(len(sizes), 1), grid, self.group, statistics.inputs)
-        missed = grid.values(codes, self.group).view(len(sizes), *weight.shape) - weight
-        return [(config, float(statistics.error(m))) for config, m in zip(sizes, missed, strict=True)]
+        weight, left = dense_weight(linear).detach().float(), uncompensated(statistics.inputs).float()
+        rows = torch.linspace(0, len(weight) - 1, min(len(weight), SAMPLED_ROWS)).long().to(weight.device)
+        share = torch.ones(len(weight)).to(weight)
+        if statistics.outputs is not None:
+            share = statistics.outputs.diagonal().to(weight)
+        found = list[tuple[OperatorConfig, float]]()
+        for config in (self.replace(bits=bits) for bits in BITS):
+            grid = config.grid(weight[rows], statistics)
+            found.append((config, float(expected_error(weight, rows, grid, self.group, left, share))))
+        return found
