@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "kernels": {"functional", "system"},
     "operators": _MODEL | {"functional", "clifford", "kernels", "system"},
     "residual": _MODEL,
-    "surgery": _MODEL | {"system"},
+    "surgery": _MODEL | {"functional", "system"},
     "models": _MODEL | {"functional", "kernels", "system"},
     "data": {"contract", "hf", "system"},
     "testing": _MODEL | {"operators", "surgery", "system"},

@@ -7,6 +7,7 @@ travel in ``config.json`` under ``quantization_config``, the weights in safetens
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from relinear.hf.model_layout import named_in
 from relinear.hf.model_source import saved_place
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.card import CARD, is_own_card, write_card
+from relinear.surgery.packed import GROUP, check_packable, packed_shape, packed_state, unpacking
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
@@ -44,7 +46,7 @@ _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 
 def check_record(values: Mapping[str, Any]) -> None:
     """Raise ValueError if ``values`` are no record of operators and attachments that this relinear reads."""
-    missing, unknown = _KEYS - set(values), set(values) - _KEYS - {"packages"}
+    missing, unknown = _KEYS - set(values), set(values) - _KEYS - {"packages", "packed"}
     if unknown:
         raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
     if missing:
@@ -56,6 +58,8 @@ def check_record(values: Mapping[str, Any]) -> None:
         )
     if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
         raise ValueError("relinear checkpoint: 'operators' must be a mapping and 'attachments' a list")
+    if (packed := values.get("packed")) not in (None, *(_packed(bits) for bits in range(2, 9))):
+        raise ValueError(f"relinear checkpoint: packed must be like {_packed(4)}, got {shown(packed)}")
     try:
         for setting in operators.values():
             OperatorConfig.from_dict(setting)
@@ -65,12 +69,18 @@ def check_record(values: Mapping[str, Any]) -> None:
         raise ValueError(f"relinear checkpoint: {error}{_needed(values.get('packages'))}") from None
 
 
+def _packed(bits: int) -> dict[str, int]:
+    """What a record says of parameters that are stored as integers."""
+    return {"bits": bits, "group": GROUP}
+
+
 @register_quantization_config(METHOD)
 class RelinearConfig(QuantizationConfigMixin):
     """The record of a model's operators and attachments, checked on reading."""
 
     operators: Mapping[str, Any]
     attachments: Iterable[Any]
+    packed: Mapping[str, int] | None = None
 
     def __init__(self, **values: Any) -> None:
         check_record(values)
@@ -123,18 +133,22 @@ class RelinearQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Where the class that was saved calls its body otherwise (question answering), its weights are renamed."""
-        saved, own = _saved_prefix(model), model.base_model_prefix
-        self._renaming = [WeightRenaming(rf"^{saved}\.", f"{own}.")] if saved and own and saved != own else []
-        return [*super().update_weight_conversions(weight_conversions, model), *self._renaming]
+        """Where the class that was saved calls its body otherwise (question answering), its weights are renamed; those
+        that are stored as integers become floats again.
+        """
+        saved, own, packed = _saved_prefix(model), model.base_model_prefix, self.quantization_config.packed
+        renaming = [WeightRenaming(rf"^{saved}\.", f"{own}.")] if saved and own and saved != own else []
+        unpack = [unpacking(packed["bits"])] if packed else []
+        self._steps = [*unpack, *renaming]
+        return [*unpack, *super().update_weight_conversions(weight_conversions, model), *renaming]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, operator in named_operators(model):
             wrong = operator.wrong_values(operator.state_dict())
             if wrong is not None:
                 raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
-        # Saved again, the body is called as this class calls it.
-        model._weight_conversions = [step for step in model._weight_conversions if step not in self._renaming]
+        # Saved again, the body is called as this class calls it, and floats are floats.
+        model._weight_conversions = [step for step in model._weight_conversions if step not in self._steps]
         # An ordinary model again: floats may be cast, Trainer may train it, and save_pretrained writes the record.
         self.remove_quantization_config(model)
         model.config._is_quantized = False
@@ -252,7 +266,7 @@ def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, 
     return named
 
 
-def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> None:
+def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str]) -> None:
     """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
 
     What else is missing or unknown (a fresh head for another task, say) is left to transformers, and so are tables of
@@ -265,6 +279,12 @@ def _check_own_weights(model: Any, quantizer: HfQuantizer, files: list[str]) -> 
     named = _named_as_in_model(model, quantizer, _stored_forms(files))
     stored = {key: form for key, form in named.items() if key.startswith(tuple(own))}
     expected = {k: _Form.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
+    if packed := quantizer.quantization_config.packed:  # integers of the right size are what they unpack to
+        stored |= {
+            key: form
+            for key, form in expected.items()
+            if len(form.shape) > 1 and stored.get(key) == (packed_shape(form.shape, packed["bits"]), "integers")
+        }
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()
     differ = {k for k, form in expected.items() if stored.get(k, form)[k in of_tokens :] != form[k in of_tokens :]}
@@ -414,7 +434,9 @@ def check_files(directory: Path) -> None:
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
-def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None, **kwargs: Any) -> Path:
+def save_pretrained(
+    model: Any, directory: str | Path, *, tokenizer: Any = None, bits: int | None = None, **kwargs: Any
+) -> Path:
     """Save a model, its tokenizer and a model card: all of it or nothing.
 
     As in transformers, files of the same names are replaced, and so are the weights of the model that was there. All
@@ -425,13 +447,17 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         directory: where to write.
         tokenizer: saved along if given. What ends and pads a text is then written into the model's config too: for a
             model that was built from a config whatever the tokenizer says, else where the config says nothing.
+        bits: 2 to 8 store every matrix, the embedding among them, in integers of so many bits that share a scale in
+            groups of 64 inputs, and all other floats in 16 bits. The checkpoint loads as any other, as floats that
+            have exactly the stored values; ``model`` keeps its own.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
 
     Returns:
         ``directory`` as a ``Path``.
 
     Raises:
-        ValueError: if ``model`` is no Hugging Face model, or ``directory`` names none. Nothing is written then.
+        ValueError: if ``model`` is no Hugging Face model, ``directory`` names none, or with ``bits`` a weight is not
+            finite. Nothing is written then.
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -440,12 +466,21 @@ def save_pretrained(model: Any, directory: str | Path, *, tokenizer: Any = None,
         True
     """
     _check_saving(model, directory)
+    if bits is not None:
+        check_packable(model, bits)
+        # under the model's own names: those of its class may stand for parts of a matrix
+        kwargs |= {"state_dict": packed_state(model, bits), "save_original_format": False}
     with model_directory(directory) as temporary:
         sync_record(model)
         if tokenizer is not None:
             for name, token in _special_tokens(model.config, model, tokenizer).items():
                 setattr(model.config, name, token)
         model.save_pretrained(temporary, **kwargs)
+        if bits is not None:
+            config = copy.copy(model.config)
+            none = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": {}, "attachments": []}
+            config.quantization_config = (record(model) or none) | {"packed": _packed(bits)}
+            config.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
             generation = temporary / "generation_config.json"

@@ -1,0 +1,130 @@
+"""Checkpoints whose matrices, of whatever operator, are stored as integers of a few bits and loaded as floats."""
+
+# Legend: O rows, I inputs, B bits, K groups of a row
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from relinear.contract.modules import unwrapped
+from relinear.contract.operator import named_operators
+from relinear.functional.quantized import dequantized, group_count, pack, packed_width
+from relinear.functional.rounding import nearest, nearest_grid
+
+#: neighbouring inputs that share a scale and a zero point
+GROUP = 64
+#: after the name of a parameter: its integers, scales and zero points, one tensor, as a name takes a hundred bytes
+SUFFIX = ".packed"
+
+
+def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
+    """Return (rows, bytes) of the tensor that stores a parameter (..., O, I): codes, K scales, K zero points a row."""
+    return torch.Size(shape[:-1]).numel(), packed_width(shape[-1], bits) + 3 * group_count(shape[-1], GROUP)
+
+
+@torch.no_grad()
+def packed(value: Tensor, bits: int) -> Tensor:
+    """Return a parameter (..., O, I) rounded to the nearest of 2^B values a group, as bytes (rows, bytes).
+
+    Raises:
+        ValueError: if a value is NaN or infinite.
+    """
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError("a weight is NaN or infinite; integers hold finite numbers")
+    rows = value.float().flatten(0, -2)
+    grid = nearest_grid(rows, bits, GROUP, symmetric=False)
+    scales, zeros = grid.scale.bfloat16().view(torch.uint8), (grid.zero * 2 ** (8 - bits)).to(torch.uint8)
+    return torch.cat([pack(nearest(rows, grid, GROUP), bits), scales, zeros], 1)
+
+
+def unpacked(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the parameter of ``shape`` in float32, which holds its values exactly."""
+    inputs, groups = shape[-1], group_count(shape[-1], GROUP)
+    codes, scales, zeros = stored.split([packed_width(inputs, bits), 2 * groups, groups], 1)
+    scales = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()  # a row of its own stride
+    return dequantized(codes, scales, zeros, bits, GROUP, inputs).view(shape)
+
+
+def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
+    """(Name, value, whether it is packed) of all that a checkpoint holds, tied parameters once.
+
+    Packed are matrices and stacks of them. An operator's parameters that sum over nothing (bivectors, gains) stay, and
+    so do those that integers would make no smaller.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: item[0] in tied)
+    first = {parameter: name for name, parameter in reversed(named)}
+    own = set(first.values())
+    single = {
+        f"{name}.{key}"
+        for name, operator in named_operators(model)
+        for key, role in operator.param_roles().items()
+        if role.fan_in is None
+    }
+    state = model.state_dict()
+    for name in state.keys() - ({name for name, _ in named} - own):
+        value = state[name]
+        matrix = name in own - single and value.is_floating_point() and value.ndim > 1
+        yield name, value, matrix and packed_shape(value.shape, bits)[1] < 2 * value.shape[-1]
+
+
+def packed_state(model: nn.Module, bits: int) -> dict[str, Tensor]:
+    """Return what a checkpoint of ``model`` holds in ``bits`` bits; floats that are not packed have 16.
+
+    Raises:
+        ValueError: if a weight is NaN or infinite; names it.
+    """
+    state: dict[str, Tensor] = {}
+    for name, value, is_packed in _parts(model, bits):
+        try:
+            state |= {name + SUFFIX: packed(value, bits)} if is_packed else {name: _half(value)}
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return state
+
+
+def _half(value: Tensor) -> Tensor:
+    """``value`` in 16 bits: in float16, which is finer, if that holds it."""
+    if not value.is_floating_point() or value.element_size() <= 2:
+        return value
+    half = value.half()
+    return half if value.is_meta or bool(torch.isfinite(half).all()) else value.bfloat16()
+
+
+def packed_bytes(model: nn.Module, bits: int) -> int:
+    """Return the bytes of the ``model.safetensors`` of ``model`` in ``bits`` bits; it may be on the meta device."""
+    empty = {}
+    for name, value, is_packed in _parts(model, bits):
+        shape, kind = (packed_shape(value.shape, bits), torch.uint8) if is_packed else (value.shape, None)
+        empty[name + SUFFIX * is_packed] = torch.empty(shape, dtype=kind or _half(value.to("meta")).dtype)
+    return len(save(empty, {"format": "pt"}))
+
+
+class Unpack(ConversionOps):
+    """Give transformers the floats of a packed parameter while it loads a checkpoint. bits: of the integers."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+    def convert(self, input_dict: Any, *patterns: Any, full_layer_name: str = "", model: Any = None, **kw: Any) -> Any:
+        """Return the one parameter in ``input_dict`` by its full name, in the dtype that it has in ``model``."""
+        ((stored,),) = input_dict.values()
+        wanted = model.get_parameter(full_layer_name)
+        return {full_layer_name: unpacked(stored, self.bits, wanted.shape).to(wanted.dtype)}
+
+
+def unpacking(bits: int) -> WeightConverter:
+    """Return the step by which transformers loads packed parameters."""
+    return WeightConverter(rf"\{SUFFIX}$", "", [Unpack(bits)])
+
+
+def check_packable(model: Any, bits: Any) -> None:
+    """Raise ValueError unless ``bits`` are 2 to 8, and ``model`` is no PEFT model, whose adapters are saved alone."""
+    if isinstance(bits, bool) or bits not in range(2, 9):
+        raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
+    if unwrapped(model) is not model:
+        raise ValueError("bits store a whole model, and of a PEFT model the adapter is saved: merge it first")

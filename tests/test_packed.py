@@ -1,0 +1,100 @@
+"""Checkpoints in a few bits: every operator's matrices, read back as exactly the values that were stored."""
+
+import json
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import relinear
+from cases import CASES, model_with
+from conftest import make_tiny_llama
+from relinear.surgery.packed import SUFFIX, packed_bytes, packed_state, unpacked
+from tiny_models import make_family
+
+KINDS = list({case.config.kind: case for case in reversed(CASES)}.values())
+
+
+def check_round_trip(model, folder, bits, load=relinear.from_pretrained):
+    """Saved and loaded, a model has the stored values to the last bit, in a file of the size that was foretold."""
+    relinear.save_pretrained(model, folder, bits=bits)
+    assert (folder / "model.safetensors").stat().st_size == packed_bytes(model, bits)
+    stored, loaded = packed_state(model, bits), load(folder)
+    assert any(name.endswith(SUFFIX) for name in stored)
+    found = loaded.state_dict()
+    for name, value in stored.items():
+        own = found[name.removesuffix(SUFFIX)]
+        assert torch.equal(own, unpacked(value, bits, own.shape) if name.endswith(SUFFIX) else value.to(own.dtype)), (
+            name
+        )
+    return loaded
+
+
+@pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
+def test_matrices_of_an_operator_come_back_as_they_were_stored(case, tmp_path) -> None:
+    loaded = check_round_trip(model_with(case), tmp_path / "model", 3)
+    relinear.save_pretrained(loaded, tmp_path / "again")  # an ordinary model again, which is stored in floats
+    again = relinear.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_without_operators_loads_as_any_other(bits, tied, tmp_path) -> None:
+    model = make_tiny_llama(tie_word_embeddings=tied)
+    loaded = check_round_trip(model, tmp_path / "model", bits, AutoModelForCausalLM.from_pretrained)
+    assert type(loaded) is type(model)
+    assert loaded.config.tie_word_embeddings == (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    missed = (loaded.lm_head.weight - model.lm_head.weight).norm() / model.lm_head.weight.norm()
+    assert missed < 1.5 / 2**bits  # a range of five deviations, in 2^B steps, each missed by 1 / sqrt(12) of it
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+def test_weights_that_transformers_stores_in_parts_or_under_other_names(kind, tmp_path) -> None:
+    check_round_trip(make_family(kind), tmp_path / "model", 4)
+
+
+def test_shards_and_dtypes(tmp_path) -> None:
+    model = make_tiny_llama()
+    relinear.save_pretrained(model, tmp_path, bits=4, max_shard_size="5KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    whole, half = relinear.from_pretrained(tmp_path), relinear.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(whole.parameters(), half.parameters(), strict=True))
+
+
+def test_a_few_numbers_stay_at_16_bits() -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.Rotor(), "k_proj": relinear.Transponder(rank=1)})
+    state = packed_state(model, 4)
+    packed = {name for name in state if name.endswith(SUFFIX)}
+    assert not any("rotors" in name or "norm" in name for name in packed)
+    assert "model.layers.0.self_attn.k_proj.base.weight.packed" in packed
+    assert {value.dtype for name, value in state.items() if name not in packed} == {torch.float16}
+
+
+def test_what_cannot_be_stored_in_bits_is_refused_before_anything_is_written(tmp_path) -> None:
+    model = make_tiny_llama()
+    with pytest.raises(ValueError, match="bits must be a whole number from 2 to 8, got 9"):
+        relinear.save_pretrained(model, tmp_path / "model", bits=9)
+    adapted = get_peft_model(make_tiny_llama(), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge it first"):
+        relinear.save_pretrained(adapted, tmp_path / "model", bits=4)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: a weight is NaN"):
+        relinear.save_pretrained(model, tmp_path / "model", bits=4)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_damaged_record_of_bits_is_refused(tmp_path) -> None:
+    model = make_tiny_llama()
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=4)})
+    relinear.save_pretrained(model, tmp_path, bits=4)
+    path = tmp_path / "config.json"
+    for packed, said in (({"bits": 4, "group": 32}, "packed must be like"), ({"bits": 5, "group": 64}, "does not fit")):
+        text = re.sub(r'"packed": \{[^}]*\}', f'"packed": {json.dumps(packed)}', path.read_text())
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            relinear.from_pretrained(tmp_path)
