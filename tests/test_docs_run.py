@@ -175,7 +175,7 @@ def test_blocks_run(page: Path, world: Path, tmp_path, monkeypatch) -> None:
     shutil.copytree(world, here)
     monkeypatch.chdir(here)
     # a process for every run would take most of the time
-    monkeypatch.setattr("relinear.compare.run._fitting", lambda recipe: 0)
+    monkeypatch.setattr("relinear.compare.run.runs_at_once", lambda recipe: 0)
     namespace: dict = {"__name__": "__main__"}
     for reason, language, text in blocks(page):
         if reason or not is_run(language, text):

@@ -96,7 +96,7 @@ SMALL = [
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_runs_to_its_report(name, budget, tmp_path, monkeypatch):
     """A batch of short sequences; where the recipe is about GPT-2's layers, on its own small model."""
-    monkeypatch.setattr("relinear.compare.run._fitting", lambda recipe: 0)  # a process a run takes seconds
+    monkeypatch.setattr("relinear.compare.run.runs_at_once", lambda recipe: 0)  # a process a run takes seconds
     recipe, out = read_recipe(name), tmp_path / "out"
     model = [] if recipe["train"]["model"].startswith("gpt2") else ["--model", "tiny"]
     cut = ["--set", "train.batch_size=8", "--set", "train.accumulation=1", "--set", "train.data.sequence_length=64"]

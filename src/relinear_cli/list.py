@@ -11,7 +11,7 @@ from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
-_WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "presets")
+_WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "papers", "presets")
 
 
 def command(
@@ -63,6 +63,7 @@ def listed(what: str) -> dict[str, Any]:
     import relinear
     from relinear.analysis.analyses import analysis, known_analyses
     from relinear.compare.recipe import BUNDLED, read_yaml
+    from relinear.compare.replicate import PAPERS, read_paper
     from relinear.contract import plugins
     from relinear.contract.attachment import AttachmentConfig
     from relinear.contract.objective import ObjectiveConfig
@@ -76,6 +77,8 @@ def listed(what: str) -> dict[str, Any]:
         others = {name: plugins.find("recipe", name) for name in plugins.offered("recipe")}
         files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | others
         return {name: str(read_yaml(path).get("description", "")) for name, path in files.items() if path is not None}
+    if what == "papers":
+        return {path.stem: read_paper(path.stem).about for path in sorted(PAPERS.glob("*.yaml"))}
     if what == "analyses":
         return {name: analysis(name) for name in known_analyses()}
     family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(what, AttachmentConfig)

@@ -22,7 +22,7 @@ from relinear_cli.errors import USER_ERROR, exit_code
 #: underscore where the command has a hyphen
 _COMMANDS = {
     "A smaller model": "compress distill",
-    "Training and comparing": "compare train",
+    "Training and comparing": "replicate compare train",
     "Looking inside and measuring": "inspect explore analyze eval bench report specialize",
     "Around": "list new doctor",
 }

@@ -157,6 +157,7 @@ def section_of(run: Path) -> Section:
 def _section(run: Path) -> Section:
     from relinear.analysis.report import analyses_blocks, analyses_section
     from relinear.bench.report import layers_section, models_section
+    from relinear.compare.replicate import RECORD, replicate_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
     from relinear.compression.report import report_section
@@ -164,7 +165,8 @@ def _section(run: Path) -> Section:
     from relinear.pages.records import picture_of, read_values
     from relinear.train.report import run_section
 
-    for name, of_directory in ((SCALE, scale_section), (RESULTS, results_section)):
+    sections = {RECORD: replicate_section, SCALE: scale_section, RESULTS: results_section}
+    for name, of_directory in sections.items():
         if (run / name).is_file():
             return of_directory(run)
     if (run / "models.json").is_file():

@@ -100,13 +100,13 @@ def compare(
 
         work = scaled_up
     if workers is None:
-        workers = _fitting(recipe) if executor is None else 0
+        workers = runs_at_once(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as place:
         return work(recipe, out_dir, Engine(place, workers, on_event), overwrite)
 
 
-def _fitting(recipe: CompareSettings) -> int:
-    """How many runs this machine has cores for; one where a run takes all of them, or the GPU."""
+def runs_at_once(recipe: CompareSettings) -> int:
+    """Return how many runs this machine has cores for; one where a run takes all of them, or the GPU."""
     settings = recipe.train
     if settings.threads is None or training_device(settings).type != "cpu":
         return 1

@@ -1,0 +1,461 @@
+"""``relinear replicate``: the main tables of a paper beside ours, at a share of its budget, by recipes and ``compare``.
+
+A paper is a file in ``papers/``: its recipe, what a small machine changes in that, its tables, and what is claimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from relinear.analysis.report import analyses_blocks
+from relinear.compare.gaps import gap
+from relinear.compare.match import OnEvent, plan_comparison
+from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe, read_yaml
+from relinear.compare.report import gap_text, number, read_results, results_section
+from relinear.compare.run import compare, runs_at_once
+from relinear.compare.schema import EntryResult, Gap, Results
+from relinear.compare.settings import CompareSettings
+from relinear.compare.speed import measure_speed
+from relinear.contract.config import nearest
+from relinear.contract.settings import Settings
+from relinear.data.corpora import open_corpus
+from relinear.data.tokenizers import expected_vocabulary
+from relinear.models import preset_config, preset_names
+from relinear.pages.blocks import Block, Cell, Row, Section, Table, Text
+from relinear.pages.page import write_page
+from relinear.pages.records import read_values
+from relinear.system.run_folder import RunFolder
+
+PAPERS = Path(__file__).parent / "papers"
+RECORD, COMPARISON, REPORT = "replicate.json", "comparison", "report.html"
+#: what stands for the paper's own budget, model or text, and for sizes that this machine takes minutes for
+PAPER, SMALL = "paper", "small"
+#: evaluations while training, and validation tokens at least and at most, below the paper's budget
+_EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
+#: operations of the steps that a plan times
+_TIMED = 2e10
+
+
+class PaperRow(Settings):
+    """A row: the paper's cells, one after another, and the entry that is ours; None where we train none."""
+
+    paper: str
+    entry: str | None = None
+
+
+class PaperTable(Settings):
+    """A table as the paper prints it. ``ours``: column -> what it holds, by its name in ``MEASURES``."""
+
+    title: str
+    head: str
+    paper: list[str]
+    ours: dict[str, str]
+    rows: dict[str, PaperRow]
+
+
+class Claim(Settings):
+    """An entry's loss against another's: the paper's values of both, perplexities where that is said."""
+
+    entry: str
+    against: str
+    paper: tuple[float, float]
+    perplexity: bool = False
+
+    @property
+    def gap(self) -> float:
+        """The paper's, in nats a token."""
+        ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
+        return ours - other
+
+
+class Paper(Settings):
+    """A paper.
+
+    Attributes:
+        title, about: for the page, and for lists.
+        recipe: at the paper's sizes and budget.
+        budget: share of it that takes about ten minutes on two cores at the small sizes.
+        changes: to the recipe, at every size.
+        small: changes to it for a small machine.
+        analyse: entries whose model is saved and looked into.
+        claims: the first is the page's verdict.
+        tables, differences, reading: of the page.
+    """
+
+    title: str
+    about: str
+    recipe: str
+    budget: float = Field(gt=0)
+    changes: dict[str, Any] = Field(default_factory=dict)
+    small: dict[str, Any]
+    analyse: list[str] = Field(default_factory=list)
+    claims: list[Claim] = Field(min_length=1)
+    tables: list[PaperTable] = Field(min_length=1)
+    differences: list[str] = Field(default_factory=list)
+    reading: list[str] = Field(default_factory=list)
+
+
+def read_paper(name: str) -> Paper:
+    """Return a paper by its name. Raises ValueError where there is none of it, with the nearest."""
+    known = [path.stem for path in sorted(PAPERS.glob("*.yaml"))]
+    if name not in known:
+        raise ValueError(f"no paper {name!r}; {nearest(name, known)}")
+    return Paper.load(read_yaml(PAPERS / f"{name}.yaml"), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replication:
+    """What ``replicate`` is going to do.
+
+    name, paper: which. request: the options, defaults filled in. whole: the recipe as the paper has it. recipe: ours.
+    """
+
+    name: str
+    paper: Paper
+    request: Mapping[str, Any]
+    whole: CompareSettings
+    recipe: CompareSettings
+
+    @property
+    def share(self) -> float:
+        """Of the paper's tokens."""
+        return tokens_of(self.recipe) / tokens_of(self.whole)
+
+    @property
+    def shown_share(self) -> str:
+        """The same in words."""
+        return f"{100 * self.share:.2g} % of the paper's {number(tokens_of(self.whole))}"
+
+    @property
+    def shown_model(self) -> str:
+        """What the entries are made of."""
+        return self.recipe.train.model + ", small sizes" * (self.request["model"] == SMALL)
+
+
+def tokens_of(recipe: CompareSettings) -> int:
+    """Return the training tokens of a run."""
+    return recipe.steps * recipe.train.tokens_per_step
+
+
+def replication(
+    name: str,
+    *,
+    budget: float | str | None = None,
+    model: str | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    seeds: Sequence[int] | None = None,
+) -> Replication:
+    """Return what a replication is going to do, for ``requirements`` and ``replicate``.
+
+    Args:
+        name: of the paper.
+        budget: share of the paper's tokens; warm-ups and evaluations go with it. "paper" is 1, with the paper's model
+            and text unless others are named. None takes minutes on two cores.
+        model: "small", "paper", or what a recipe takes. data: "paper", or what a recipe takes; ``stdlib`` by default.
+        tokenizer: in place of that of the sizes. seeds: in place of the paper's.
+
+    Raises:
+        ValueError: for an unknown paper, a budget that is no share, settings that a recipe would not take.
+    """
+    paper = read_paper(name)
+    full = budget == PAPER
+    model, data = model or (PAPER if full else SMALL), data or (PAPER if full else "stdlib")
+    share = _share(budget, paper.budget)
+    written = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
+    values = apply_overrides(written, paper.changes)
+    whole = CompareSettings.load(values, paper.recipe)
+    changes: dict[str, Any] = {} if model == PAPER else {"train.model": model}
+    if model == SMALL:
+        changes = dict(paper.small)
+    if data != PAPER:
+        changes |= {"train.data.data": data, "train.data.max_documents": None, "train.data.validation_fraction": 0.05}
+    if tokenizer is not None:
+        changes["train.data.tokenizer"] = tokenizer
+    if seeds is not None:
+        changes["seeds"] = list(seeds)
+    changes |= {f"entries.{entry}.set.save_model": True for entry in paper.analyse} | {"train.save_model": False}
+    sized = CompareSettings.load(apply_overrides(values, changes), name)
+    if tokens_of(sized) != tokens_of(whole) or share != 1:
+        tokens = max(round(share * tokens_of(whole)), sized.train.tokens_per_step)
+        steps = math.ceil(tokens / sized.train.tokens_per_step)
+        evaluations = min(_EVALUATIONS, whole.steps // (whole.train.eval_every or whole.steps))
+        held_out = max(_FEWEST, min(tokens // 20, _MOST))
+        changes |= {"tokens": tokens, "train.eval_every": max(1, steps // max(1, evaluations))}
+        changes |= {"train.data.max_validation_tokens": held_out, "train.eval_start_tokens": held_out}
+    changes |= {"name": f"replicate {name}", "description": paper.title}
+    recipe = CompareSettings.load(change_recipe(values, changes), name)
+    request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
+    return Replication(name, paper, request | {"seeds": list(recipe.seeds)}, whole, recipe)
+
+
+def _share(budget: float | str | None, default: float) -> float:
+    if budget is None or budget == PAPER:
+        return default if budget is None else 1.0
+    with contextlib.suppress(ValueError):
+        if 0 < (share := float(budget)) <= 1:
+            return share
+    raise ValueError(f"--budget {budget}: give the share of the paper's tokens, such as 0.01, or paper for all of them")
+
+
+def requirements(plan: Replication, workers: int | None = None) -> dict[str, str]:
+    """Return what a replication takes on this machine, by name: runs, parameters, tokens, time, disk.
+
+    A step of the first entry and one of the first with operators are timed; it takes seconds.
+
+    Raises:
+        ValueError, OSError: for a model or text that is not there.
+    """
+    recipe, seeds = plan.recipe, len(plan.recipe.seeds)
+    open_corpus(recipe.train.data)
+    vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
+    planned = plan_comparison(recipe, vocabulary)
+    at_once = workers or runs_at_once(recipe)
+    timed = {planned[0].name: planned[0]} | {p.name: p for p in planned if not recipe.entries[p.name].dense}
+    timed = dict(list(timed.items())[:2])
+    speeds = measure_speed(
+        {n: _timed(p.settings, p.size.flops) for n, p in timed.items()}, planned[0].name, vocabulary, 2, 3
+    )
+    seconds = 0.0
+    for each in planned:
+        known = list(timed)[0 if recipe.entries[each.name].dense else -1]
+        settings = each.settings
+        evaluated = (settings.steps // (settings.eval_every or settings.steps) + 1) * (
+            settings.data.max_validation_tokens or 0
+        )
+        tokens = settings.steps * settings.tokens_per_step + evaluated / 3
+        slower = max(1.0, each.size.flops / timed[known].size.flops)
+        seconds += seeds * tokens * slower / speeds[known]["train_tokens_per_second"]
+    seconds /= max(1, min(at_once, seeds * len(planned)))
+    sizes = sorted(p.size.parameters for p in planned)
+    kept = seeds * 4 * sum(p.size.parameters for p in planned if p.settings.save_model)
+    going = 12 * sizes[-1] * at_once
+    data, least, most = recipe.train.data, number(sizes[0]), number(sizes[-1])
+    return {
+        "runs": f"{len(planned)} entries on {seeds} seed{'s' * (seeds > 1)}: {seeds * len(planned)}, {at_once} at once",
+        "parameters": f"{least}{f' to {most}' * (least != most)} ({plan.shown_model})",
+        "tokens": f"{number(tokens_of(recipe))} a run of {data.data} ({data.tokenizer}), {plan.shown_share}",
+        "time": f"about {_duration(seconds)}, by steps timed now, after reading the text",
+        "disk": f"about {number(kept + going + 5e6)}B while it runs, {number(kept + 5e6)}B after",
+    }
+
+
+def _timed(settings: Any, flops: int) -> Any:
+    """Settings of which a step takes about a second on a core."""
+    length = min(settings.data.sequence_length, 256)
+    batch = max(1, min(settings.batch_size, round(_TIMED / (3 * flops * length))))
+    data = settings.data.updated(sequence_length=length)
+    return settings.updated(batch_size=batch, accumulation=1, data=data.model_dump()).model_dump(mode="json")
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{max(seconds, 1):.0f} seconds"
+
+
+def replicate(
+    plan: Replication,
+    out_dir: str | Path,
+    *,
+    overwrite: bool = False,
+    workers: int | None = None,
+    executor: Executor | str | None = None,
+    slurm: Mapping[str, Any] | None = None,
+    on_event: OnEvent = lambda event: None,
+) -> Path:
+    """Carry out a replication and return its page, ``report.html`` in ``out_dir``.
+
+    Started again with the same options it goes on where it was. The comparison is in ``out_dir/comparison``.
+
+    Args:
+        plan: from ``replication``.
+        out_dir: directory of the results.
+        overwrite: start over, and rename what is in the way.
+        workers, executor, slurm, on_event: as in ``compare``.
+
+    Raises:
+        ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
+    """
+    folder = RunFolder(out_dir, "replicate", RECORD, (COMPARISON, REPORT))
+    with folder.open(plan.request, overwrite=overwrite):
+        folder.write()
+        options: Any = {"workers": workers, "executor": executor, "slurm": slurm, "on_event": on_event}
+        compare(plan.recipe, folder.path / COMPARISON, **options)
+        return write_page(folder.path / REPORT, [replicate_section(folder.path)])
+
+
+# The page
+
+
+def _width(entry: EntryResult) -> float | None:
+    settings = entry["settings"]
+    if settings["model"] not in preset_names():
+        return None
+    return preset_config(settings["model"], **settings["model_overrides"]).hidden_size
+
+
+def _minimum(entry: EntryResult) -> float:
+    losses = ([point.get("validation_loss") for point in run["curve"]] for run in entry["runs"])
+    lowest = [min(loss for loss in found if loss is not None) for found in losses]
+    return sum(lowest) / len(lowest)
+
+
+#: what a column of ours holds -> its value in an entry's results, given the first entry's, and its format
+MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult], float | None], str]] = {
+    "parameters_m": (lambda entry, first: entry["parameters"] / 1e6, ".2f"),
+    "megabytes": (lambda entry, first: entry["parameters"] * 4 / 2**20, ".2f"),
+    "added_parameters": (lambda entry, first: entry["parameters"] / first["parameters"] - 1, "+.1%"),
+    "mflops": (lambda entry, first: entry["flops_per_token"] / 1e6, ".2f"),
+    "width": (lambda entry, first: _width(entry), ".0f"),
+    "loss": (lambda entry, first: entry["validation_loss"]["mean"], ".4f"),
+    "minimum_loss": (lambda entry, first: _minimum(entry), ".4f"),
+    "perplexity": (lambda entry, first: entry["perplexity"]["mean"], ".2f"),
+    "training_speed": (lambda entry, first: entry["speed"] and entry["speed"]["train_tokens_per_second"], ",.0f"),
+    "inference_speed": (lambda entry, first: entry["speed"] and entry["speed"]["inference_tokens_per_second"], ",.0f"),
+}
+
+
+def replicate_section(directory: str | Path) -> Section:
+    """Return what a page says of the replication in ``directory``: the paper beside ours, then the comparison.
+
+    Raises:
+        FileNotFoundError: if it has not ended. ValueError: for damaged files.
+    """
+    directory = Path(directory)
+    request = read_values(directory / RECORD)["settings"]
+    plan = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
+    results = read_results(directory / COMPARISON)
+    below = results_section(directory / COMPARISON)
+    entries = {entry["name"]: entry for entry in results["entries"]}
+    claims, lead = _claims(plan, entries)
+    blocks: list[Block] = [Text(lead, lead=True), Text(_scale(plan, results))]
+    for table in plan.paper.tables:
+        blocks += [Text(table.title, heading=True), paper_table(table, results, below.entries)]
+    blocks += [Text("What is claimed", heading=True), claims]
+    blocks += [Text("What differs from the paper", heading=True), _differences(plan, results)]
+    blocks += [Text(said) for said in plan.paper.differences]
+    blocks += [Text("How to read it", heading=True), *(Text(said) for said in [*_reading(plan), *plan.paper.reading])]
+    blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
+    blocks += analyses_blocks(directory / COMPARISON)
+    return Section(f"{plan.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
+
+
+def _plain(block: Block) -> Block:
+    """A block of another page: a page has one verdict."""
+    return dataclasses.replace(block, lead=False) if isinstance(block, Text) else block
+
+
+def _scale(plan: Replication, results: Results) -> str:
+    return (
+        f"Each of {len(results['entries'])} models saw {number(tokens_of(plan.recipe))} tokens of "
+        f"{plan.recipe.train.data.data}, {plan.shown_share}. The first has "
+        f"{number(results['entries'][0]['parameters'])} parameters ({plan.shown_model})."
+    )
+
+
+def paper_table(table: PaperTable, results: Results, palette: Mapping[str, str]) -> Table:
+    """Return a table of the paper with our columns behind its own."""
+    entries = {entry["name"]: entry for entry in results["entries"]}
+    diverged = {entry["name"] for entry in results.get("diverged", ())}
+    rows = []
+    for name, row in table.rows.items():
+        cells: list[Cell | str] = [name, *map(_printed, row.paper.split())]
+        entry = entries.get(row.entry or "")
+        for measure in table.ours.values():
+            value, form = MEASURES[measure]
+            missing = Cell("diverged" if row.entry in diverged else "–")
+            cells.append(Cell.of(value(entry, results["entries"][0]), form) if entry else missing)
+        rows.append(Row(cells, row.entry, palette.get(row.entry or "")))
+    return Table([table.head, *table.paper, *(f"here: {name}" for name in table.ours)], rows)
+
+
+def _printed(text: str) -> Cell:
+    """A cell of the paper's, which sorts by its number."""
+    value = None
+    with contextlib.suppress(ValueError):
+        value = float(text.strip("<%"))
+    return Cell(text, value)
+
+
+def _claims(plan: Replication, entries: Mapping[str, EntryResult]) -> tuple[Table, str]:
+    """The table of gaps, and the first of them as a sentence."""
+    rows, lead = [], ""
+    for claim in plan.paper.claims:
+        here = _gap(entries.get(claim.entry), entries.get(claim.against))
+        what = f"{claim.entry} less {claim.against}"
+        said = "no figure here, as a run diverged" if here is None else f"{gap_text(here)} here"
+        seeds = "" if here is None or here["low"] is not None else " (one seed)"
+        lead = lead or f"{what}: {claim.gap:+.3f} nats a token in the paper, {said}{seeds}."
+        error = None if here is None else here["standard_error"]
+        cells: list[Cell | str] = [
+            what,
+            Cell.of(claim.gap, "+.3f"),
+            Cell(gap_text(here), here and here["mean"]),
+            Cell.of(error, ".4f"),
+        ]
+        rows.append(Row(cells, claim.entry))
+    return Table(["loss (nats a token)", "in the paper", "here", "error of the evaluation"], rows), lead
+
+
+def _gap(entry: EntryResult | None, against: EntryResult | None) -> Gap | None:
+    if entry is None or against is None:
+        return None
+    return gap(*([np.asarray(run["block_losses"]) for run in each["runs"]] for each in (entry, against)))
+
+
+def _differences(plan: Replication, results: Results) -> Table:
+    """What is set otherwise than in the paper's recipe."""
+    first = results["entries"][0]
+
+    def facts(recipe: CompareSettings) -> dict[str, str]:
+        train = recipe.settings_of(next(iter(recipe.entries)))
+        return {
+            "model": train.model + "".join(f", {key} {value}" for key, value in train.model_overrides.items()),
+            "tokens a run": number(tokens_of(recipe)),
+            "steps": f"{train.steps:,} of {train.tokens_per_step:,} tokens",
+            "warm-up": f"{train.warmup:,} steps",
+            "text": train.data.data,
+            "tokenizer": train.data.tokenizer,
+            "sequence length": str(train.data.sequence_length),
+            "learning rate": f"{train.learning_rate:g}" if recipe.tune is None else "tuned for each entry",
+            "precision": train.dtype,
+            "seeds": ", ".join(map(str, recipe.seeds)),
+            "operators": "; ".join(dict.fromkeys(_operators(recipe))),
+        }
+
+    paper, ours = facts(plan.whole), facts(plan.recipe)
+    ours["model"] += f" ({number(first['parameters'])} parameters)"
+    rows = [Row([name, paper[name], ours[name]]) for name in paper if paper[name] != ours[name]]
+    return Table(["", "the paper", "here"], rows, words=(0, 1, 2))
+
+
+def _operators(recipe: CompareSettings) -> list[str]:
+    return [
+        " ".join(f"{key} {value}" if key != "kind" else str(value) for key, value in entry.operator.items())
+        for entry in recipe.entries.values()
+        if entry.operator
+    ]
+
+
+def _reading(plan: Replication) -> list[str]:
+    said = ["A gap below zero means that the first of the two has the lower loss; losses are in nats a token."]
+    if len(plan.recipe.seeds) == 1:
+        said.append("One seed says little: --seeds 0,1,2 gives intervals.")
+    if plan.share < 1:
+        said.append(
+            "Perplexities here are of another text, tokenizer and budget than the paper's: compare the gaps, not the "
+            "values. The order of two operators in short training need not be that of the paper's budget; "
+            "--budget takes a larger share, --budget paper all of it."
+        )
+    return said

@@ -1,0 +1,84 @@
+"""``relinear replicate``: the main tables of a paper beside ours."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relinear_cli import options
+
+
+def command(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="One of `relinear list papers`, such as `hdpl`.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of the paper's tokens, such as 0.01; `paper` is 1, with its model and text.",
+            show_default="ten minutes on two cores",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="`small`, `paper`, a preset, the directory of a saved model, or a Hub name.", show_default="small"
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="`stdlib`, `paper`, a file or folder, or a Hub name.", show_default="stdlib"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="`bytes`, `bpe:N`, or a Hub name.", show_default="that of the sizes")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2.", show_default="the paper's")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and stop.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory of the results.", show_default="runs/PAPER")] = None,
+    overwrite: options.Overwrite = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Runs at once.", show_default="one a core")
+    ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            help="`slurm`, or the address of a scheduler of Dask: `tcp://HOST:8786`.", show_default="this machine"
+        ),
+    ] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="A parameter of submitit, such as slurm_partition=gpu; repeat it.",
+            show_default="as submitit has them",
+        ),
+    ] = None,
+) -> None:
+    """Repeat the main tables of a paper, at a share of its budget; ends with a page, the paper beside ours.
+
+    It says first what it will take. Killed and started again with the same arguments, it goes on where it was.
+
+    **Example:** `relinear replicate hdpl`
+
+    **Example:** `relinear replicate hdpl --budget paper --executor slurm --out runs/hdpl-paper`
+    """
+    from relinear.compare.recipe import parse_overrides
+    from relinear.compare.replicate import COMPARISON, replicate, replication, requirements
+    from relinear_cli.progress import watch_comparison
+    from relinear_cli.report import analyze_models, trained_in, write_report_of
+
+    asked = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer}
+    planned = replication(paper, **asked, seeds=options.parse_numbers("--seeds", seeds))
+    jobs = parse_overrides(slurm or [])
+    if jobs and executor != "slurm":
+        raise ValueError("--slurm is for jobs: give --executor slurm, too")
+    options.prepare_process()
+    for name, text in requirements(planned, workers).items():
+        print(f"{name:<11} {text}", flush=True)
+    if plan:
+        return
+    out = out or Path("runs") / paper
+    with watch_comparison() as on_event:
+        replicate(planned, out, overwrite=overwrite, workers=workers, executor=executor, slurm=jobs, on_event=on_event)
+    if planned.paper.analyse:
+        analyze_models(trained_in(out / COMPARISON))
+    report = write_report_of([out])
+    print(f"\nreport: {report.resolve()}")

@@ -1,0 +1,99 @@
+"""``replicate``: every cell of a paper's file means something, budgets scale what they say, and it ends in a page."""
+
+import json
+
+import pytest
+import yaml
+
+from relinear.compare import replicate as room
+from relinear.compare.replicate import MEASURES, PAPERS, read_paper, replication, tokens_of
+from relinear_cli.main import main
+
+NAMES = sorted(path.stem for path in PAPERS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_papers_file_names_what_exists(name):
+    paper, plan = read_paper(name), replication(name)
+    entries = plan.recipe.entries
+    for table in paper.tables:
+        assert set(table.ours.values()) <= set(MEASURES)
+        for row in table.rows.values():
+            assert len(row.paper.split()) == len(table.paper), row
+            assert row.entry is None or row.entry in entries
+    named = {each for claim in paper.claims for each in (claim.entry, claim.against)}
+    assert named | set(paper.analyse) <= set(entries)
+    shown = {row.entry for table in paper.tables for row in table.rows.values()} | named
+    assert set(entries) <= shown  # nothing is trained for no cell
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_scales_tokens_warm_up_and_evaluations(name):
+    whole, tenth = replication(name, budget="paper"), replication(name, budget=0.1, model="paper", data="paper")
+    assert whole.recipe.train == whole.whole.train.updated(save_model=False)
+    assert whole.request["model"] == whole.request["data"] == "paper"
+    assert tokens_of(tenth.recipe) == pytest.approx(tokens_of(whole.whole) / 10, rel=0.01)
+    first = next(iter(whole.recipe.entries))
+    before, after = whole.recipe.settings_of(first), tenth.recipe.settings_of(first)
+    assert after.warmup == pytest.approx(before.warmup / 10, abs=1)
+    assert after.eval_every < before.eval_every
+    assert replication(name).recipe.train.data.data == "stdlib"
+    assert replication(name, seeds=[3, 4], tokenizer="bytes").recipe.seeds == (3, 4)
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "2", "all", "nan"])
+def test_a_budget_is_a_share(budget):
+    with pytest.raises(ValueError, match=r"give the share of the paper's tokens, such as 0\.01, or paper"):
+        replication("hdpl", budget=budget)
+
+
+def test_an_unknown_paper_is_named():
+    with pytest.raises(ValueError, match="no paper 'hpdl'; did you mean 'hdpl'"):
+        replication("hpdl")
+
+
+@pytest.fixture
+def smallest(tmp_path, monkeypatch):
+    """HDPL's file with sizes that train in a moment, and a text."""
+    values = yaml.safe_load((PAPERS / "hdpl.yaml").read_text())
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values["small"] |= {"train.model_overrides": sizes | {"num_key_value_heads": 2}, "entries.hybrid.operator.rank": 4}
+    values["small"] |= {"train.data.tokenizer": "bytes", "train.data.sequence_length": 32, "speed.seconds": 0}
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "hdpl.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "text.txt").write_text("Once upon a time there were three words and a full stop. " * 2000)
+    monkeypatch.setattr(room, "PAPERS", tmp_path / "papers")
+    monkeypatch.setattr("relinear.compare.run.runs_at_once", lambda recipe: 0)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
+    arguments = ["replicate", "hdpl", "--budget", "0.000003", "--data", "text.txt", "--seeds", "0,1"]
+    assert main([*arguments, "--plan"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["runs", "parameters", "tokens", "time", "disk"]
+    assert lines[0].split(None, 1)[1].startswith("2 entries on 2 seeds: 4")
+    assert not (tmp_path / "runs").exists()
+    assert main(arguments) == 0
+    page = (tmp_path / "runs" / "hdpl" / "report.html").read_text()
+    for said in (
+        "hybrid less baseline: -0.037 nats a token in the paper",
+        "256.02",
+        "here: Min Val Loss",
+        "fineweb-edu",
+    ):
+        assert said in page
+    assert "Analysis: latents" in page
+    results = json.loads((tmp_path / "runs" / "hdpl" / "comparison" / "results.json").read_text())
+    assert main(arguments) == 0  # nothing is trained again
+    assert json.loads((tmp_path / "runs" / "hdpl" / "comparison" / "results.json").read_text()) == results
+    assert main([*arguments[:-1], "0"]) == 2
+    assert "other settings" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_ends_in_a_page_at_its_own_budget(name, tmp_path):
+    assert main(["replicate", name, "--out", str(tmp_path / name)]) == 0
+    assert "What differs from the paper" in (tmp_path / name / "report.html").read_text()
