@@ -179,4 +179,4 @@ def test_the_table_of_outside_programs_is_the_one_that_was_measured():
     rows = json.loads((folder / "outside_programs.json").read_text())["programs"]
     assert all(row["refused_without_flag"] and row["same"] for row in rows)
     table = runpy.run_path(str(folder / "outside_programs.py"))["table"](rows)
-    assert table in (root / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    assert table in (root / "docs" / "ecosystem.md").read_text(encoding="utf-8")

@@ -162,4 +162,4 @@ def test_contributing_adds_an_operator_in_a_package_of_its_own(tmp_path) -> None
 @pytest.mark.slow
 def test_the_estimate_of_large_models_is_what_the_script_computes() -> None:
     table = runpy.run_path(str(ROOT / "results" / "distributed" / "estimate.py"))["table"]()
-    assert table in (ROOT / "docs" / "large_models.md").read_text(encoding="utf-8")
+    assert table in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")

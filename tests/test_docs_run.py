@@ -35,8 +35,7 @@ REASONS = ("network", "gpu", "corpora", "minutes")
 
 #: blocks that are not run, by page and reason; change it together with the page
 NOT_RUN: dict[str, Counter] = {
-    "docs/data.md": Counter(network=2),
-    "docs/evaluation.md": Counter(network=2),
+    "docs/data.md": Counter(network=4),
     "docs/families.md": Counter(minutes=1),
     "docs/speed.md": Counter(minutes=1),
     "docs/start/operator.md": Counter(network=1),
@@ -153,7 +152,7 @@ def run_shell(text: str, language: str) -> None:
 LONG = [
     f"docs/{name}.md"
     for name in (
-        *("cli", "compare", "compress", "data", "distributed", "explore", "speed", "training", "transfer"),
+        *("cli", "compare", "compress", "data", "distributed", "explore", "speed", "training"),
         *("start/compress", "start/operator"),
     )
 ]

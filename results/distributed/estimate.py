@@ -2,7 +2,7 @@
 
     python results/distributed/estimate.py
 
-writes the table of ``docs/large_models.md``. Models are built without weights (meta device); nothing is measured.
+writes the table of ``docs/distributed.md``. Models are built without weights (meta device); nothing is measured.
 """
 
 # Legend: P parameters, N GPUs
@@ -23,7 +23,7 @@ from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.operator import OperatorConfig
 from relinear.surgery.parallel import split_parameters, tensor_parallel_plan
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "large_models.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"
 #: of the models that are called so: width, width of the MLP, layers, heads, heads of keys and values
 MODELS = {"7B": (4096, 11008, 32, 32, 32), "70B": (8192, 28672, 80, 64, 8)}
 VOCABULARY, CONTEXT = 32_000, 256
@@ -124,17 +124,16 @@ def table() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "| model | layers | parameters (G) | FLOPs a token (G) | one GPU (GB) | FSDP2, 8 | FSDP2, 64 | sent, 8 |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| model | layers | parameters (G) | FLOPs a token (G) | a rank holds (GB) | it sends (GB) |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
     sizes: dict[tuple[str, str], Size] = {}
     for model in MODELS:
         for name, operator in OPERATORS.items():
             size = sizes[model, name] = size_of(model, operator)
-            memory = [STATES * size.parameters, size.sharded_bytes(8), size.sharded_bytes(64)]
             cells = [f"{size.parameters / 1e9:.2f}", f"{size.flops / 1e9:.1f}"]
-            cells += [f"{amount / 1e9:,.1f}" for amount in (*memory, size.sent_bytes(8))]
+            cells += [f"{amount / 1e9:,.1f}" for amount in (size.sharded_bytes(8), size.sent_bytes(8))]
             yield f"| {model} | {f'`{operator}`' if operator else name} | {' | '.join(cells)} |"
-    yield from ("", "| model | layers | TP, 8 (GB) | sent a step by TP (GB) |", "| --- | --- | ---: | ---: |")
+    yield from ("", "| model | layers | split: a rank holds (GB) | it sends (GB) |", "| --- | --- | ---: | ---: |")
     for (model, name), size in sizes.items():
         cells = [f"{amount / 1e9:,.1f}" for amount in (size.split_bytes(8), size.summed_bytes(8, TOKENS))]
         yield f"| {model} | {name} | {' | '.join(cells)} |"

@@ -6,7 +6,7 @@ computes then is held against the same figure from a process that has imported r
 
     python results/ecosystem/outside_programs.py
 
-writes ``outside_programs.json`` beside this file, the table of ``docs/checkpoints.md`` and the outputs in
+writes ``outside_programs.json`` beside this file, the table and the outputs in
 ``docs/ecosystem.md``. Needs lm-eval, peft, torchao and trl (the extra ``ecosystem``).
 """
 
@@ -212,7 +212,7 @@ def main() -> None:
     (out / "outside_programs.json").write_text(json.dumps(record, indent=2) + "\n")
     print(table(rows))
     if out.resolve() == HERE:
-        _write("checkpoints.md", "outside programs", table(rows))
+        _write("ecosystem.md", "outside programs", table(rows))
         _write("ecosystem.md", "printed", printed(rows))
     if not all(r["same"] and r["refused_without_flag"] for r in rows):
         raise SystemExit("a program was not refused without the flag, or computed something else with it")
