@@ -14,18 +14,17 @@ import typer
 import relinear
 from conftest import REPOSITORY
 from relinear.bench.run import BenchSettings
-from relinear.compare import Event
 from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
 from relinear.compression import CompressSettings
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill import DistillSettings
+from relinear.system.progress import Progress
 from relinear.train import TrainSettings
 from relinear_cli import progress
 from relinear_cli.main import COMMANDS, app, command_of, main
 from relinear_cli.options import named_entries, parse_layers, parse_operators
-from relinear_cli.progress import watch_comparison
 
 
 def test_help_of_every_command_shows_an_example(capfd):
@@ -350,16 +349,17 @@ def test_bench_of_whole_models_refuses(arguments, said, capfd, tmp_path):
 def test_progress_on_a_plain_terminal_says_how_far_and_how_long(monkeypatch, capsys):
     clock = iter([0.0, *(30.0 * number for number in range(20))])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with watch_comparison() as on_event:
+    with progress.watch() as on_progress:
         for step in (0, 100, 200):
-            on_event(Event("train", "dense", step, 200, 1, 4, seconds_left=300 - step if step else None))
+            left = 300 - step if step else None
+            on_progress(Progress("dense", step, 200, "train", run=1, runs=4, seconds_left=left))
     first, middle, last = capsys.readouterr().err.splitlines()
     assert first == "dense 0/200  run 2 of 4"
     assert middle.endswith("about 3 min left")
     assert "200/200" in last
-    with progress.watch_reports("timing layers") as report:
-        report("1/3  256x256")
-        report("3/3  512x512")
+    with progress.watch() as on_progress:
+        on_progress(Progress("timing layers", 0, 3, detail="256x256"))
+        on_progress(Progress("timing layers", 2, 3, detail="512x512"))
     assert capsys.readouterr().err.splitlines() == [
         "timing layers 0/3  256x256",
         "timing layers 2/3  512x512  30 s left",

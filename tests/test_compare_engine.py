@@ -373,7 +373,7 @@ def finished(text, tmp_path_factory):
     tune = {"learning_rates": [1e-3, 4e-3], "fraction": 0.5, "extensions": 0}
     recipe = small(text, tune=tune, speed={"seconds": 0.5, "rounds": 3})
     events = []
-    results = compare(recipe, out, workers=0, on_event=events.append)
+    results = compare(recipe, out, workers=0, on_progress=events.append)
     return out, recipe, results, events
 
 
@@ -501,7 +501,7 @@ def test_initialisations_of_a_model_that_brings_its_weights_are_not_tuned(text, 
 def test_started_again_nothing_is_done_again(finished):
     out, recipe, results, _ = finished
     events = []
-    assert compare(recipe, out, workers=0, on_event=events.append) == results
+    assert compare(recipe, out, workers=0, on_progress=events.append) == results
     assert events == []
 
 
@@ -767,7 +767,7 @@ def test_budgets_go_on_where_they_were(over_budgets):
     (out / "results.json").unlink()
     (out / "budgets" / "512" / "results.json").unlink()
     events = []
-    again = compare(recipe, out, workers=0, on_event=events.append)
+    again = compare(recipe, out, workers=0, on_progress=events.append)
     assert again["budgets"] == results["budgets"]
     assert {event.stage for event in events} <= {"match", "data", "train", "ngram"}
     assert max(event.runs for event in events) <= 2  # of the last budget alone, and those are there

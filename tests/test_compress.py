@@ -310,9 +310,9 @@ def test_killed_fit_resumes_to_the_same_bits(tmp_path) -> None:
     def run(folder, stop_at=None):
         model, calls = tiny(), []
 
-        def told(phase, done, total):
-            calls.append(phase)
-            if phase == "fit" and calls.count("fit") == stop_at:
+        def told(progress):
+            calls.append(progress.stage)
+            if progress.stage == "fit" and calls.count("fit") == stop_at:
                 raise KeyboardInterrupt
 
         compress(model, tokens(), keep=0.6, settings=SETTINGS, out_dir=folder, on_progress=told)
@@ -422,7 +422,7 @@ def test_another_budget_uses_the_same_statistics(tmp_path) -> None:
             keep=keep,
             settings=SETTINGS,
             out_dir=tmp_path,
-            on_progress=lambda phase, done, total: phases.append(phase),
+            on_progress=lambda progress: phases.append(progress.stage),
         )
     assert "backward" not in phases
     assert "fit" in phases
@@ -438,7 +438,7 @@ def test_each_layer_is_told_and_fitted_alike(tmp_path) -> None:
             keep=0.6,
             settings=SETTINGS,
             out_dir=tmp_path / folder,
-            on_progress=lambda phase, done, total: phases.append((phase, done == total)),
+            on_progress=lambda now: phases.append((now.stage, now.done == now.total)),
         )
         models.append(model.state_dict())
     assert phases.count(("fit", True)) == 3

@@ -27,7 +27,7 @@ def encoder_decoder():
 def refused(model, ids, message: str, folder, **more) -> None:
     phases = []
     with pytest.raises(ValueError, match=message):
-        compress(model, ids, out_dir=folder, on_progress=lambda *told: phases.append(told), **more)
+        compress(model, ids, out_dir=folder, on_progress=phases.append, **more)
     assert not phases
     assert not (folder / "calibration" / "moments-0000.safetensors").exists()
 

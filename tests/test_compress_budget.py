@@ -93,7 +93,7 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(settings, message
             tokens(),
             settings=SETTINGS | settings,
             out_dir=tmp_path / "out",
-            on_progress=lambda phase, done, total: phases.append(phase),
+            on_progress=lambda progress: phases.append(progress.stage),
         )
     assert not phases
     assert not (tmp_path / "out" / "calibration").exists()

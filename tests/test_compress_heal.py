@@ -70,8 +70,8 @@ def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
     def run(folder, stop_at=None):
         model = pretrained()
 
-        def told(phase, done, total):
-            if phase == "heal" and done == stop_at:
+        def told(progress):
+            if progress.stage == "heal" and progress.done == stop_at:
                 raise KeyboardInterrupt
 
         settings = HEALED | {"heal": what, "heal_tokens": 1024}

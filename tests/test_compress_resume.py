@@ -9,6 +9,7 @@ from conftest import mostly_slow
 from relinear.compression import compress
 from relinear.compression import run as stages
 from relinear.data.tokenizers import byte_tokenizer
+from relinear.system.progress import Progress, no_progress
 from tiny_models import make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "evaluate": False}
@@ -23,18 +24,14 @@ class _Kill(BaseException):
 def killing(stage: str):
     """A callback that ends the work in the middle of ``stage``."""
 
-    def told(phase: str, done: int, total: int) -> None:
-        if phase == stage and 2 * done >= total:
+    def told(progress: Progress) -> None:
+        if progress.stage == stage and 2 * progress.done >= progress.total:
             raise _Kill
 
     return told
 
 
-def quiet(phase: str, done: int, total: int) -> None:
-    return None
-
-
-def run(folder, on_progress=quiet) -> dict[str, bytes]:
+def run(folder, on_progress=no_progress) -> dict[str, bytes]:
     """What the compression leaves in its two directories, by file."""
     ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
     compress(
@@ -72,9 +69,9 @@ def test_killed_while_it_computes(stage: str, whole, tmp_path) -> None:
 def test_a_second_run_gives_the_same_and_heals_nothing_anew(whole, tmp_path) -> None:
     healed: list[int] = []
 
-    def told(phase: str, done: int, total: int) -> None:
-        if phase == "heal":
-            healed.append(done)
+    def told(progress: Progress) -> None:
+        if progress.stage == "heal":
+            healed.append(progress.done)
 
     assert run(tmp_path) == whole
     figures = json.loads((tmp_path / "report.json").read_text())["healing"]
@@ -118,7 +115,7 @@ INTEGERS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "bits": 4.25}
 INTEGERS |= {"evaluation_tokens": 96, "candidates": ["quantized"]}
 
 
-def integers(folder, on_progress=quiet, frontier: bool = False) -> dict[str, bytes]:
+def integers(folder, on_progress=no_progress, frontier: bool = False) -> dict[str, bytes]:
     """What integers of bits by layer leave: plan and model, or budgets."""
     ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
     model = make_family("llama", vocab_size=260)

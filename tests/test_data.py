@@ -485,11 +485,13 @@ def test_the_cache_folder(rows, tmp_path, monkeypatch):
 
 def test_progress_is_told(rows, tmp_path):
     told = []
-    prepare_data(
-        settings(rows, cache_dir=tmp_path / "cache", tokenizer="bpe:300"), on_progress=lambda *item: told.append(item)
-    )
-    assert [what for what, _ in told] == ["training the tokenizer", "tokenising train", "tokenising validation"]
-    assert told[1][1] == sum(map(len, texts(rows)))
+    prepare_data(settings(rows, cache_dir=tmp_path / "cache", tokenizer="bpe:300"), on_progress=told.append)
+    assert [progress.text for progress in told] == [
+        "training the tokenizer",
+        "tokenising train",
+        "tokenising validation",
+    ]
+    assert told[1].done == sum(map(len, texts(rows)))
 
 
 # Wrong input

@@ -9,6 +9,7 @@ from relinear.activations import Patch, intervene
 from relinear.activations.hook_points import Gated
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.testing import Case
+from relinear.train import Progress
 
 
 def test_hooks_of_the_version_before_work_under_their_old_names_and_warn() -> None:
@@ -54,3 +55,9 @@ def test_a_module_with_taps_is_read_through_its_hooks() -> None:
     module = torch.nn.Sequential(OldGate())
     with intervene(module, {"gate": Patch(1.0)}), pytest.warns(DeprecationWarning, match="_tapped has a new name"):
         assert torch.equal(module(torch.zeros(2, 3)), torch.ones(2, 3))
+
+
+def test_progress_has_the_names_of_the_version_before() -> None:
+    progress = Progress("training", 3, 10, "train")
+    with pytest.warns(DeprecationWarning, match="Progress.step has a new name: done"):
+        assert (progress.step, progress.steps, progress.phase, progress.what) == (3, 10, "train", "training")

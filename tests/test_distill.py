@@ -96,7 +96,7 @@ def test_every_module_has_its_own_mode_afterwards(stopped):
     before = {name: module.training for name, module in model.named_modules()}
 
     def stop(progress):
-        if stopped and (progress.phase, progress.name) == ("fit", "model.layers.1.self_attn.q_proj"):
+        if stopped and progress.text == "fit model.layers.1.self_attn.q_proj":
             raise KeyboardInterrupt
 
     mapping = {"q_proj": relinear.Transponder(rank=2)}
@@ -351,7 +351,7 @@ def test_a_directory_of_the_first_version_goes_on(tmp_path):
     start = weights(model)
 
     def stop(progress):
-        if progress.phase == "fit" and ".1." in progress.name:
+        if progress.stage == "fit" and ".1." in progress.text:
             raise Stop
 
     with pytest.raises(Stop):
@@ -382,7 +382,7 @@ def test_a_directory_of_the_first_version_goes_on(tmp_path):
         corpus(),
         settings=SETTINGS,
         out_dir=tmp_path,
-        on_progress=lambda progress: progress.phase == "fit" and fitted.append(progress.name),
+        on_progress=lambda progress: progress.stage == "fit" and fitted.append(progress.text.partition(" ")[2]),
     )
     assert all(".1." in name for name in fitted)
     (tmp_path / "distill.json").write_text(json.dumps(old))
@@ -405,7 +405,7 @@ def test_resuming_is_exact(tmp_path, more):
         model.load_state_dict(start)
 
         def watch(progress):
-            if stop_at and progress.phase == stop_at[0] and progress.name.startswith(stop_at[1]):
+            if stop_at and progress.text.startswith(" ".join(stop_at)):
                 raise Stop
 
         report = relinear.distill_(

@@ -97,7 +97,7 @@ def test_a_killed_run_is_told_of_and_ends_none_of_the_others(text, tmp_path, exp
     ended = [json.loads(path.read_text())["status"] for path in out.rglob("seed-0/run.json")]
     assert sorted(ended) == ["done", "running"]
     events = []
-    assert losses(compare(recipe(text), out, workers=2, on_event=events.append)) == expected
+    assert losses(compare(recipe(text), out, workers=2, on_progress=events.append)) == expected
     assert events[-1].run == events[-1].runs == 2
 
 

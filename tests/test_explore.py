@@ -414,7 +414,7 @@ def test_a_file_beyond_the_limit_is_refused(subject, monkeypatch) -> None:
     monkeypatch.setattr("relinear.explore.page.LIMIT", 10_000)
     measured = []
     with pytest.raises(ValueError, match="--sites"):
-        static_page([subject], effects=2, on_progress=lambda *done: measured.append(done))
+        static_page([subject], effects=2, on_progress=lambda progress: measured.append((progress.done, progress.total)))
     assert not measured
 
 

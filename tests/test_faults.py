@@ -113,7 +113,7 @@ def test_folders_made_for_a_lock_go_again_where_nothing_came_into_them(tmp_path)
 
 def terminate_at(step):
     def on_progress(progress):
-        if progress.phase == "train" and progress.step == step:
+        if progress.stage == "train" and progress.done == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return on_progress
@@ -179,7 +179,7 @@ def test_a_directory_that_is_gone_ends_the_run(tmp_path, phase, step):
     out = tmp_path / "out"
 
     def take_away(progress):
-        if progress.phase == phase and progress.step >= step:
+        if progress.stage == phase and progress.done >= step:
             shutil.rmtree(out, ignore_errors=True)
 
     with pytest.raises(FileNotFoundError, match=r"removed or became unreachable while the run was at work: '.*out'"):
@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_names_the_last_good_checkpoint(tmp_path):
     model = make_tiny_llama()
 
     def spoil(progress):
-        if progress.phase == "train" and progress.step == 5:
+        if progress.stage == "train" and progress.done == 5:
             model.lm_head.weight.data[0] = float("nan")
 
     with pytest.raises(ValueError, match=r"the last good checkpoint is .*checkpoint-4"):
@@ -208,7 +208,7 @@ def test_a_loss_that_explodes_ends_the_run():
     model = make_tiny_llama()
 
     def spoil(progress):
-        if progress.phase == "train" and progress.step == 5:
+        if progress.stage == "train" and progress.done == 5:
             model.lm_head.weight.data *= 1e6
 
     with pytest.raises(ValueError, match=r"the training loss has grown from 4\.\d+ to .*no checkpoint was written"):

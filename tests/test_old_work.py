@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_to_its_end(version: str, work) -> None:
     folder = work(version)
     settings = json.loads((folder / "run" / "run.json").read_text())["settings"]
     seen = []
-    result = train(settings, "run", on_progress=lambda progress: seen.append(progress.step))
+    result = train(settings, "run", on_progress=lambda progress: seen.append(progress.done))
     assert min(seen) == 2  # it did not begin anew
     ends = json.loads((folder / "run-ends.json").read_text())
     assert result.validation_loss == pytest.approx(ends["validation_loss"], rel=1e-5)
@@ -146,7 +146,7 @@ def test_a_killed_distillation_goes_on_to_its_end(version: str, work) -> None:
         given["blocks"],
         settings=settings,
         out_dir="distillation",
-        on_progress=lambda progress: progress.phase == "evaluate" or fitted.append(progress.name),
+        on_progress=lambda progress: progress.stage == "evaluate" or fitted.append(progress.text.partition(" ")[2]),
     )
     assert all("layers.1." in name for name in fitted)  # it did not begin anew
     for again in (model, relinear.from_pretrained(folder / "distillation" / "model").eval()):

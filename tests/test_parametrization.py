@@ -257,7 +257,7 @@ def test_a_run_goes_on_to_the_same_bits(tied, tmp_path):
         pass
 
     def stop(progress):
-        if progress.step == 3 and progress.phase == "train":
+        if progress.done == 3 and progress.stage == "train":
             raise Interrupt
 
     settings = MUP.updated(steps=6, batch_size=4, save_every=2, dtype="float32")

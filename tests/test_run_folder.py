@@ -398,7 +398,7 @@ def test_a_run_renames_what_was_put_under_its_names(settings, tmp_path):
     """A model, and a checkpoint of a later step, while it was at work."""
 
     def stop(progress):
-        if progress.step == 1 and progress.phase == "save":
+        if progress.done == 1 and progress.stage == "save":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -407,7 +407,7 @@ def test_a_run_renames_what_was_put_under_its_names(settings, tmp_path):
     put(tmp_path / "checkpoints" / "checkpoint-500" / "model.safetensors")
     put(tmp_path / "checkpoints" / "checkpoint-2" / "model.safetensors")
     seen = []
-    train(settings, tmp_path, on_progress=lambda progress: seen.append(progress.step))
+    train(settings, tmp_path, on_progress=lambda progress: seen.append(progress.done))
     assert min(seen) == 1, "it went on from its own checkpoint"
     assert treasures(tmp_path) == 3
     assert (tmp_path / "model" / "config.json").is_file()

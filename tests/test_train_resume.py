@@ -39,7 +39,7 @@ class Interrupt(Exception):
 
 def stop_at(step):
     def on_progress(progress):
-        if progress.step == step and progress.phase == "train":
+        if progress.done == step and progress.stage == "train":
             raise Interrupt
 
     return on_progress
@@ -73,7 +73,7 @@ def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
     resumed = dropout_model()
     torch.manual_seed(123)
     seen = []
-    result = fit(resumed, DATA, settings, out_dir=folder, on_progress=lambda p: seen.append(p.step))
+    result = fit(resumed, DATA, settings, out_dir=folder, on_progress=lambda p: seen.append(p.done))
     assert min(seen) == 6  # it did not begin anew
     assert result.validation_loss == expected.validation_loss
     assert comparable(result.curve) == comparable(expected.curve)
@@ -187,7 +187,7 @@ KILLED = """
 import json, os, signal, sys
 from relinear.train import train
 def on_progress(progress):
-    if progress.phase == "train" and progress.step == 8:
+    if progress.stage == "train" and progress.done == 8:
         os.kill(os.getpid(), signal.SIGKILL)
 train(json.loads(sys.argv[1]), sys.argv[2], on_progress=on_progress)
 """
@@ -204,7 +204,7 @@ def test_killed_run_continues_to_the_same_result(tmp_path, corpus):
     assert json.loads((tmp_path / "killed" / "run.json").read_text())["status"] == "running"
     assert read_result(tmp_path / "killed") is None
     seen = []
-    result = train(settings, tmp_path / "killed", on_progress=lambda p: seen.append(p.step))
+    result = train(settings, tmp_path / "killed", on_progress=lambda p: seen.append(p.done))
     assert min(seen) == 5
     assert result.validation_loss == expected.validation_loss
     assert comparable(result.curve) == comparable(expected.curve)
@@ -233,7 +233,7 @@ def test_another_number_of_ranks_must_keep_the_sequences_of_a_step(tmp_path, cor
     settings = run_settings(corpus, batch_size=4)
 
     def killed(progress):
-        if progress.phase == "train" and progress.step == 8:
+        if progress.stage == "train" and progress.done == 8:
             raise Interrupt
 
     with pytest.raises(Interrupt):

@@ -103,7 +103,7 @@ def test_fit_leaves_the_model_as_it_was_but_trained():
     assert not torch.equal(before, model.state_dict()["lm_head.weight"])
     assert result.out_dir is None
     assert result.validation_loss is None
-    assert [row.phase for row in rows] == ["prepare", "train", "train", "train", "train", "done"]
+    assert [row.stage for row in rows] == ["prepare", "train", "train", "train", "train", "done"]
     assert result.peak_memory_bytes > 1 << 20
     assert result.flops_per_token > 0
 

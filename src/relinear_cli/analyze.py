@@ -72,6 +72,7 @@ def analyze_saved(
     from relinear.analysis.report import RECORD
     from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
     from relinear.system.run_folder import RunFolder
+    from relinear_cli.progress import watch
 
     asked: dict[str, Any] = {"model": model, "control": control, "data": text.data.data, "only": names}
     asked |= {"sequences": text.sequences, "length": text.length}
@@ -94,10 +95,10 @@ def analyze_saved(
     tokens = tokens_of(text, reader)
     other = "control" if control is None or _name(control) == _name(model) else _name(control)
     subject = Subject(loaded, tokens, reader, second, _name(model), other)
-    with folder.open(asked, overwrite=overwrite):
+    with folder.open(asked, overwrite=overwrite), watch() as on_progress:
         facts = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
         folder.write(model=model, control=control, **facts)
-        return analyze(subject, out, names, lambda name: print(f"{name} ..."), folder.take)
+        return analyze(subject, out, names, on_progress, folder.take)
 
 
 def _name(path: str) -> str:

@@ -118,12 +118,13 @@ def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, An
     from relinear.bench.run import run_bench, table
     from relinear.pages.page import write_page
     from relinear.pages.records import picture_of
+    from relinear.system.progress import Progress
     from relinear.system.text import columns
-    from relinear_cli.progress import watch_reports
+    from relinear_cli.progress import watch
 
-    with watch_reports("timing layers") as report:
-        report("measuring the machine")
-        result = run_bench(settings, out, overwrite=overwrite, report=report)
+    with watch() as on_progress:
+        on_progress(Progress("measuring the machine"))
+        result = run_bench(settings, out, overwrite=overwrite, on_progress=on_progress)
     print(columns(table(result["rows"]), left=4))
     failed = {
         f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"
@@ -158,7 +159,8 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path, overwr
     from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
     from relinear.system.allocator import tune_allocator
-    from relinear_cli.progress import watch_reports
+    from relinear.system.progress import Progress
+    from relinear_cli.progress import watch
     from relinear_cli.terminal import print_table
 
     if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in given]:
@@ -168,9 +170,9 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path, overwr
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
     variants = {text: options.operator_mapping([text]) for text in operators}
-    with watch_reports(f"timing {settings.preset}") as report:
-        report("building models")
-        more: dict[str, Any] = {"allocator": tune_allocator(), "overwrite": overwrite, "report": report}
+    with watch() as on_progress:
+        on_progress(Progress("building models"))
+        more: dict[str, Any] = {"allocator": tune_allocator(), "overwrite": overwrite, "on_progress": on_progress}
         result = run_model_bench(settings, variants, out, **more)
     section = models_section(result)
     print_table(next(block for block in section.blocks if isinstance(block, Table)))

@@ -1,7 +1,7 @@
 """``relinear compare``: operators side by side on one budget."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -68,7 +68,7 @@ def command(
     from relinear.compare.report import write_report
     from relinear.compare.run import compare
     from relinear.compare.settings import CompareSettings, planned
-    from relinear_cli.progress import watch_comparison
+    from relinear_cli.progress import watch
     from relinear_cli.terminal import print_results, print_scale
 
     written = {
@@ -101,10 +101,9 @@ def command(
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
     options.prepare_process()
-    with watch_comparison() as on_event:
-        results = compare(
-            settings, out, overwrite=overwrite, workers=workers, executor=executor, slurm=jobs, on_event=on_event
-        )
+    where: Any = {"workers": workers, "executor": executor, "slurm": jobs}
+    with watch(resumable=True) as on_progress:
+        results = compare(settings, out, overwrite=overwrite, **where, on_progress=on_progress)
     report = write_report(out)
     if settings.sizes is None:
         print_results(results)

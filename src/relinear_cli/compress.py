@@ -79,7 +79,7 @@ def command(
     from relinear.compression import CompressSettings, compress
     from relinear.compression.plan import read_layers
     from relinear.compression.run import check_folder
-    from relinear_cli.progress import watch_compression
+    from relinear_cli.progress import watch
 
     written = {
         "bits": bits,
@@ -105,7 +105,7 @@ def command(
     what["overwrite"] = overwrite
     loaded = options.load_model(model)
     texts: Any = {"tokenizer": reader, "evaluate_on": _read(judges)}
-    with watch_compression() as on_progress:
+    with watch(resumable=True) as on_progress:
         report = compress(loaded, _read(corpora), **texts, **which, **what, on_progress=on_progress)
     print(report)
     _say_where(out, proposed=plan_only or frontier)

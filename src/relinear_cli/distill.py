@@ -56,7 +56,7 @@ def command(
     """
     from relinear.data import iter_texts
     from relinear.distill import DistillSettings, distill_
-    from relinear_cli.progress import watch_distillation
+    from relinear_cli.progress import watch
     from relinear_cli.report import write_report_of
 
     written = {
@@ -79,7 +79,7 @@ def command(
     options.prepare_process(threads, models=[model], texts=[text])
     how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "overwrite": overwrite, "out_dir": out}
     loaded = options.load_model(model)
-    with watch_distillation() as on_progress:
+    with watch(resumable=True) as on_progress:
         texts = iter_texts(text, split, conversations=True)
         report = distill_(loaded, mapping, texts, **how, on_progress=on_progress)
     print(report)

@@ -43,7 +43,7 @@ def command(
     from relinear.data import DataSettings
     from relinear.explore.page import static_page
     from relinear.pages.page import check_page, write_html
-    from relinear_cli.progress import watch_steps
+    from relinear_cli.progress import watch
 
     if static is not None:
         check_page(static, overwrite)
@@ -55,7 +55,7 @@ def command(
     named = zip(filter(None, [model, second]), folders, strict=True)
     subjects = [_subject(name, tokenizer, folder, **wanted) for name, folder in named]
     if static is not None:
-        with watch_steps("measuring effects") as on_progress:
+        with watch() as on_progress:
             written = write_html(static, static_page(subjects, effects, on_progress))
         print(f"written: {written.resolve()}")
         return
@@ -80,10 +80,10 @@ def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: An
     """The model that the user named, with its tokenizer and its index."""
     from relinear.explore.subject import prepare_subject
     from relinear.models import model_folder
-    from relinear_cli.progress import watch_steps
+    from relinear_cli.progress import watch
 
     name = model_folder(name)
     loaded = load_model(name, presets=False)
     reader = load_model_tokenizer(name, tokenizer, separates=False)
-    with watch_steps(f"indexing {name}") as on_progress:
+    with watch(name) as on_progress:
         return prepare_subject(name, loaded, reader, folder=folder, on_progress=on_progress, **wanted)

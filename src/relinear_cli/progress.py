@@ -1,30 +1,36 @@
 """Live progress on stderr: bars on a terminal, a line now and then elsewhere."""
 
+from __future__ import annotations
+
 import contextlib
-import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relinear.system.progress import Progress, ProgressCallback
 
 #: seconds between two lines where there is no terminal
 _QUIET = 20.0
+_FIGURES = {"loss": "loss {:.3f}", "validation_loss": "validation {:.3f}", "tokens_per_second": "{:,.0f} tok/s"}
 
 
 class _Lines:
     """Progress for logs and plain terminals: a line when something new starts, and every so often."""
 
     def __init__(self) -> None:
-        self._told, self._shown = ("", 0.0), ("", 0)
+        self._last, self._printed = ("", 0), ("", 0.0)
 
-    def show(self, title: str, done: int, total: int, detail: str, of_all: str, left: str, run: int, runs: int) -> None:
-        now, title = time.monotonic(), title.partition(" (")[0]
-        if (title, done) == self._shown or (title == self._told[0] and done != total and now - self._told[1] <= _QUIET):
+    def show(self, now: Progress, text: str, detail: str, left: str) -> None:
+        printed, at = self._printed
+        recent = text == printed and now.done != now.total and time.monotonic() - at <= _QUIET
+        if (text, now.done) == self._last or recent:
             return
-        self._told, self._shown = (title, now), (title, done)
-        counted = f" {done:,}/{total:,}" if total else f" {done:,}" if done else ""
-        print("  ".join(filter(None, [title + counted, of_all, detail, left])), file=sys.stderr, flush=True)
+        self._printed, self._last = (text, time.monotonic()), (text, now.done)
+        counted = f" {now.done:,}/{now.total:,}" if now.total else f" {now.done:,}" if now.done else ""
+        run = f"run {min(now.run + 1, now.runs)} of {now.runs}" if now.runs > 1 else ""
+        print("  ".join(filter(None, [text + counted, run, detail, left])), file=sys.stderr, flush=True)
 
 
 class _Bars:
@@ -34,45 +40,34 @@ class _Bars:
         self._progress = progress
         self._current = progress.add_task("", total=None, detail="", left="")
         self._all: Any = None
-        self._title = ""
+        self._text = ""
 
-    def show(self, title: str, done: int, total: int, detail: str, of_all: str, left: str, run: int, runs: int) -> None:
-        if title.partition(" (")[0] != self._title:
-            self._title = title.partition(" (")[0]
-            self._progress.reset(self._current, total=total or None)
-        if runs > 1 and self._all is None:
-            self._all = self._progress.add_task("all runs", total=runs, detail="", left="")
-        alone = self._all is None
-        shown = {"description": title, "completed": done, "total": total or None, "detail": detail}
-        self._progress.update(self._current, **shown, left=left if alone else "")
-        if not alone:
-            self._progress.update(self._all, completed=run, total=runs or None, left=left)
+    def show(self, now: Progress, text: str, detail: str, left: str) -> None:
+        if text != self._text:
+            self._text = text
+            self._progress.reset(self._current, total=now.total or None)
+        if now.runs > 1 and self._all is None:
+            self._all = self._progress.add_task("all runs", total=now.runs, detail="", left="")
+        shown = {"description": text, "completed": now.done, "total": now.total or None, "detail": detail}
+        self._progress.update(self._current, **shown, left="" if self._all else left)
+        if self._all is not None:
+            self._progress.update(self._all, completed=now.run, total=now.runs or None, left=left)
 
 
-class _View:
-    """What is going on, and how long the rest takes: as it is told, else at the pace so far."""
+def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
+    """A callback that shows work in ``view``, and how long the rest takes: as stated, else at the pace so far."""
+    began: dict[str, float] = {}
 
-    def __init__(self, lines: Any) -> None:
-        self._lines = lines
-        self._began: dict[str, float] = {}
+    def show(now: Progress) -> None:
+        seconds, time_now = now.seconds_left, time.monotonic()
+        since = began.setdefault(now.text, time_now)
+        if seconds is None and now.runs <= 1 and 0 < now.done < now.total:
+            seconds = (time_now - since) / now.done * (now.total - now.done)
+        figures = (form.format(value) for name, form in _FIGURES.items() if (value := getattr(now, name)) is not None)
+        detail = "  ".join(filter(None, [now.detail, *figures]))
+        view.show(now, f"{title}, {now.text}" if title else now.text, detail, _left(seconds or 0.0))
 
-    def show(
-        self,
-        title: str,
-        done: int,
-        total: int,
-        detail: str,
-        run: int = 0,
-        runs: int = 0,
-        seconds_left: float | None = None,
-    ) -> None:
-        """Show ``done`` of ``total`` of a piece of work, and how many of several runs have ended."""
-        now = time.monotonic()
-        began = self._began.setdefault(title.partition(" (")[0], now)
-        if seconds_left is None and runs <= 1 and 0 < done < total:
-            seconds_left = (now - began) / done * (total - done)
-        of_all = f"run {min(run + 1, runs)} of {runs}" if runs > 1 else ""
-        self._lines.show(title, done, total, detail, of_all, _left(seconds_left or 0.0), run, runs)
+    return show
 
 
 def _left(seconds: float) -> str:
@@ -81,30 +76,36 @@ def _left(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _view() -> Iterator[Any]:
+def watch(title: str = "", *, resumable: bool = False) -> Iterator[ProgressCallback]:
+    """Give a callback that shows what is going on while the block runs.
+
+    Args:
+        title: of what the work is about.
+        resumable: whether the command goes on where it was when it is started again, which is said if it is ended.
+    """
     from relinear.system.machine import is_first_rank
+    from relinear.system.progress import no_progress
 
-    if not is_first_rank() or not sys.stderr.isatty():  # of several ranks the first tells
-        yield _View(_Lines()) if is_first_rank() else SimpleNamespace(show=lambda *shown: None)
-        return
-    from rich import progress as bars
-    from rich.console import Console
+    with _resumable() if resumable else contextlib.nullcontext():
+        if not is_first_rank():  # of several ranks the first tells
+            yield no_progress
+            return
+        if not sys.stderr.isatty():
+            yield _callback(_Lines(), title)
+            return
+        from rich import progress as bars
+        from rich.console import Console
 
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(bar_width=28),
-        bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("{task.fields[left]}"),
-        bars.TextColumn("{task.fields[detail]}"),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _View(_Bars(progress))
-
-
-def _detail(values: Mapping[str, Any]) -> str:
-    names = {"loss": "loss {:.3f}", "validation_loss": "validation {:.3f}", "tokens_per_second": "{:,.0f} tok/s"}
-    return "  ".join(text.format(values[key]) for key, text in names.items() if values.get(key) is not None)
+        columns = (
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(bar_width=28),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("{task.fields[left]}"),
+            bars.TextColumn("{task.fields[detail]}"),
+        )
+        with bars.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            yield _callback(_Bars(progress), title)
 
 
 @contextlib.contextmanager
@@ -119,82 +120,3 @@ def _resumable() -> Iterator[None]:
         what = "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
         print(f"\n{what}; to go on: start the same command again", file=sys.stderr)
         raise
-
-
-def _watch(
-    make: Callable[..., Callable[..., None]], resumable: bool = True
-) -> Callable[..., contextlib.AbstractContextManager[Any]]:
-    """Turn ``make(view, ...)``, which gives a callback, into a context whose block the view is there for."""
-
-    @contextlib.contextmanager
-    @functools.wraps(make)
-    def watched(*given: Any) -> Iterator[Callable[..., None]]:
-        with _resumable() if resumable else contextlib.nullcontext(), _view() as view:
-            yield make(view, *given)
-
-    return watched
-
-
-@_watch
-def watch_comparison(view: Any) -> Callable[..., None]:
-    """A callback for ``compare(on_event=...)`` that shows what is going on while the block runs."""
-    return lambda now: view.show(
-        now.what, now.done, now.total, _detail(now.detail), now.run, now.runs, now.seconds_left
-    )
-
-
-@_watch
-def watch_training(view: Any, title: str) -> Callable[..., None]:
-    """A callback for ``train(on_progress=...)``, likewise."""
-
-    def on_progress(progress: Any) -> None:
-        if progress.phase == "evaluating":
-            view.show(f"{title}, evaluating", *progress.batches, "")
-            return
-        phase = {"evaluate": " (evaluating)", "prepare": " (preparing)"}.get(progress.phase, "")
-        values = {key: getattr(progress, key) for key in ("loss", "validation_loss", "tokens_per_second")}
-        view.show(title + phase, progress.step, progress.steps, _detail(values), 0, 0, progress.seconds_left)
-
-    return on_progress
-
-
-@_watch
-def watch_distillation(view: Any) -> Callable[..., None]:
-    """A callback for ``distill_(on_progress=...)``, likewise."""
-    return lambda now: view.show(f"{now.phase} {now.name}", now.done, now.total, _detail({"loss": now.loss}))
-
-
-@_watch
-def watch_compression(view: Any) -> Callable[..., None]:
-    """A callback for ``compress(on_progress=...)``, likewise."""
-    titles = {
-        "forward": "calibrating, forward",
-        "backward": "calibrating, backward",
-        "candidates": "planning",
-        "frontier": "measuring budgets",
-        "original": "running the original",
-        "evaluation": "running the compressed model",
-        "heal": "healing",
-    }
-    return lambda phase, done, total: view.show(titles.get(phase, "fitting layers"), done, total, "")
-
-
-@functools.partial(_watch, resumable=False)
-def watch_steps(view: Any, title: str) -> Callable[..., None]:
-    """A callback ``(done, total)`` for work of one kind."""
-    return lambda done, total: view.show(title, done, total, "")
-
-
-@functools.partial(_watch, resumable=False)
-def watch_reports(view: Any, title: str) -> Callable[..., None]:
-    """A callback for the ``report`` of benchmarks: texts, those of cases with ``3/20  `` before them."""
-
-    def report(text: str) -> None:
-        number, _, case = text.partition("  ")
-        done, slash, total = number.partition("/")
-        if slash and done.isdigit() and total.isdigit():
-            view.show(title, int(done) - 1, int(total), case)
-        else:
-            view.show(text, 0, 0, "")
-
-    return report

@@ -46,7 +46,7 @@ def command(
     from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
     from relinear.system.machine import is_first_rank
     from relinear.train import TrainSettings, train
-    from relinear_cli.progress import watch_training
+    from relinear_cli.progress import watch
 
     written: dict[str, Any] = {
         "model": model,
@@ -74,7 +74,7 @@ def command(
         ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
         told = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
         print(f"{told} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
-    with watch_training(settings.model) as on_progress:
+    with watch(settings.model, resumable=True) as on_progress:
         result = train(settings, out, overwrite=overwrite, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells
         return

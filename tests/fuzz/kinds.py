@@ -353,7 +353,7 @@ def resumed(home: Path, stop_at: int | None = None) -> dict[str, torch.Tensor]:
     """The weights of a run of three steps that goes on from what is in ``home``."""
 
     def stop(progress: Any) -> None:
-        if progress.phase == "save" and progress.step == stop_at:
+        if progress.stage == "save" and progress.done == stop_at:
             raise _Stop
 
     torch.manual_seed(0)

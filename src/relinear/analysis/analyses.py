@@ -23,6 +23,7 @@ from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import encode, text_start, windows
 from relinear.pages.blocks import Cell, Chart, Row
 from relinear.system.files import write_json
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 #: an analysis is the file of its name
 ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
@@ -96,12 +97,12 @@ def analyze(
     subject: Subject,
     out: Path,
     only: Sequence[str] = (),
-    on_start: Callable[[str], None] = lambda name: None,
+    on_progress: ProgressCallback = no_progress,
     on_file: Callable[[str], object] = lambda name: None,
 ) -> dict[str, Result]:
     """Run the analyses that apply to the model, or those in ``only``; write ``NAME.json`` and the figures into ``out``.
 
-    ``on_start`` is called before each, ``on_file`` with the name of each file before it is written.
+    ``on_progress`` is called before each, ``on_file`` with the name of each file before it is written.
 
     Raises:
         ValueError: for an unknown name, or if none applies.
@@ -113,8 +114,8 @@ def analyze(
     if not chosen:
         raise ValueError(f"no analysis applies to this model; there are: {', '.join(known_analyses())}")
     results = {}
-    for name, module in chosen.items():
-        on_start(name)
+    for number, (name, module) in enumerate(chosen.items()):
+        on_progress(Progress(name, number, len(chosen), "analyze"))
         results[name] = result = module.run(subject)
         on_file(f"{name}.json")
         write_json(out / f"{name}.json", result.numbers)

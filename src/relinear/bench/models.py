@@ -20,6 +20,7 @@ from relinear.models import from_preset, preset_config
 from relinear.operators.context_manager import ContextManager
 from relinear.surgery.plan import attach_, replace_
 from relinear.system.machine import on_threads
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 from relinear.system.timing import interleave
 from relinear.train.fitting import compiled as through_compiler
@@ -149,7 +150,7 @@ def run_model_bench(
     *,
     overwrite: bool = False,
     allocator: Mapping[str, int] | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> dict[str, Any]:
     """``bench_models`` in every combination, written to ``models.json`` in ``out_dir``.
 
@@ -161,7 +162,7 @@ def run_model_bench(
         out_dir: where to write. Timings with the same settings that have ended there are renamed.
         overwrite: rename those with other settings, too, and what else is in the way.
         allocator: the allocator's settings, to be stated in the file.
-        report: called with a line of progress before every case and between its rounds.
+        on_progress: called before every case and between its rounds.
 
     Returns:
         what the file holds: settings, machine, allocator, and a row a variant and case.
@@ -179,12 +180,12 @@ def run_model_bench(
     )
     record = folder.check(stated, overwrite=overwrite)
     with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):
-        rows = _all_rows(settings, variants, report)
+        rows = _all_rows(settings, variants, on_progress)
         return folder.write(allocator=dict(allocator or {}), rounds=settings.rounds, rows=rows)
 
 
 def _all_rows(
-    settings: ModelBenchSettings, variants: Mapping[str, Mapping[str, OperatorConfig]], report: Callable[[str], None]
+    settings: ModelBenchSettings, variants: Mapping[str, Mapping[str, OperatorConfig]], on_progress: ProgressCallback
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     cases = [
@@ -197,12 +198,13 @@ def _all_rows(
     with on_threads(settings.threads):
         for number, (dtype, mode, (phase, batch)) in enumerate(todo):
 
-            def tell(done: int, case: str = f"{dtype}, {mode}, {phase} of {batch}", first: int = number) -> None:
-                report(f"{first * settings.rounds + done + 1}/{len(todo) * settings.rounds}  {case}")
+            def report(done: int, case: str = f"{dtype}, {mode}, {phase} of {batch}", first: int = number) -> None:
+                step, steps = first * settings.rounds + done, len(todo) * settings.rounds
+                on_progress(Progress(f"timing {settings.preset}", step, steps, detail=case))
 
-            tell(0)
+            report(0)
             rows += bench_models(
-                settings, variants, phase, batch, dtype=DTYPES[dtype], compiled=mode == "compiled", on_round=tell
+                settings, variants, phase, batch, dtype=DTYPES[dtype], compiled=mode == "compiled", on_round=report
             )
     return rows
 

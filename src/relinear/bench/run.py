@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import read_json, write_json
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 
 #: every operator at the setting that its figures are quoted for; rotors as a plain sum and as they come
@@ -96,7 +98,7 @@ class BenchSettings(Settings):
         return [(text, OperatorConfig.read(text)) for text in self.operators]
 
 
-def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str, Any]:
+def _measure(settings: BenchSettings) -> dict[str, Any]:
     """Everything of ``settings`` in this process, as it is."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -114,15 +116,15 @@ def _measure(settings: BenchSettings, report: Callable[[str], None]) -> dict[str
         Case(*shape, tokens, dtype, mode, phase, settings.for_inference and phase == "forward")
         for shape, dtype, mode, phase, tokens in every
     ]
-    for number, case in enumerate(todo, 1):
-        report(f"{number}/{len(todo)}  {case}")
+    for number, case in enumerate(todo):
+        print(f"{number}/{len(todo)}  {case}", flush=True)  # read by _child
         # Peers are written for eager float32 and bfloat16 alike; compiled they would measure the compiler.
         peers = PEERS if settings.peers and case.mode == "eager" else ()
         rows += bench_case(case, operators, peers=peers, roofline=roofs[case.dtype], rounds=settings.rounds)
     return {"roofline": [dataclasses.asdict(roof) for roof in roofs.values()], "rows": rows}
 
 
-def _child(settings: BenchSettings, *, tuned: bool, report: Callable[[str], None]) -> dict[str, Any]:
+def _child(settings: BenchSettings, *, tuned: bool, on_progress: ProgressCallback) -> dict[str, Any]:
     """``_measure`` in a process of its own: thresholds of the allocator cannot be taken back once they are set."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -132,7 +134,8 @@ def _child(settings: BenchSettings, *, tuned: bool, report: Callable[[str], None
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                report(line.rstrip())
+                if case := re.fullmatch(r"(\d+)/(\d+)  (.*)\n", line):
+                    on_progress(Progress("timing layers", int(case[1]), int(case[2]), detail=case[3]))
         if process.returncode:
             raise RuntimeError(f"the benchmark's process ended with exit code {process.returncode}; see above")
         return json.loads(out.read_text(encoding="utf-8"))
@@ -143,7 +146,7 @@ def run_bench(
     out_dir: str | Path,
     *,
     overwrite: bool = False,
-    report: Callable[[str], None] = lambda line: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> dict[str, Any]:
     """Measure, and write ``bench.json`` and ``bench.png`` (and ``.svg``) into ``out_dir``.
 
@@ -151,7 +154,7 @@ def run_bench(
         settings: what to measure.
         out_dir: where to write. A benchmark with the same settings that has ended there is renamed.
         overwrite: rename one with other settings, too, and what else is in the way.
-        report: called with a line of progress before every case.
+        on_progress: called before every case.
 
     Returns:
         what ``bench.json`` holds: settings, machine, allocator, roofline, and a row for every contender in every case,
@@ -171,14 +174,14 @@ def run_bench(
     )
     record = folder.check(stated, overwrite=overwrite)
     with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):
-        return _run_in(folder, settings, report)
+        return _run_in(folder, settings, on_progress)
 
 
-def _run_in(folder: RunFolder, settings: BenchSettings, report: Callable[[str], None]) -> dict[str, Any]:
-    runs = [_child(settings, tuned=True, report=report) for _ in range(settings.repeats)]
+def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
+    runs = [_child(settings, tuned=True, on_progress=on_progress) for _ in range(settings.repeats)]
     tuned: dict[str, Any] = {**runs[0], "rows": of_runs([run["rows"] for run in runs])}
     if settings.untuned and "eager" in settings.modes:
-        plain = _child(settings.updated(peers=False, modes=("eager",)), tuned=False, report=report)
+        plain = _child(settings.updated(peers=False, modes=("eager",)), tuned=False, on_progress=on_progress)
         ratios = {key_of(row): row.get("ratio") for row in plain["rows"]}
         for row in tuned["rows"]:
             row["ratio_untuned"] = ratios.get(key_of(row))
@@ -286,5 +289,5 @@ def _told(row: Mapping[str, Any]) -> str:
 if __name__ == "__main__":
     _settings, _tuned, _out = sys.argv[1:]
     _allocator = tune_allocator() if _tuned == "1" else {}
-    _result = _measure(BenchSettings.model_validate_json(_settings), lambda line: print(line, flush=True))
+    _result = _measure(BenchSettings.model_validate_json(_settings))
     write_json(_out, _result | {"allocator": _allocator})

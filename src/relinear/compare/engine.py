@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from relinear.compare.match import Event, OnEvent
+from relinear.system.progress import Progress, ProgressCallback
 from relinear.train.callbacks import pace, read_metrics
 from relinear.train.run import read_ended, read_outcome, train
 from relinear.train.settings import TrainSettings
@@ -82,11 +82,11 @@ class Engine:
     Args:
         executor: where.
         at_once: how many runs go on at once there, as far as is known, for the time that is left.
-        on_event: told.
+        on_progress: called.
     """
 
-    def __init__(self, executor: Executor, at_once: int, on_event: OnEvent) -> None:
-        self.executor, self.at_once, self.on_event = executor, max(1, at_once), on_event
+    def __init__(self, executor: Executor, at_once: int, on_progress: ProgressCallback) -> None:
+        self.executor, self.at_once, self.on_progress = executor, max(1, at_once), on_progress
         #: stage -> runs and steps that are planned; a search may ask for more
         self._planned = {"tune": (0, 0), "train": (0, 0)}
         #: stage -> folder -> steps of runs that were asked for
@@ -162,7 +162,7 @@ class Engine:
 
     def say(self, stage: str, what: str) -> None:
         """Tell of work that is no run."""
-        self.on_event(Event(stage, what, run=len(self._ended), runs=self._in_all()[0]))
+        self.on_progress(Progress(what, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
 
     def _tell(self, going: list[Run]) -> None:
         """How far runs are that are at work, by what they have written; the first stands for them."""
@@ -182,9 +182,9 @@ class Engine:
 
     def _say(self, run: Run, done: int, others: int = 0, row: Mapping[str, Any] | None = None, partly: int = 0) -> None:
         what = run.what + (f" and {others} more" if others else "")
-        detail = {key: (row or {}).get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
-        ended, runs = len(self._ended), self._in_all()[0]
-        self.on_event(Event(run.stage, what, done, run.settings.steps, ended, runs, detail, self._left(partly)))
+        figures: Any = {key: (row or {}).get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
+        runs: Any = {"run": len(self._ended), "runs": self._in_all()[0], "seconds_left": self._left(partly)}
+        self.on_progress(Progress(what, done, run.settings.steps, run.stage, **figures, **runs))
 
     def _left(self, partly: int) -> float | None:
         """Seconds that the rest takes at the pace of the runs that are known."""

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from relinear.contract.operator import OperatorConfig
 from relinear.models import preset_config, preset_names
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 
@@ -207,31 +208,6 @@ def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
-    """What a comparison is doing, for those who watch.
-
-    stage: "data", "match", "tune", "train" or "speed".
-    what: in words.
-    done, total: of this piece of work (optimiser steps, or characters read; total 0 where it is not known).
-    run, runs: training runs that have ended, and how many there are as far as is known.
-    detail: numbers worth showing, by name.
-    seconds_left: of all runs, as far as is known.
-    """
-
-    stage: str
-    what: str
-    done: int = 0
-    total: int = 0
-    run: int = 0
-    runs: int = 0
-    detail: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
-    seconds_left: float | None = None
-
-
-OnEvent = Callable[[Event], None]
-
-
-@dataclasses.dataclass(frozen=True)
 class Planned:
     """An entry at its final size. size_mismatch: from the target of matching; None where it was not matched."""
 
@@ -241,13 +217,15 @@ class Planned:
     size_mismatch: float | None
 
 
-def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent = lambda event: None) -> list[Planned]:
+def plan_comparison(
+    recipe: CompareSettings, vocab_size: int, on_progress: ProgressCallback = no_progress
+) -> list[Planned]:
     """Return every entry at the size that it is trained with.
 
     Args:
         recipe: what to compare.
         vocab_size: of the tokenizer.
-        on_event: told which entry is being sized.
+        on_progress: called before each entry is sized.
 
     Raises:
         ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
@@ -255,7 +233,7 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent 
     written = {name: recipe.settings_of(name) for name in recipe.entries}
     sizes: dict[str, Size] = {}
     for name, settings in written.items():
-        on_event(Event("match", f"sizing {name}"))
+        on_progress(Progress(f"sizing {name}", stage="match"))
         try:
             sizes[name] = measure_size(settings, vocab_size)
         except ValueError as error:
@@ -270,7 +248,7 @@ def plan_comparison(recipe: CompareSettings, vocab_size: int, on_event: OnEvent 
         for name, entry in recipe.entries.items():
             settings, size, mismatch = written[name], sizes[name], 0.0 if name == reference else None
             if name != reference and entry.how != "fixed":
-                on_event(Event("match", f"matching {name} by {match.by}"))
+                on_progress(Progress(f"matching {name} by {match.by}", stage="match"))
                 wanted: Any = {"by": match.by, "target": target, "how": entry.how, "tolerance": match.tolerance}
                 settings, size = matched(settings, vocab_size, **wanted, name=name)
                 mismatch = size.of(match.by) / target - 1

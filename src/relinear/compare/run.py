@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -26,7 +27,7 @@ from relinear.compare.folder import (
     recipe_of,
 )
 from relinear.compare.gaps import gap
-from relinear.compare.match import Event, OnEvent, Planned, plan_comparison
+from relinear.compare.match import Planned, plan_comparison
 from relinear.compare.results import (
     at_budget,
     chosen_by,
@@ -46,6 +47,7 @@ from relinear.data.tokenizers import expected_vocabulary
 from relinear.deprecated import with_new_columns
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
+from relinear.system.progress import ProgressCallback, no_progress
 from relinear.train.fitting import training_device
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
@@ -64,7 +66,8 @@ def compare(
     workers: int | None = None,
     executor: Executor | str | None = None,
     slurm: Mapping[str, Any] | None = None,
-    on_event: OnEvent = lambda event: None,
+    on_progress: ProgressCallback = no_progress,
+    on_event: ProgressCallback | None = None,
 ) -> Results:
     """Carry out a comparison and leave its results in ``out_dir``.
 
@@ -82,7 +85,8 @@ def compare(
         executor: where runs are carried out: None on this machine, "slurm", the address of a scheduler of Dask
             ("tcp://HOST:8786"), or an executor as ``concurrent.futures`` has them. All see ``out_dir`` by this path.
         slurm: parameters of ``submitit.AutoExecutor`` for jobs of SLURM, such as ``slurm_partition``.
-        on_event: told what is going on.
+        on_progress: called with what is being done: a ``Progress``.
+        on_event: the old name of ``on_progress``.
 
     Returns:
         What ``results.json`` holds, or ``scale.json`` for a recipe with ``sizes``: see ``docs/compare.md``.
@@ -94,6 +98,9 @@ def compare(
         OSError: if ``out_dir`` cannot be written.
     """
     recipe, out_dir = CompareSettings.load(recipe), Path(out_dir)
+    if on_event is not None:
+        warnings.warn("compare(on_event=) has a new name: on_progress", DeprecationWarning, stacklevel=2)
+        on_progress = on_event
     work: Any = comparison
     if recipe.sizes is not None:
         from relinear.compare.scaling import scaled_up
@@ -102,7 +109,7 @@ def compare(
     if workers is None:
         workers = runs_at_once(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as place:
-        return work(recipe, out_dir, Engine(place, workers, on_event), overwrite)
+        return work(recipe, out_dir, Engine(place, workers, on_progress), overwrite)
 
 
 def runs_at_once(recipe: CompareSettings) -> int:
@@ -127,10 +134,10 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    planned = plan_comparison(recipe, vocabulary, engine.on_event)  # what cannot be matched is refused in seconds
-    data = prepare_data(recipe.train.data, on_progress=lambda what, done: engine.on_event(Event("data", what, done)))
+    planned = plan_comparison(recipe, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
+    data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(recipe, data.vocab_size, engine.on_event)
+        planned = plan_comparison(recipe, data.vocab_size, engine.on_progress)
     with held(recipe, out_dir, planned, data, overwrite) as started:
         if recipe.budgets is None:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()

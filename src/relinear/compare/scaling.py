@@ -16,7 +16,7 @@ import numpy as np
 from relinear.compare.engine import Engine
 from relinear.compare.folder import RUNS, SCALE, SIZES, comparison_folder, held, read_losses
 from relinear.compare.gaps import interval, replicates
-from relinear.compare.match import Event, at_width, config_of_preset, measure_size, scaled_operators
+from relinear.compare.match import at_width, config_of_preset, measure_size, scaled_operators
 from relinear.compare.run import circumstances, comparison, kept
 from relinear.compare.schema import Results
 from relinear.compare.settings import CompareSettings
@@ -36,7 +36,7 @@ def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite:
     comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
     if (out_dir / SCALE).is_file() and not overwrite:
         return read_scale(out_dir)
-    data = prepare_data(recipe.train.data, on_progress=lambda what, done: engine.on_event(Event("data", what, done)))
+    data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     widths = recipe.sizes.widths if recipe.sizes else ()
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in widths}
     with held(recipe, out_dir, [], overwrite=overwrite) as started:

@@ -78,7 +78,6 @@ def measure_speed(
     vocab_size: int,
     seconds: float,
     rounds: int,
-    on_progress: Callable[[dict[str, Any]], None] = lambda progress: None,
 ) -> dict[str, Speed]:
     """Return tokens per second of training steps and of inference passes (whole sequences), and their ratios.
 
@@ -91,7 +90,6 @@ def measure_speed(
         vocab_size: of the tokenizer.
         seconds: about how long to measure, warm-up included; at least three rounds are made.
         rounds: at most so many.
-        on_progress: called with ``{"step", "steps"}`` before every round.
 
     Returns:
         name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference,
@@ -113,13 +111,9 @@ def measure_speed(
         about = {"reference": reference, "rounds": count}
         about["processor"] = ", ".join(machine["gpus"]) if on_gpu else machine["processor"]
         figures: dict[str, Any] = {name: dict(about) for name in made}
-        for number, what in enumerate(("train", "inference")):
-
-            def tell(done: int, before: int = number * count) -> None:
-                on_progress({"step": before + done + 1, "steps": 2 * count})
-
+        for what in ("train", "inference"):
             calls = {name: one[what] for name, (_, one) in made.items()}
-            timings = interleave(calls, reference, rounds=count, min_seconds=0.0, warmup=1, on_round=tell)
+            timings = interleave(calls, reference, rounds=count, min_seconds=0.0, warmup=1)
             for name, timing in timings.items():
                 figures[name] |= _figures(what, timing, loaded[name], loaded[reference])
     return figures

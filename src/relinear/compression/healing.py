@@ -267,10 +267,10 @@ class _Healing:
 
     def _told(self, progress: Any) -> None:
         loss = progress.validation_loss
-        if progress.phase == "evaluate" and loss < self._best_so_far()[1]:
-            save_tensors(self.best, self._trained(), {"step": str(progress.step), "loss": repr(loss)})
-        if progress.phase in ("train", "save"):
-            self.on_progress("heal", progress.step, progress.steps)
+        if progress.stage == "evaluate" and loss < self._best_so_far()[1]:
+            save_tensors(self.best, self._trained(), {"step": str(progress.done), "loss": repr(loss)})
+        if progress.stage in ("train", "save"):
+            self.on_progress("heal", progress.done, progress.total)
 
     def _best_so_far(self) -> tuple[int, float]:
         if not self.best.is_file():

@@ -25,7 +25,7 @@ from relinear.compression.healing import HealReport, check_heal, check_healable,
 from relinear.compression.plan import CompressPlan
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
-from relinear.compression.task import OnProgress, Task, check_ids, check_model, linear_layers
+from relinear.compression.task import Task, check_ids, check_model, linear_layers
 from relinear.contract.config import check_choice
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import linear_features
@@ -36,12 +36,23 @@ from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.tied import tied_head
 from relinear.system.files import fingerprint, write_json, writing
 from relinear.system.machine import PeakMemory, command_line
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, set_aside
 
 #: the model, and the one export that is a file, as they are called in the directory; others are called as asked for
 MODEL, GGUF = "model", "model.gguf"
 EXPORTS: dict[str, Callable[..., Path]]
 EXPORTS = {"plain": export_plain, "gguf": export_gguf, "compressed-tensors": export_compressed_tensors}
+#: stage of the work -> what is shown while it lasts
+STAGES = {
+    "forward": "calibrating, forward",
+    "backward": "calibrating, backward",
+    "candidates": "planning",
+    "frontier": "measuring budgets",
+    "original": "running the original",
+    "evaluation": "running the compressed model",
+    "heal": "healing",
+}
 #: what is made by a plan
 _RESULTS = ("plan.json", "report.json", "report.html", MODEL, GGUF, "plain", "compressed-tensors")
 
@@ -62,7 +73,7 @@ def compress(
     overwrite: bool = False,
     export: Literal["plain", "gguf", "compressed-tensors"] | None = None,
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
-    on_progress: OnProgress = lambda phase, done, total: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> CompressReport:
     """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
 
@@ -88,7 +99,7 @@ def compress(
             and called again with the same arguments, it goes on from where it was; other budgets or candidates use the
             same statistics, and the model of the earlier one is renamed: ``model.<time>``. None keeps nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``, statistics included.
-        on_progress: called with a phase, how much of it is done and how much there is.
+        on_progress: called with a ``Progress``, whose ``stage`` is a key of ``STAGES`` or "fit".
 
     Returns:
         The report: what every layer became, sizes in bytes, losses in nats a token, seconds by phase. ``model`` has
@@ -130,7 +141,11 @@ def compress(
         writing(folder := Path(temporary) if kept is None else kept.path),
         evaluating(model),
     ):
-        job = _Job(Task(model, modules, chosen, folder, on_progress), export, kept, (record or {}).get("made"))
+
+        def report_progress(stage: str, done: int, total: int) -> None:
+            on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
+
+        job = _Job(Task(model, modules, chosen, folder, report_progress), export, kept, (record or {}).get("made"))
         if frontier and (plan_file is not None or not chosen.fisher):
             raise ValueError("frontier weighs operators by budgets: leave out plan_file and fisher=False")
         plan_only = plan_only or frontier

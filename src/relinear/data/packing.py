@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from relinear.data.tokenizers import (
     whole_texts,
 )
 from relinear.system.files import writing
-
-#: told what is being done and how many characters of it are done
-Progress = Callable[[str, int], None]
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 
 class PackedDataset(Dataset):
@@ -87,7 +85,7 @@ class PackedData:
 
 
 def prepare_data(
-    settings: DataSettings | Mapping[str, Any], *, on_progress: Progress = lambda what, characters: None
+    settings: DataSettings | Mapping[str, Any], *, on_progress: ProgressCallback = no_progress
 ) -> PackedData:
     """Tokenise and pack the training and validation splits, or open what an earlier call left in the cache.
 
@@ -97,7 +95,7 @@ def prepare_data(
 
     Args:
         settings: which text and tokenizer: ``DataSettings`` or a mapping of its fields.
-        on_progress: called with a phrase and the characters done so far, every million characters and at the end.
+        on_progress: called with the characters done so far, every million characters and at the end.
 
     Returns:
         The data: ``train`` and ``validation``, datasets of ``{"input_ids": (T,), "labels": (T,)}``, the tokenizer,
@@ -167,7 +165,7 @@ def prepare_data(
 
 
 def _counted(
-    documents: Iterable[str], what: str, on_progress: Progress, totals: dict[str, int] | None = None
+    documents: Iterable[str], what: str, on_progress: ProgressCallback, totals: dict[str, int] | None = None
 ) -> Iterator[str]:
     """Yield the documents, and tell how many characters they come to so far; ``totals`` in the end counts them all."""
     count, characters, size, reported = 0, 0, 0, 0
@@ -176,13 +174,13 @@ def _counted(
         count, characters, size = count + 1, characters + len(text), size + len(text.encode())
         if characters - reported >= 1_000_000:
             reported = characters
-            on_progress(what, reported)
-    on_progress(what, characters)
+            on_progress(Progress(what, reported, stage="data"))
+    on_progress(Progress(what, characters, stage="data"))
     if totals is not None:
         totals |= {"documents": count, "characters": characters, "bytes": size}
 
 
-def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: Progress) -> tuple[Any, Any]:
+def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: ProgressCallback) -> tuple[Any, Any]:
     """The tokenizer of a setting and a JSON value that decides what it does."""
     size = trained_size(name)
     if size is None:

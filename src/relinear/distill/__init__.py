@@ -1,7 +1,7 @@
 """Distillation: operators fitted to the layers of a pretrained model, one decoder layer after another."""
 
-from relinear.distill.report import DistillProgress, DistillReport, LayerFit
+from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.run import distill_
 from relinear.distill.settings import DistillSettings
 
-__all__ = ["DistillProgress", "DistillReport", "DistillSettings", "LayerFit", "distill_"]
+__all__ = ["DistillReport", "DistillSettings", "LayerFit", "distill_"]

@@ -11,18 +11,6 @@ from relinear.system.text import columns
 
 
 @dataclasses.dataclass(frozen=True)
-class DistillProgress:
-    """Where a distillation is: ``phase`` is "evaluate", "record", "fit" or "retrain", ``done`` of ``total`` blocks or
-    steps."""
-
-    phase: str
-    name: str
-    done: int
-    total: int
-    loss: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class LayerFit:
     """One fitted layer.
 

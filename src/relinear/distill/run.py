@@ -23,7 +23,7 @@ from relinear.contract.modules import stock_name
 from relinear.contract.operator import Operator, OperatorConfig, is_linear
 from relinear.distill.fit import Course, Pairs, Within, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
-from relinear.distill.report import DistillProgress, DistillReport, LayerFit
+from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.losses import token_losses
 from relinear.hf.model_layout import layer_index, model_name
@@ -37,9 +37,9 @@ from relinear.surgery.states import flat_states, load_states_, place_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import atomic_path, fingerprint, understood, write_json
 from relinear.system.machine import circumstances
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
 
-OnProgress = Callable[[DistillProgress], None]
 _OVERWRITE = "overwrite=True (--overwrite)"
 
 
@@ -56,7 +56,7 @@ def distill_(
     out_dir: str | Path | None = None,
     overwrite: bool = False,
     resume: bool | None = None,
-    on_progress: OnProgress = lambda progress: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> DistillReport:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus, in place.
 
@@ -78,7 +78,8 @@ def distill_(
             goes on from what an earlier call with the same arguments left there; the result is bit for bit that of a
             call that was never interrupted (given the same machine and number of threads).
         resume: deprecated; ``resume=False`` is ``overwrite=True``.
-        on_progress: called with a ``DistillProgress`` every so often.
+        on_progress: called with a ``Progress`` every so often: its ``stage`` is "evaluate", "record", "fit" or
+            "retrain", its ``text`` says of which layer, and ``done`` counts blocks or steps.
 
     Returns:
         The report; its errors, and the perplexities of the model before and after, are on tokens that were recorded but
@@ -204,7 +205,7 @@ class _Run:
     blocks: Tensor
     train_blocks: int
     folder: RunFolder | None
-    on_progress: OnProgress
+    on_progress: ProgressCallback
     #: copies of the layers that were replaced or trained again, under all their names, for the target "original"
     originals: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     #: size and hash of the weights of every layer that is done, by name of the file
@@ -220,7 +221,7 @@ class _Run:
 
         None if it returns no logits.
         """
-        told, batch = self._told("evaluate", f"the model {when}"), self.settings.record_batch
+        report, batch = self._reporting("evaluate", f"the model {when}"), self.settings.record_batch
         blocks = self.blocks[self.train_blocks :]
         device, total = next(self.model.parameters()).device, 0.0
         for start in range(0, len(blocks), batch):
@@ -228,7 +229,7 @@ class _Run:
             if (logits := getattr(self.model(input_ids=ids), "logits", None)) is None:
                 return None
             total += float(token_losses(logits, ids).double().sum())
-            told(min(start + batch, len(blocks)), len(blocks))
+            report(min(start + batch, len(blocks)), len(blocks))
         loss = total / blocks[:, 1:].numel()
         return math.exp(loss) if loss < 700 else math.inf
 
@@ -314,17 +315,17 @@ class _Run:
 
     # One decoder layer
 
-    def _told(self, phase: str, name: str) -> Callable[..., None]:
-        def tell(done: int, total: int, loss: float | None = None) -> None:
-            self.on_progress(DistillProgress(phase, name, done, total, loss))
+    def _reporting(self, stage: str, name: str) -> Callable[..., None]:
+        def report(done: int, total: int, loss: float | None = None) -> None:
+            self.on_progress(Progress(f"{stage} {name}", done, total, stage, loss=loss))
 
-        return tell
+        return report
 
     def _record(self, modules: Mapping[str, nn.Module], **kw: Any):
         folder = (self.folder.path if self.folder else Path(".")) / "recorded" if self.settings.on_disk else None
-        told = self._told("record", next(iter(modules)).rpartition(".")[0])
+        report = self._reporting("record", next(iter(modules)).rpartition(".")[0])
         return record(
-            self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=told, **kw
+            self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=report, **kw
         )
 
     def layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
@@ -409,17 +410,17 @@ class _Run:
                 by_rows, errors = self._by_rows(self.settings.learning_rate), {}
                 for name, operator in operators.items():
                     goal = to_outputs(operator, pairs[name], self.train_tokens, self.settings.loss)
-                    errors[name] = improve([operator], goal, by_rows, self._told("fit", name))
+                    errors[name] = improve([operator], goal, by_rows, self._reporting("fit", name))
             if self.settings.joint:  # then on what the nearest module that holds them all gives
                 holder = _common_parent(group)
                 goal = within.to_output(holder, self.settings.loss)
-                before, after = within.improve(goal, course, self._told("fit", holder))
+                before, after = within.improve(goal, course, self._reporting("fit", holder))
                 joint = {"joint_start_error": before.relative, "joint_error": after.relative}
                 held_out = slice(self.train_tokens, self.blocks.numel())
                 errors = {n: (errors[n][0], measure(operators[n], pairs[n], held_out)) for n in operators}
         if by_logits:
-            told = self._told("fit", group[0].name.rpartition(".")[0])
-            errors = dict.fromkeys(operators, within.improve(within.to_logits(), course, told))
+            report = self._reporting("fit", group[0].name.rpartition(".")[0])
+            errors = dict.fromkeys(operators, within.improve(within.to_logits(), course, report))
         fits = []
         for r in group:
             sizes = module_parameters(operators[r.name]), module_parameters(r.target.module)
@@ -448,7 +449,7 @@ class _Run:
             pairs = Pairs(recording.inputs(name), lambda rows: wanted[rows].float())
             goal = to_outputs(trained, pairs, self.train_tokens, "mse")
             course = self._by_rows(self.settings.retrain_learning_rate)
-            start, end = improve([trained], goal, course, self._told("retrain", name))
+            start, end = improve([trained], goal, course, self._reporting("retrain", name))
         module.load_state_dict(trained.state_dict())
         kind, size = type(module).__name__, module_parameters(module)
         return LayerFit(name, kind, size, size, start.relative, end.relative, end.cosine, retrained=True)

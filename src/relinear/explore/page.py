@@ -5,7 +5,7 @@
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from relinear.explore.subject import Subject
 from relinear.explore.units import BINS, TOP
 from relinear.pages.blocks import Part, Section
 from relinear.pages.page import LIMIT, render
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 _TEMPLATE = "explore/explore.html"
 _LIVE = (
@@ -36,16 +37,14 @@ def live_page(overviews: Sequence[Mapping[str, Any]]) -> str:
     return _page(overviews, _LIVE, {"models": list(overviews)})
 
 
-def static_page(
-    subjects: Sequence[Subject], effects: int = 0, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> str:
+def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: ProgressCallback = no_progress) -> str:
     """Return the page that holds the indices of the subjects.
 
     Args:
         subjects: one model, or two side by side.
         effects: the most units of each whose effect on the next token is measured and put in, those of the largest
             spread in their site first.
-        on_progress: called with what is done and the total of these measurements.
+        on_progress: called after each of these measurements.
 
     Raises:
         ValueError: if the page would have more than 1 MB, without the effects before they are measured.
@@ -60,7 +59,7 @@ def static_page(
         for site, unit in units:
             packed["effects"][f"{site} #{unit}"] = effect(subject, site, unit)
             done += 1
-            on_progress(done, total)
+            on_progress(Progress("measuring effects", done, total))
     return _checked(_page(overviews, _STATIC, data))
 
 

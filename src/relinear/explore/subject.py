@@ -8,7 +8,7 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_sites, index_folder, index_units, read_index, values_of
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
 from relinear.system.private_cache import check_all_own, check_own
+from relinear.system.progress import ProgressCallback, no_progress
 
 #: tokens of a typed text
 MOST_TOKENS = 512
@@ -245,7 +246,7 @@ def prepare_subject(
     length: int = 64,
     wanted: Sequence[str] = (),
     folder: Path | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> Subject:
     """Return the model with its index: the one that is kept, if it was made from the same things, else a new one.
 
@@ -257,7 +258,7 @@ def prepare_subject(
         wanted: names of sites (``choose_sites``).
         folder: where the index is kept; by default ``explore`` in the model's directory, or in the cache for a model
             that has none which this user, and nobody else, can write to.
-        on_progress: called with the texts that are done and all of them while a new index is made.
+        on_progress: called with the texts that are done while a new index is made.
 
     Raises:
         ValueError: if the tokenizer is not the model's, a site does not exist, or there is too little text.

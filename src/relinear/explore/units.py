@@ -25,6 +25,7 @@ from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import layer_finder
 from relinear.system.files import atomic_directory, read_json, write_json
 from relinear.system.private_cache import check_all_own
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, made_by
 
 TOP, BINS = 20, 40
@@ -236,7 +237,7 @@ def index_units(
     ids: Tensor,
     chosen: Mapping[str, HookPoint],
     made_from: Mapping[str, Any],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> Index:
     """Run ``model`` in eval mode on the texts ``ids`` (N, T) and index the units of the sites ``chosen``.
 
@@ -251,7 +252,7 @@ def index_units(
             running[name].add(values, start)
 
         _run(model, rows, chosen, see)
-        on_progress(min(start + BATCH, len(ids)), len(ids))
+        on_progress(Progress("indexing", min(start + BATCH, len(ids)), len(ids)))
     silent = [name for name, one in running.items() if one.seen != ids.numel()]
     if silent:
         raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other sites than it")

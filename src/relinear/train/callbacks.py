@@ -2,16 +2,15 @@
 
 # Legend: R latent size
 
-import dataclasses
 import errno
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,28 +20,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from relinear.activations.interventions import Latent, Moments, observe
 from relinear.contract.config import shown
 from relinear.system.files import parse_json, read_json, read_text, understood, write_json, write_text, writing
+from relinear.system.progress import Progress, ProgressCallback
 from relinear.train.settings import FitSettings
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Where a run is: handed to ``on_progress`` after every step, evaluation and checkpoint.
-
-    phase: what was just done, or is about to be (preparing and compiling take a while before the first step).
-    loss: the last training loss logged; validation_loss: the last one measured.
-    tokens_per_second: of the last steps logged; None before.
-    batches: while "evaluating" takes a while, those done and all.
-    seconds_left: that the rest takes, steps and evaluations at their own speeds; None before steps were timed.
-    """
-
-    phase: Literal["prepare", "evaluating", "evaluate", "train", "save", "done"]
-    step: int
-    steps: int
-    loss: float | None = None
-    validation_loss: float | None = None
-    tokens_per_second: float | None = None
-    batches: tuple[int, int] = (0, 0)
-    seconds_left: float | None = None
 
 
 class StopOnTerminate(TrainerCallback):
@@ -110,12 +89,12 @@ class RunLog(TrainerCallback):
     Args:
         trainer: a ``RelinearTrainer``.
         path: of the file; None writes none.
-        on_progress: called with a ``Progress``; None tells nobody.
+        on_progress: called after every step, evaluation and checkpoint.
     """
 
     warmup = 2
 
-    def __init__(self, trainer: Any, path: Path | None, on_progress: Callable[[Progress], None] | None) -> None:
+    def __init__(self, trainer: Any, path: Path | None, on_progress: ProgressCallback) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         #: tokens a second between logs
@@ -124,7 +103,7 @@ class RunLog(TrainerCallback):
         self._steps = 0
         #: when steps began to be timed, and the tokens until then
         self._since: tuple[float, int] | None = None
-        self._last: dict[str, float | None] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
+        self._last: dict[str, Any] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -144,13 +123,17 @@ class RunLog(TrainerCallback):
             said = "the directory of the run was removed or became unreachable while the run was at work"
             raise FileNotFoundError(errno.ENOENT, said, str(self.path.parent))
 
-    def tell(self, phase: Any, step: int, batches: tuple[int, int] = (0, 0)) -> None:
-        """Report to ``on_progress``."""
-        if self._on_progress is not None:
-            settings = self._trainer.settings
-            known = pace(self.rows, settings, step)
-            left = None if known is None else known[1]
-            self._on_progress(Progress(phase, step, settings.steps, **self._last, batches=batches, seconds_left=left))
+    def report(self, stage: str, step: int) -> None:
+        """Tell ``on_progress`` of a step; ``stage`` is what was just done, or is about to be."""
+        settings = self._trainer.settings
+        known = pace(self.rows, settings, step)
+        text = "preparing" if stage == "prepare" else "training"
+        left: Any = {"seconds_left": None if known is None else known[1]}
+        self._on_progress(Progress(text, step, settings.steps, stage, **self._last, **left))
+
+    def report_batch(self, batch: int, batches: int) -> None:
+        """Tell ``on_progress`` of a batch of an evaluation that takes a while."""
+        self._on_progress(Progress("evaluating", batch, batches, "evaluating", **self._last))
 
     def _time_from_here(self) -> None:
         if self._steps >= self.warmup:
@@ -173,7 +156,7 @@ class RunLog(TrainerCallback):
                 self.check_there()
             control.should_log = True  # so that averages of a resumed run cover the same steps
         if state.is_world_process_zero and not control.should_log:
-            self.tell("train", state.global_step)
+            self.report("train", state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         row: dict[str, Any] = {"step": state.global_step}
@@ -194,12 +177,12 @@ class RunLog(TrainerCallback):
                 self.check_there()
                 with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-            self.tell("train" if "loss" in logs else "evaluate", state.global_step)
+            self.report("train" if "loss" in logs else "evaluate", state.global_step)
         self._time_from_here()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.tell("save", state.global_step)
+            self.report("save", state.global_step)
         self._time_from_here()
 
 

@@ -21,6 +21,7 @@ from relinear.contract.objective import GuidedTraining, Objective
 from relinear.surgery.summary import summary
 from relinear.system.files import MANIFEST
 from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads
+from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
 from relinear.system.signals import Terminated, on_terminate
 from relinear.train.settings import FitSettings
@@ -28,7 +29,7 @@ from relinear.train.settings import FitSettings
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from relinear.train.callbacks import Progress, RunLog, StopOnTerminate
+    from relinear.train.callbacks import RunLog, StopOnTerminate
     from relinear.train.trainer import RelinearTrainer
 
 #: what training writes at the top of its folder
@@ -210,7 +211,7 @@ def fit(
     overwrite: bool = False,
     resume: bool | None = None,
     callbacks: Iterable[TrainerCallback] = (),
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: ProgressCallback = no_progress,
     collate: Callable | None = None,
 ) -> TrainResult:
     """Train ``model`` in place.
@@ -311,7 +312,7 @@ def run_fit(
     out_dir: str | Path | None,
     resume: bool = True,
     callbacks: Iterable[TrainerCallback] = (),
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: ProgressCallback = no_progress,
     collate: Callable | None = None,
 ) -> TrainResult:
     """``fit`` in a folder that the caller holds; without ``resume`` there is nothing in it."""
@@ -335,7 +336,7 @@ def run_fit(
             block_losses=None if out_dir is None else home / "block_losses.npy",
         )
         log = RunLog(trainer, None if out_dir is None else home / "metrics.jsonl", on_progress)
-        trainer.on_evaluating = lambda *batches: log.tell("evaluating", trainer.state.global_step, batches)
+        trainer.on_evaluating = log.report_batch
         stop = StopOnTerminate(trainer.accelerator)
         trainer.add_callback(stop)
         trainer.add_callback(log)
@@ -377,7 +378,7 @@ def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTe
     has_validation = trainer.eval_dataset is not None
     memory = PeakMemory(trainer.args.device)
     memory.start()
-    log.tell("prepare", max(step, 0))
+    log.report("prepare", max(step, 0))
     if checkpoint is None and has_validation:
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -386,7 +387,7 @@ def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTe
         raise Terminated(f"ended by SIGTERM after step {steps}, which is saved in {last_checkpoint(checkpoints)}")
     if has_validation and not any(row["step"] == steps and "perplexity" in row for row in log.rows):
         trainer.evaluate()
-    log.tell("done", steps)
+    log.report("done", steps)
     table = summary(model)
     return TrainResult.of_rows(
         log.rows,

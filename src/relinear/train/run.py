@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
 from relinear.system.files import read_json, understood
 from relinear.system.machine import is_first_rank
+from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
-from relinear.train.callbacks import Progress, read_metrics
+from relinear.train.callbacks import read_metrics
 from relinear.train.fitting import (
     FILES,
     FREE,
@@ -180,7 +181,7 @@ def train(
     overwrite: bool = False,
     resume: bool | None = None,
     callbacks: Iterable[TrainerCallback] = (),
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: ProgressCallback = no_progress,
 ) -> TrainResult:
     """Carry out a run and leave its results in ``out_dir``.
 

@@ -1,0 +1,46 @@
+"""How far a piece of work is: the one event that every room hands to the one kind of callback."""
+
+import dataclasses
+from typing import Protocol
+
+from relinear.deprecated import RenamedHook
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a piece of work is.
+
+    text: what is being done. detail: what of it just now.
+    done, total: its steps, batches or characters; total is 0 where it is not known.
+    stage: the kind of work in a word, for programs.
+    loss, validation_loss: the last ones, in nats a token. tokens_per_second: of the last steps logged.
+    run, runs: of a comparison, training runs that have ended, and how many there are as far as is known.
+    seconds_left: of all work, as far as is known.
+    """
+
+    text: str
+    done: int = 0
+    total: int = 0
+    stage: str = ""
+    detail: str = ""
+    loss: float | None = None
+    validation_loss: float | None = None
+    tokens_per_second: float | None = None
+    run: int = 0
+    runs: int = 0
+    seconds_left: float | None = None
+
+    step = RenamedHook("done")
+    steps = RenamedHook("total")
+    phase = RenamedHook("stage")
+    what = RenamedHook("text")
+
+
+class ProgressCallback(Protocol):
+    """What every ``on_progress`` is: a function of a ``Progress``."""
+
+    def __call__(self, progress: Progress, /) -> object: ...
+
+
+def no_progress(progress: Progress) -> None:
+    """Tell nobody."""
