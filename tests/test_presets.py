@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 import relinear
 from relinear.models import HeadBias, draw_as_torch_, from_preset, preset_config, preset_names
+from relinear.models.cgt import CGTForCausalLM, CGTForRegression
 from relinear.train import TrainSettings, train
 from relinear.train.run import build_model
 
@@ -19,6 +20,10 @@ COUNTS = {
     "llama-130m": 134_105_856,
     "llama-250m": 247_370_496,
     "llama-355m": 354_993_152,
+    "cgt-arithmetic": 1_419_712,
+    "cgt-regression": 2_380_049,
+    "cgt-text": 7_210_624,
+    "gpt2-cgt": 940_800,
 }
 
 
@@ -35,7 +40,7 @@ def test_parameter_count(name):
     with torch.device("meta"):
         model = from_preset(name)
     assert count(model) == COUNTS[name]
-    assert type(model) in (GPT2LMHeadModel, LlamaForCausalLM)
+    assert type(model) in (GPT2LMHeadModel, LlamaForCausalLM, CGTForCausalLM, CGTForRegression)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
-_WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "recipes", "papers", "presets")
+_WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "tasks", "recipes", "papers", "presets")
 
 
 def command(
@@ -68,6 +68,7 @@ def listed(what: str) -> dict[str, Any]:
     from relinear.contract.attachment import AttachmentConfig
     from relinear.contract.objective import ObjectiveConfig
     from relinear.contract.operator import OperatorConfig
+    from relinear.data.tasks import Task
     from relinear.models import preset_config, preset_names
 
     if what == "presets":
@@ -81,6 +82,8 @@ def listed(what: str) -> dict[str, Any]:
         return {path.stem: read_paper(path.stem).about for path in sorted(PAPERS.glob("*.yaml"))}
     if what == "analyses":
         return {name: analysis(name) for name in known_analyses()}
+    if what == "tasks":
+        return dict(Task.kinds())
     family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(what, AttachmentConfig)
     for name in plugins.offered(family.family):
         plugins.find(family.family, name)

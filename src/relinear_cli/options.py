@@ -38,7 +38,7 @@ TrainingModel = Annotated[
     str | None, typer.Option(help="A preset, the directory of a saved model, or a Hub name.", show_default="tiny")
 ]
 TrainingData = Annotated[
-    str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name.", show_default="stdlib")
+    str | None, typer.Option(help="`stdlib`, a file or folder, a Hub name, or a task.", show_default="stdlib")
 ]
 Compile = Annotated[
     bool | None, typer.Option("--compile", help="Use `torch.compile`: a minute at the start, then faster steps.")

@@ -39,7 +39,7 @@ class Size:
         return self.parameters if by == "parameters" else self.flops
 
 
-def skeleton(settings: TrainSettings, vocab_size: int) -> Any:
+def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
     """Return the model of ``settings`` with its operators; a preset on the meta device: every size, no weights.
 
     Raises:
@@ -51,14 +51,14 @@ def skeleton(settings: TrainSettings, vocab_size: int) -> Any:
         return build_model(settings, vocab_size)
 
 
-def measure_size(settings: TrainSettings, vocab_size: int) -> Size:
+def measure_size(settings: TrainSettings, vocab_size: int | None) -> Size:
     """Return parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
     table = summary(skeleton(settings, vocab_size))
     return Size(table.parameters, table.flops_per_token)
 
 
 def matched(
-    settings: TrainSettings, vocab_size: int, *, by: str, target: int, how: str, tolerance: float, name: str
+    settings: TrainSettings, vocab_size: int | None, *, by: str, target: int, how: str, tolerance: float, name: str
 ) -> tuple[TrainSettings, Size]:
     """``settings`` resized so that the model comes as near to ``target`` as it can.
 
@@ -97,7 +97,7 @@ def matched(
 
 
 def _operator_sizes(
-    settings: TrainSettings, vocab_size: int, measure: Callable[[TrainSettings], float], target: int, name: str
+    settings: TrainSettings, vocab_size: int | None, measure: Callable[[TrainSettings], float], target: int, name: str
 ) -> None:
     """Bisect over the scale of all operators; their sizes grow with it, in steps."""
     shapes = _shapes(settings, vocab_size)
@@ -119,7 +119,7 @@ def _operator_sizes(
         low, high = (middle, high) if at(middle) < target else (low, middle)
 
 
-def _shapes(settings: TrainSettings, vocab_size: int) -> dict[str, list[tuple[int, int]]]:
+def _shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[tuple[int, int]]]:
     """The different (in, out) of the layers that each pattern replaces."""
     replacements = plan(
         skeleton(settings.updated(operators={}), vocab_size),
@@ -136,7 +136,7 @@ def _shapes(settings: TrainSettings, vocab_size: int) -> dict[str, list[tuple[in
     return shapes
 
 
-def scaled_operators(settings: TrainSettings, vocab_size: int, scale: float) -> dict[str, Any]:
+def scaled_operators(settings: TrainSettings, vocab_size: int | None, scale: float) -> dict[str, Any]:
     """``settings.operators`` at ``scale`` times their sizes, for the model's own; one without a size stays as it is."""
     operators: dict[str, Any] = dict(settings.operators)
     for pattern, found in _shapes(settings, vocab_size).items():
@@ -163,7 +163,7 @@ def _resized(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float
 
 
 def _widths(
-    settings: TrainSettings, vocab_size: int, measure: Callable[[TrainSettings], float], target: int, name: str
+    settings: TrainSettings, vocab_size: int | None, measure: Callable[[TrainSettings], float], target: int, name: str
 ) -> None:
     """Try widths with the number of heads kept: coarsely over the whole range, then finely around the target."""
     config = config_of_preset(settings, name)
@@ -218,7 +218,7 @@ class Planned:
 
 
 def plan_comparison(
-    recipe: CompareSettings, vocab_size: int, on_progress: ProgressCallback = no_progress
+    recipe: CompareSettings, vocab_size: int | None, on_progress: ProgressCallback = no_progress
 ) -> list[Planned]:
     """Return every entry at the size that it is trained with.
 

@@ -219,7 +219,7 @@ class _Comparison:
         counted, speed = None, dict[str, Speed]()
         if self.recipe.ngram_order is not None:
             counted = kept(self.out_dir / NGRAM, self._count)
-        if self.recipe.speed.seconds:
+        if self.recipe.speed.seconds and self.data.vocab_size is not None:  # timed on tokens
             speed = kept(self.out_dir / SPEED, lambda: self._speed(chosen))
         return kept(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
 

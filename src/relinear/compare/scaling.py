@@ -67,7 +67,7 @@ def read_scale(directory: str | Path) -> dict[str, Any]:
 # Sizes
 
 
-def at_size(recipe: CompareSettings, width: int, vocab_size: int) -> CompareSettings:
+def at_size(recipe: CompareSettings, width: int, vocab_size: int | None) -> CompareSettings:
     """Return the comparison at one width: all entries scaled from the recipe's, and the two dense controls.
 
     Widths, MLPs and operators grow by the same factor, heads and depth stay; an operator without a size stays as it is.
@@ -96,7 +96,7 @@ def _config(recipe: CompareSettings, name: str) -> Any:
     return config_of_preset(recipe.settings_of(name), name)
 
 
-def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int) -> dict[str, Any]:
+def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None) -> dict[str, Any]:
     """What changes in an entry at ``width``."""
     settings, config = recipe.settings_of(name), _config(recipe, name)
     if width % config.num_attention_heads:
@@ -121,7 +121,7 @@ def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrid
     return kept | {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
 
 
-def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int) -> dict[str, Any]:
+def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Any]:
     """A narrower and a shallower dense model, where the recipe has none of these names."""
     settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers

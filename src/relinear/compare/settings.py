@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 from relinear.compare.recipe import apply_overrides, read_yaml
 from relinear.contract.config import nearest, parse_setting
 from relinear.contract.settings import Different, Patterns, PositiveInt, Seed, Settings
+from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed
 from relinear.train.settings import TrainSettings
 
@@ -219,7 +220,7 @@ class CompareSettings(Settings):
         tune: None trains all at ``train.learning_rate`` (or the entry's own); ``true`` takes the defaults.
         reference: the entry that the gaps of the others are stated against, with intervals; None states none.
         ngram: longest n-grams of the Kneser-Ney model that stands beside the entries as a reference; "auto" takes 5
-            for bytes and 3 for other tokens, None (or ``false``) leaves it out.
+            for bytes and 3 for other tokens, None (or ``false``) leaves it out, and so does a synthetic task.
         speed: how throughput is measured.
     """
 
@@ -310,6 +311,8 @@ class CompareSettings(Settings):
     @property
     def ngram_order(self) -> int | None:
         """``ngram`` with "auto" filled in."""
+        if task_of(self.train.data.data) is not None:
+            return None
         if self.ngram != "auto":
             return self.ngram
         return 5 if self.train.data.tokenizer == "bytes" else 3

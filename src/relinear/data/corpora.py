@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,15 @@ from typing import Any
 from relinear.data.chat import Conversation, encodable
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
+from relinear.data.tasks import (
+    TRAINING_SAMPLES,
+    VALIDATION_SAMPLES,
+    ArithmeticTask,
+    MixtureTask,
+    Samples,
+    Task,
+    task_of,
+)
 from relinear.system.text import cut
 
 #: ``all`` is every document of a corpus that brings no splits of its own
@@ -31,6 +40,8 @@ def open_corpus(settings: DataSettings) -> Corpus:
     data = settings.data
     if data == "stdlib":
         return Corpus(settings, {"all": stdlib_source()})
+    if (task := task_of(data)) is not None:
+        return _task_corpus(task, settings)
     path = Path(data).expanduser()
     folder, _, config = data.rpartition(":")
     if path.exists() or (glob.has_magic(data) and glob.glob(str(path), recursive=True)):
@@ -44,6 +55,28 @@ def open_corpus(settings: DataSettings) -> Corpus:
     if unread:
         warnings.warn(f"not read of {data}: {cut(', '.join(unread))}", UserWarning, stacklevel=1)
     return Corpus(settings, sources, unread)
+
+
+def _task_corpus(task: Task, settings: DataSettings) -> Corpus:
+    """The texts of a task; of a mixture those of its sources, in turn; of vectors none."""
+    if isinstance(task, ArithmeticTask):
+
+        def texts(split: str, size: int) -> Callable[[], Iterator[str]]:
+            samples = Samples(task, size, settings.seed, split)
+            return lambda: (task.text(samples.drawn(index)) for index in range(len(samples)))
+
+        sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES}
+        key = [task.to_dict(), settings.seed]
+        return Corpus(settings, {split: Source(texts(split, size), key) for split, size in sizes.items()})
+    if isinstance(task, MixtureTask):
+        corpora = [open_corpus(settings.updated(data=name)) for name in task.sources]
+
+        def chained(split: str) -> Callable[[], Iterator[str]]:
+            return lambda: itertools.chain.from_iterable(corpus.documents(split) for corpus in corpora)
+
+        key = [corpus.key for corpus in corpora]
+        return Corpus(settings, {split: Source(chained(split), key) for split in ("train", "validation")})
+    return Corpus(settings, {})
 
 
 def _not_there(data: str, path: Path) -> ValueError:
@@ -121,7 +154,7 @@ class Corpus:
     def documents(self, split: str) -> Iterator[str]:
         """The documents of ``split`` in a fixed order, without empty ones. Raises ValueError if it is not there."""
         if split not in self.splits:
-            known = ", ".join(self.splits)
+            known = ", ".join(self.splits) or "no text"
             raise ValueError(f"{self.settings.data!r} has no {split!r} split; it has {known}")
         if split in ("all", "test"):
             return self._read(split)

@@ -15,6 +15,7 @@ from relinear.contract.config import shown
 from relinear.data.cache import cache_folder, cached, checksum, digest, write_tokens
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
+from relinear.data.tasks import TRAINING_SAMPLES, VALIDATION_SAMPLES, Joined, MixtureTask, Samples, Task, task_of
 from relinear.data.tokenizers import (
     encode_documents,
     load_tokenizer,
@@ -71,16 +72,16 @@ class PackedDataset(Dataset):
 class PackedData:
     """What a run trains and evaluates on.
 
-    train, validation: blocks of tokens.
-    tokenizer: a Hugging Face tokenizer, to be saved beside the model.
-    vocab_size: entries the embedding needs.
+    train, validation: blocks of tokens, or samples of a task.
+    tokenizer: a Hugging Face tokenizer, to be saved beside the model; None for a task of vectors.
+    vocab_size: entries the embedding needs; None for a task of vectors.
     description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; what was not read.
     """
 
-    train: PackedDataset
-    validation: PackedDataset
+    train: Any
+    validation: Any
     tokenizer: Any
-    vocab_size: int
+    vocab_size: int | None
     description: dict[str, Any]
 
 
@@ -117,6 +118,8 @@ def prepare_data(
         wanted = "relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields"
         raise ValueError(f"prepare_data takes {wanted}, got {shown(settings)}")
     settings = DataSettings.load(settings, "data settings")
+    if (task := task_of(settings.data)) is not None:
+        return _of_task(task, settings, on_progress)
     root = cache_folder(settings.cache_dir)
     corpus = open_corpus(settings)
     missing = {"train", "validation"} - set(corpus.splits)
@@ -162,6 +165,43 @@ def prepare_data(
             "not_read": list(corpus.unread),
         },
     )
+
+
+def _of_task(task: Task, settings: DataSettings, on_progress: Progress) -> PackedData:
+    """The samples of a task. Those of a mixture are drawn from its sources' documents, as they are tokenised."""
+    drawn: dict[str, Any] = {"train": task, "validation": task}
+    if isinstance(task, MixtureTask):
+        if len(task.sources) > 1 and trained_size(settings.tokenizer) is not None:
+            raise ValueError(
+                f"{settings.tokenizer} is trained on one corpus; give a tokenizer that fits all of {task.of}"
+            )
+        found = [prepare_data(settings.updated(data=name), on_progress=on_progress) for name in task.sources]
+        tokenizer = found[0].tokenizer
+        for split in drawn:
+            documents = (_documents(getattr(one, split).tokens, separator_id(tokenizer)) for one in found)
+            drawn[split] = Joined(task, settings.sequence_length, tuple(documents))
+    else:
+        tokenizer = None if settings.tokenizer == "none" else load_tokenizer(settings.tokenizer)
+    length, limit = settings.sequence_length, settings.max_validation_tokens
+    sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES if limit is None else max(1, limit // length)}
+    vocabulary = None if tokenizer is None else vocabulary_size(tokenizer)
+    return PackedData(
+        **{split: Samples(one, sizes[split], settings.seed, split) for split, one in drawn.items()},
+        tokenizer=tokenizer,
+        vocab_size=vocabulary,
+        description={
+            "settings": settings.model_dump(mode="json"),
+            "vocab_size": vocabulary,
+            "splits": {split: {"samples": size, "tokens": size * length} for split, size in sizes.items()},
+            "not_read": [],
+        },
+    )
+
+
+def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, ...]:
+    """Documents of tokens that ``separator`` ends, without it."""
+    ends = np.flatnonzero(tokens == separator)
+    return tuple(tokens[start:end] for start, end in zip([0, *(ends[:-1] + 1)], ends, strict=True))
 
 
 def _counted(

@@ -1,11 +1,14 @@
 """The one setting of text data that every command shares."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
+from relinear.contract.config import shown
 from relinear.contract.settings import Settings
+from relinear.data.tasks import task_of
 from relinear.data.tokenizers import check_tokenizer_name
 
 
@@ -13,9 +16,11 @@ class DataSettings(Settings):
     """Which text, cut and tokenised how. Unknown keys and values out of range are errors.
 
     Args:
-        data: ``stdlib``, a file, folder or pattern, or a Hub name. ``stdlib`` is the source text of Python's standard
-            library, files are txt, md, json, jsonl, csv, tsv, parquet or arrow, also compressed, Hub names
-            ``owner/name`` or ``owner/name:config``.
+        data: ``stdlib``, a file, folder or pattern, a Hub name, or a synthetic task. ``stdlib`` is the source text of
+            Python's standard library, files are txt, md, json, jsonl, csv, tsv, parquet or arrow, also compressed, Hub
+            names ``owner/name`` or ``owner/name:config``. Tasks are ``cgt-arithmetic:...``, ``cgt-regression:...`` and
+            ``cgt-mixture:of=DATA+DATA``, with settings such as ``cgt-arithmetic:digits=1,a=[0,5]``
+            (``relinear.data.tasks``). The first two decide ``tokenizer`` and ``sequence_length``.
         text_column: column of tables and Hub data; by default ``text``, or the only column of strings.
         tokenizer: ``bytes``, ``bpe:N``, or an AutoTokenizer name. ``bpe:N``, of N entries, is trained on the
             training split.
@@ -36,3 +41,15 @@ class DataSettings(Settings):
     max_validation_tokens: int | None = Field(default=None, ge=2)
     cache_dir: Path | None = None
     seed: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_task_has_them(cls, values: Any) -> Any:
+        task = task_of(values.get("data")) if isinstance(values, Mapping) else None
+        if task is None:
+            return values
+        decided = task.defaults()
+        for key, value in decided.items():
+            if values.get(key, value) != value:
+                raise ValueError(f"{key} is {value!r} for this task, got {shown(values[key])}; leave it out")
+        return decided | dict(values)

@@ -11,6 +11,7 @@ import numpy as np
 from relinear.contract.config import shown
 from relinear.data.chat import Closed, encodable, spoken
 from relinear.data.sources import hub_in_reach
+from relinear.data.tasks import SYMBOLS
 from relinear.hf.model_source import exists, is_fetched, is_path
 from relinear.system.text import cut
 
@@ -67,6 +68,17 @@ def byte_tokenizer() -> Any:
     return _wrap(tokenizer)
 
 
+def symbol_tokenizer() -> Any:
+    """A tokenizer of the 16 symbols of ``cgt-arithmetic``, one a token; "#", which ends a task, ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({symbol: number for number, symbol in enumerate(SYMBOLS)}, unk_token="#"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="#")
+
+
 def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any:
     """Byte-level byte-pair encoding of ``size`` entries (fewer if the text gives no more), deterministic.
 
@@ -92,7 +104,7 @@ def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any
 
 
 def load_tokenizer(name: str, *, separates: bool = True) -> Any:
-    """``bytes``, or what ``AutoTokenizer.from_pretrained`` loads.
+    """``bytes``, ``symbols``, or what ``AutoTokenizer.from_pretrained`` loads.
 
     Args:
         name: what a user wrote.
@@ -101,8 +113,8 @@ def load_tokenizer(name: str, *, separates: bool = True) -> Any:
     Raises:
         ValueError: if there is no such tokenizer, or it has no such token.
     """
-    if name == "bytes":
-        return byte_tokenizer()
+    if name in ("bytes", "symbols"):
+        return byte_tokenizer() if name == "bytes" else symbol_tokenizer()
     if reason := _why_none(name):
         raise _no_tokenizer(name, reason)
     from transformers import AutoTokenizer
@@ -155,11 +167,13 @@ def vocabulary_size(tokenizer: Any) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def expected_vocabulary(name: str) -> int:
-    """Return the vocabulary of ``bytes``, ``bpe:N`` or a saved tokenizer, before any text is read.
+def expected_vocabulary(name: str) -> int | None:
+    """Return the vocabulary of ``bytes``, ``bpe:N`` or a saved tokenizer, before any text is read; None for ``none``.
 
     Raises ValueError if there is no such tokenizer.
     """
+    if name == "none":  # of a task of vectors
+        return None
     return trained_size(name) or vocabulary_size(load_tokenizer(name))
 
 

@@ -43,6 +43,19 @@ def _llama(width: int, mlp: int, layers: int, heads: int, vocabulary: int, posit
     return _Preset("llama", settings)
 
 
+#: all of the CGT paper's models (Appendix B.2); heads of the texts are not given there
+_CGT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_function": "gelu_pytorch_tanh"}
+
+
+def _cgt(
+    kind: str, layers: int, widths: tuple[int, int], heads: tuple[int, int], positions: int, **others: Any
+) -> _Preset:
+    """A CGT of l = ``context_layer``: widths and heads of x and of y."""
+    settings = {"n_layer": layers, "n_positions": positions, "rank": 4, "n_embd": widths[0], "n_head": heads[0]}
+    settings |= {"context_size": widths[1], "context_heads": heads[1]}
+    return _Preset(kind, _CGT | settings | others)
+
+
 def _gpt2_ccl(width: int, heads: int) -> _Preset:
     # The paper names neither heads nor dropout: heads of 16, 32 and 64 channels, and no dropout, because 5,000 steps
     # on a large corpus do not repeat a token.
@@ -68,6 +81,15 @@ _PRESETS = {
     "gpt2-ccl-64": _gpt2_ccl(64, heads=4),
     "gpt2-ccl-256": _gpt2_ccl(256, heads=8),
     "gpt2-ccl-512": _gpt2_ccl(512, heads=8),
+    "cgt-arithmetic": _cgt("relinear_cgt", 6, (112, 64), (7, 4), 240, context_layer=4, templates=16, vocab_size=16),
+    "cgt-regression": _cgt(
+        "relinear_cgt_regression", 8, (128, 64), (8, 4), 128, context_layer=7, templates=8, vector_input="padded"
+    ),
+    "cgt-text": _cgt("relinear_cgt", 12, (128, 128), (8, 8), 512, context_layer=8, templates=16, vocab_size=8000),
+    # the plain model that a CGT is held against: give it the sizes of the x stream, or others
+    "gpt2-cgt": _Preset(
+        "gpt2", _CGT | {"n_layer": 6, "n_embd": 112, "n_head": 7, "n_positions": 240, "vocab_size": 16}
+    ),
     "hdpl-67m": _llama(512, 2048, 4, 8, vocabulary=49_152, positions=2048, theta=500_000.0),
     "llama-60m": _llama(512, 1376, 8, 8, vocabulary=32_000, positions=1024, theta=10_000.0),
     "llama-130m": _llama(768, 2048, 12, 12, vocabulary=32_000, positions=1024, theta=10_000.0),

@@ -13,6 +13,7 @@ from relinear.activations.shared_context import check_context_is_there
 from relinear.contract.config import nearest
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
+from relinear.data.tasks import RegressionTask, task_of
 from relinear.hf.vocabulary import check_length_fits
 from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
@@ -118,7 +119,10 @@ def _check_memory(model: Any) -> None:
 
 
 def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
-    entries = model.get_input_embeddings().num_embeddings
+    table = model.get_input_embeddings()  # None where a model reads vectors
+    entries = 0 if table is None else table.num_embeddings
+    if (task := task_of(settings.data.data)) is not None and isinstance(task, RegressionTask) != (table is None):
+        raise ValueError(f"{settings.data.data!r} and model {settings.model!r}: one has tokens, the other vectors")
     if vocab_size is not None and vocab_size > entries:
         raise ValueError(
             f"the tokenizer {settings.data.tokenizer!r} has {vocab_size} entries, model {settings.model!r} embeds "

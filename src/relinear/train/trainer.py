@@ -270,7 +270,8 @@ class RelinearTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Return one forward and backward pass; on a CPU, where looking costs nothing, the loss is checked at once."""
-        self.tokens_seen += inputs["input_ids"].numel() * self.args.world_size if "input_ids" in inputs else 0
+        read = next((inputs[name] for name in ("input_ids", "vectors") if name in inputs), None)
+        self.tokens_seen += 0 if read is None else math.prod(read.shape[:2]) * self.args.world_size
         if self.settings.compile == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -344,7 +345,8 @@ class RelinearTrainer(Trainer):
                 output = model(**inputs)
                 loss = output["loss"] if isinstance(output, dict) else output[0]
                 labels = inputs.get("labels")
-                count = 1 if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
+                rows = len(next(iter(inputs.values())))
+                count = rows if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
                 sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
                 if last and self._block_losses is not None:
                     blocks.append(block_losses(output, labels))

@@ -38,6 +38,7 @@ class CGTConfig(GPT2Config):
         mixing: ``tanh`` or ``softmax``, the non-linearity that makes template shares from the context.
         context_norm: whether y passes a LayerNorm when it is read at layer l. The paper does not say; a pre-LN stream
             grows with depth, and every pre-LN model normalises where it is read out, so this is on by default.
+        modulated: False holds T at the identity, the control of what y brings: it is computed and changes nothing.
         variational: the VAE form (Appendix A.1): y is drawn around its mean in training and is its mean in evaluation.
         input_features, output_features: for ``CGTForRegression``: sizes of the vectors that take the place of tokens
             and of the predictions. None for language models.
@@ -68,6 +69,7 @@ class CGTConfig(GPT2Config):
     templates: int = 16
     mixing: str = "tanh"
     context_norm: bool = True
+    modulated: bool = True
     variational: bool = False
     input_features: int | None = None
     output_features: int | None = None
@@ -129,4 +131,14 @@ class CGTConfig(GPT2Config):
         super().__post_init__(**kwargs)
 
 
-AutoConfig.register(CGTConfig.model_type, CGTConfig)
+class CGTRegressionConfig(CGTConfig):
+    """Hold the settings of a ``CGTForRegression`` that is looked up by the type of its config, as presets are."""
+
+    model_type = "relinear_cgt_regression"
+
+    input_features: int | None = 16
+    output_features: int | None = 1
+
+
+for config in (CGTConfig, CGTRegressionConfig):
+    AutoConfig.register(config.model_type, config)

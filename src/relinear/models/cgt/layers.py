@@ -120,8 +120,9 @@ class CGTBlock(GPT2Block):
         super().__init__(config, layer_idx=layer_idx)
         two_streams = layer_idx < config.context_layer
         self.context = ContextStream(config, layer_idx) if two_streams else None
-        self.modulate_attn = None if two_streams else Modulator(config)
-        self.modulate_mlp = None if two_streams else Modulator(config)
+        modulated = config.modulated and not two_streams
+        self.modulate_attn = Modulator(config) if modulated else None
+        self.modulate_mlp = Modulator(config) if modulated else None
 
     def forward(  # type: ignore[override]
         self,
@@ -144,13 +145,13 @@ class CGTBlock(GPT2Block):
         normal = self.ln_1(x)
         if self.modulate_attn is not None:
             normal = self.modulate_attn(normal, y)
-        elif y is not None:
+        elif self.context is not None and y is not None:
             y = self.context.attend(normal, y, **kwargs)
         attended, weights = self.attn(normal, **kwargs)[:2]
         x = x + attended
         normal = self.ln_2(x)
         if self.modulate_mlp is not None:
             normal = self.modulate_mlp(normal, y)
-        elif y is not None:
+        elif self.context is not None and y is not None:
             y = self.context.feed(normal, y)
         return x + self.mlp(normal), y, weights

@@ -22,7 +22,7 @@ from relinear.activations.hook_points import Gated
 from relinear.contract.config import UnknownSettingError, nearest, shown
 from relinear.contract.modes import evaluating
 from relinear.functional.cgt import moving_average
-from relinear.models.cgt.config import CGTConfig
+from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 
 #: what transformers' own code hands to any model, and what its tokenizers make: without a meaning here
@@ -419,7 +419,11 @@ class CGTForRegression(_CGTWithHead):
         torch.Size([1, 8, 1])
     """
 
+    config_class = CGTRegressionConfig
+
     def __init__(self, config: CGTConfig):
+        if type(config) is CGTConfig:  # under its own type a saved model is found again
+            config = CGTRegressionConfig.from_dict(config.to_dict() | {"model_type": CGTRegressionConfig.model_type})
         super().__init__(config)
         if config.input_features is None or config.output_features is None:
             raise ValueError(
@@ -485,6 +489,7 @@ def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOu
 
 AutoModel.register(CGTConfig, CGTModel)
 AutoModelForCausalLM.register(CGTConfig, CGTForCausalLM)
+AutoModelForCausalLM.register(CGTRegressionConfig, CGTForRegression)  # the one class that relinear looks models up in
 
 
 def _at(hidden: Tensor, positions: int | Tensor) -> Tensor:

@@ -1,0 +1,328 @@
+"""Synthetic tasks that ``data`` names as ``cgt-arithmetic:...``: samples whose number and seed alone decide them.
+
+Nothing is stored: a training set of a billion samples costs as much as one of ten.
+"""
+
+# Legend: T tokens, N pairs
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from relinear.contract.auxiliary_losses import IGNORED_LABEL
+from relinear.contract.config import Config, Count, NonNegative, nearest, parse_setting, register, shown
+
+SYMBOLS = "0123456789*=+-|#"
+#: samples that training draws from, and that a run is evaluated on where nothing limits it
+TRAINING_SAMPLES, VALIDATION_SAMPLES = 1_000_000, 1_024
+
+
+class Task(Config):
+    """Settings of a task. ``draw`` makes a sample with a generator, ``encode`` what a model is given of it."""
+
+    family: ClassVar[str] = "task"
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the ``DataSettings`` that the task decides."""
+        raise NotImplementedError
+
+    def draw(self, generator: np.random.Generator) -> dict[str, Any]:
+        """Return a sample with all that is hidden from a model."""
+        raise NotImplementedError
+
+    def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what a model is given of a sample."""
+        raise NotImplementedError
+
+
+def task_of(data: Any) -> Task | None:
+    """Return the task that a setting ``data`` names; None where it names a corpus.
+
+    Raises:
+        ValueError: for an unknown task, an unknown setting of one, or a bad value.
+    """
+    name, colon, rest = data.partition(":") if isinstance(data, str) else ("", "", "")
+    if not re.fullmatch(r"cgt-\w+", name):
+        return None
+    kind = name.replace("-", "_")
+    if kind not in Task.kinds():
+        raise ValueError(f"unknown task {shown(name)}; {nearest(name, [k.replace('_', '-') for k in Task.kinds()])}")
+    return Task.from_dict(parse_setting(f"{kind}{colon}{rest}"))
+
+
+class Samples(Dataset):
+    """A dataset of ``size`` samples of a task: sample i is drawn with a generator of its own.
+
+    Args:
+        task: with ``draw`` and ``encode``.
+        size: number of samples.
+        seed, split: decide the samples; two splits of the same seed have nothing in common.
+    """
+
+    def __init__(self, task: Any, size: int = TRAINING_SAMPLES, seed: int = 0, split: str = "train") -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        self.task, self.size, self.seed, self.split = task, size, seed, split
+
+    def __len__(self) -> int:
+        return self.size
+
+    def drawn(self, index: int) -> dict[str, Any]:
+        """Return sample ``index`` as the task draws it, with what is hidden from a model."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"sample {index} of {self.size}")
+        return self.task.draw(np.random.default_rng([self.seed, zlib.crc32(self.split.encode()), index]))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.task.encode(self.drawn(index))
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the samples ``indices``, stacked."""
+        items = [self[index] for index in indices]
+        return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+
+    @property
+    def checksum(self) -> int:
+        """Of what decides the samples: whether two runs had the same."""
+        return zlib.crc32(repr((self.task, self.size, self.seed, self.split)).encode())
+
+
+def _check_range(name: str, value: Any) -> None:
+    numbers = isinstance(value, tuple) and [v for v in value if type(v) in (int, float) and math.isfinite(v)]
+    if not (numbers and len(numbers) == len(value) == 2 and numbers[0] <= numbers[1]):
+        raise ValueError(f"{name} must be two numbers, the lower one first, such as [-5,5]; got {shown(value)}")
+
+
+@register
+class ArithmeticTask(Task):
+    """Hidden-coefficient arithmetic as text (CGT, Section 4.1 and Figure 2).
+
+    A sample is ``tasks`` tasks of ``examples`` examples ``AAA*BBB=+CCCCC``: two integers of ``digits`` digits and
+    C = aA + bB, cut to an integer, as a sign and ``digits`` + 2 digits. ``|`` separates examples, ``#`` ends a task, as
+    in Figure 2. The coefficients a and b of a task are never shown. All samples have the same length.
+
+    C is cut towards zero: the paper writes the floor but calls it truncation, and its example (a = 0.5, b = -1.5:
+    ``012*023=-00028`` from -28.5) is cut towards zero.
+
+    Args:
+        tasks, examples, digits: sizes; by default the paper's.
+        a, b: intervals of the coefficients, drawn uniformly.
+        integers: draw whole coefficients (both ends of the intervals included), an easier task.
+        answers_only: labels of everything but the answers are -100, so that no loss is spent on random digits.
+    """
+
+    kind: ClassVar[str] = "cgt_arithmetic"
+
+    tasks: Count = 4
+    examples: Count = 4
+    digits: Count = 3
+    a: tuple[float, float] = (0.0, 10.0)
+    b: tuple[float, float] = (-10.0, 10.0)
+    integers: bool = False
+    answers_only: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_range("a", self.a)
+        _check_range("b", self.b)
+        bound = max(map(abs, self.a)) + max(map(abs, self.b))
+        if bound * (10**self.digits - 1) >= 10 ** (self.digits + 2):
+            raise ValueError(
+                f"coefficients in {self.a} and {self.b} give answers of more than {self.digits + 2} digits"
+            )
+
+    def defaults(self) -> dict[str, Any]:
+        return {"tokenizer": "symbols", "sequence_length": self.length}
+
+    @property
+    def example_length(self) -> int:
+        """Symbols of an example with the separator after it."""
+        return 3 * self.digits + 6
+
+    @property
+    def task_length(self) -> int:
+        """Symbols of a task."""
+        return self.examples * self.example_length
+
+    @property
+    def length(self) -> int:
+        """Symbols of a sample."""
+        return self.tasks * self.task_length
+
+    def draw_coefficients(self, generator: np.random.Generator, count: int) -> np.ndarray:
+        """Return ``count`` draws of (a, b), (count, 2)."""
+        low, high = np.array([self.a, self.b], dtype=float).T
+        if self.integers:
+            return generator.integers(low.astype(int), high.astype(int) + 1, size=(count, 2)).astype(float)
+        return generator.uniform(low, high, size=(count, 2))
+
+    def draw(self, generator: np.random.Generator) -> dict[str, Any]:
+        """Return ``coefficients`` (tasks, 2), which are hidden, and ``numbers`` (tasks, examples, 2)."""
+        hidden = self.draw_coefficients(generator, self.tasks)
+        numbers = generator.integers(0, 10**self.digits, size=(self.tasks, self.examples, 2))
+        return {"coefficients": hidden, "numbers": numbers}
+
+    def text(self, sample: Mapping[str, Any]) -> str:
+        """Return a sample as one line of text."""
+        tasks = []
+        for (a, b), pairs in zip(sample["coefficients"], sample["numbers"], strict=True):
+            tasks.append("|".join(self.example(x, y, int(a * x + b * y)) for x, y in pairs) + "#")
+        return "".join(tasks)
+
+    def example(self, a: int, b: int, c: int) -> str:
+        """Return one example in the task's format."""
+        d = self.digits
+        return f"{a:0{d}d}*{b:0{d}d}={'-' if c < 0 else '+'}{abs(c):0{d + 2}d}"
+
+    def answer_mask(self) -> Tensor:
+        """(T,), True at the tokens after "=" in each example: the sign and the digits."""
+        within = torch.arange(self.length) % self.example_length
+        return (within >= 2 * self.digits + 2) & (within < self.example_length - 1)
+
+    def example_of(self) -> Tensor:
+        """(T,), the number of the example within its task that each token (and the separator after it) belongs to."""
+        return torch.arange(self.length) % self.task_length // self.example_length
+
+    def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``labels``, (T,) each."""
+        ids = torch.tensor([SYMBOLS.index(symbol) for symbol in self.text(sample)])
+        labels = torch.where(self.answer_mask(), ids, IGNORED_LABEL) if self.answers_only else ids.clone()
+        return {"input_ids": ids, "labels": labels}
+
+
+@register
+class RegressionTask(Task):
+    """Linear regression in context (CGT, Section 4.1): x_1, y_1, ..., x_N, y_N with y = U x + b + eps q.
+
+    Every component is standard normal; U and b are drawn for each sample. A model reads vectors, not tokens.
+
+    Args:
+        inputs, outputs: d_in and d_out; 16 and 1 in the paper.
+        pairs: N.
+        noise: eps.
+        layout: ``shared``: a vector has as many features as the longer of x and y, and both begin at the first; only
+            their positions tell x from y, as in the paper, which pads each of them to the width of the model
+            (``CGTConfig(vector_input="padded")`` does the rest of the padding). ``separate``: it has those of both, x
+            fills the first, y the others, the rest is zero.
+    """
+
+    kind: ClassVar[str] = "cgt_regression"
+
+    inputs: Count = 16
+    outputs: Count = 1
+    pairs: Count = 64
+    noise: NonNegative = 0.1
+    layout: Literal["shared", "separate"] = "shared"
+
+    def defaults(self) -> dict[str, Any]:
+        return {"tokenizer": "none", "sequence_length": 2 * self.pairs}
+
+    @property
+    def features(self) -> int:
+        """Features of a vector."""
+        sizes = (self.inputs, self.outputs)
+        return sum(sizes) if self.layout == "separate" else max(sizes)
+
+    def draw(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        """x (N, inputs), y (N, outputs), clean (N, outputs) without noise, u (outputs, inputs), b (outputs,)."""
+        u = generator.standard_normal((self.outputs, self.inputs))
+        b = generator.standard_normal(self.outputs)
+        x = generator.standard_normal((self.pairs, self.inputs))
+        clean = x @ u.T + b
+        y = clean + self.noise * generator.standard_normal(clean.shape)
+        return {"x": x, "y": y, "clean": clean, "u": u, "b": b}
+
+    def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return ``vectors`` (2 N, features), ``targets`` (2 N, outputs) and ``target_mask`` (2 N,)."""
+        vectors = torch.zeros(2 * self.pairs, self.features)
+        targets = torch.zeros(2 * self.pairs, self.outputs)
+        vectors[0::2, : self.inputs] = torch.from_numpy(sample["x"]).float()
+        first = self.inputs if self.layout == "separate" else 0
+        vectors[1::2, first : first + self.outputs] = torch.from_numpy(sample["y"]).float()
+        targets[0::2] = torch.from_numpy(sample["y"]).float()
+        return {"vectors": vectors, "targets": targets, "target_mask": torch.arange(2 * self.pairs) % 2 == 0}
+
+
+@register
+class MixtureTask(Task):
+    """Two excerpts of texts joined at a random place (CGT, Section 4.1): the topic changes there.
+
+    Args:
+        of: sources as ``data`` takes them, with "+" between them: each is equally often the source of an excerpt.
+        start, finish: where the first excerpt ends, uniformly between these shares of ``sequence_length``; 0.5 and
+            0.75, of 512, in the paper.
+        single: take single excerpts (Figure 15).
+    """
+
+    kind: ClassVar[str] = "cgt_mixture"
+
+    of: str = "stdlib"
+    start: float = 0.5
+    finish: float = 0.75
+    single: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.start <= self.finish < 1:
+            raise ValueError(f"start={self.start:g} and finish={self.finish:g} must satisfy 0 < start <= finish < 1")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources by themselves."""
+        return tuple(name.strip() for name in self.of.split("+"))
+
+    def defaults(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """What ``Samples`` draws for a ``MixtureTask``: its texts are there.
+
+    task: the settings. length: tokens a sample.
+    sources: for each source the token ids of its documents; excerpts start anywhere in those that are long enough.
+    """
+
+    task: MixtureTask
+    length: int
+    sources: tuple[tuple[np.ndarray, ...], ...] = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        usable = tuple(tuple(d for d in documents if len(d) >= self.length) for documents in self.sources)
+        object.__setattr__(self, "sources", usable)
+        if min(map(len, usable)) < 1 or sum(map(len, usable)) < 2:
+            raise ValueError(
+                f"a mixture needs two documents, and one of every source, of at least sequence_length={self.length} "
+                f"tokens; of {self.task.of} there are {', '.join(str(len(documents)) for documents in usable)}"
+            )
+
+    def draw(self, generator: np.random.Generator) -> dict[str, Any]:
+        """Return ``ids`` (T,), ``cut``, where the second excerpt begins, and ``documents``, (source, number) each."""
+        chosen: list[tuple[int, int]] = []
+        while len(chosen) < 2:
+            source = int(generator.integers(len(self.sources)))
+            document = (source, int(generator.integers(len(self.sources[source]))))
+            chosen += [document] if document not in chosen else []
+        low, high = (round(share * self.length) for share in (self.task.start, self.task.finish))
+        cut = self.length if self.task.single else int(generator.integers(low, high + 1))
+        parts = []
+        for (source, number), count in zip(chosen, (cut, self.length - cut), strict=True):
+            tokens = self.sources[source][number]
+            begin = int(generator.integers(len(tokens) - count + 1))
+            parts.append(np.asarray(tokens[begin : begin + count], dtype=np.int64))
+        return {"ids": np.concatenate(parts), "cut": cut, "documents": chosen}
+
+    def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``labels``, (T,) each."""
+        ids = torch.from_numpy(sample["ids"])
+        return {"input_ids": ids, "labels": ids.clone()}
