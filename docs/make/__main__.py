@@ -21,6 +21,7 @@ import effects
 import evidence
 import forest
 import measured
+from relinear.contract.operator import OperatorConfig
 from settings import settings_table
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -79,6 +80,12 @@ def pages() -> dict[Path, str]:
             found[DOCS / "pictures" / f"{effects.file_name(kind)}-{theme}.svg"] = effects.picture(theme, kind)
     for page in sorted((DOCS / "operators").glob("*.md")):
         parts = {name: functools.partial(make, page.stem) for name, make in PARTS.items()}
+        # a page may hold a second operator, whose parts are called after it
+        parts |= {
+            f"{name}_{kind}": functools.partial(make, kind)
+            for name, make in PARTS.items()
+            for kind in OperatorConfig.kinds()
+        }
         found[page] = filled(page.read_text(encoding="utf-8"), parts, page.stem)
     return found
 
