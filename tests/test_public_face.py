@@ -12,7 +12,7 @@ import pytest
 
 import relinear
 from conftest import mostly_slow
-from relinear.deprecated import MOVED
+from relinear.deprecated import MOVED, MOVED_MODULES
 from relinear_cli.main import COMMANDS
 
 ROOT = Path(relinear.__file__).parent
@@ -69,6 +69,26 @@ def test_a_name_that_has_moved_is_found_with_a_warning(name: str) -> None:
         assert getattr(relinear, name) is getattr(import_module(module), new)
     assert said[0].filename == __file__
     assert name not in relinear.__all__
+
+
+@pytest.mark.parametrize("name", sorted(MOVED_MODULES))
+def test_a_module_that_has_moved_is_found_with_a_warning(name: str, monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.warns(DeprecationWarning, match=rf"{re.escape(name)} has moved to {re.escape(MOVED_MODULES[name])}"):
+        old = import_module(name)
+    new = import_module(MOVED_MODULES[name])
+    for public in (name for name in vars(new) if name[0] != "_"):
+        assert getattr(old, public) is getattr(new, public)
+    assert relinear.compress is import_module("relinear.compression").compress  # not hidden by a package
+
+
+def test_an_operator_of_0_2_finds_what_it_imports() -> None:
+    from relinear.core.moments import Moments, descend_
+
+    assert Moments is relinear.contract.calibration_statistics.CalibrationStatistics
+    assert descend_ is relinear.contract.calibration_statistics.descend_
+    with pytest.raises(ImportError, match=r"relinear\.core\.nothing"):
+        import_module("relinear.core.nothing")
 
 
 def test_unknown_names_are_attribute_errors() -> None:

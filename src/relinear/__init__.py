@@ -26,6 +26,7 @@ from relinear.contract.operator import Operator as Operator
 from relinear.contract.operator import OperatorConfig as OperatorConfig
 from relinear.contract.plugins import import_named as _import_named
 from relinear.deprecated import MOVED as _MOVED
+from relinear.deprecated import find_moved_modules as _find_moved_modules
 from relinear.deprecated import moved as _moved
 from relinear.distill import distill_ as distill_
 from relinear.evaluate import perplexity as perplexity
@@ -60,6 +61,7 @@ from relinear.train.fitting import fit as fit
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ += ["__version__", "activations", "analysis", "clifford", "contract", "data", "evaluate", "residual"]
 
+_find_moved_modules()
 _import_named()
 
 

@@ -1,8 +1,11 @@
 """Public names that have moved or changed. The old name works for one version, with a DeprecationWarning."""
 
+import sys
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 _HOMES = {
@@ -29,6 +32,66 @@ def moved(name: str) -> Any:
     module, new = MOVED[name]
     warnings.warn(f"relinear.{name} has moved: from {module} import {new}", DeprecationWarning, stacklevel=3)
     return getattr(import_module(module), new)
+
+
+#: module of 0.2 that operators, attachments and scripts import from -> the module that has its names now
+MOVED_MODULES = {
+    "relinear.core.attachment": "relinear.contract.attachment",
+    "relinear.core.aux": "relinear.contract.auxiliary_losses",
+    "relinear.core.config": "relinear.contract.config",
+    "relinear.core.context": "relinear.activations.shared_context",
+    "relinear.core.inference": "relinear.contract.inference",
+    "relinear.core.latents": "relinear.activations.interventions",
+    "relinear.core.moments": "relinear.contract.calibration_statistics",
+    "relinear.core.objective": "relinear.contract.objective",
+    "relinear.core.operator": "relinear.contract.operator",
+    "relinear.core.roles": "relinear.contract.parameter_roles",
+    "relinear.core.sites": "relinear.activations.hook_points",
+    "relinear.core.token_terms": "relinear.contract.auxiliary_mixin",
+    "relinear.compress.calibrate": "relinear.compression.calibrate",
+    "relinear.compress.export_gguf": "relinear.compression.gguf",
+    "relinear.compress.settings": "relinear.compression.settings",
+}
+_PACKAGES = {name.rpartition(".")[0] for name in MOVED_MODULES}
+#: (module now, name of 0.2) -> its name now
+_RENAMED = {
+    ("relinear.contract.calibration_statistics", "Moments"): "CalibrationStatistics",
+    ("relinear.contract.auxiliary_mixin", "TokenTerms"): "AuxiliaryLossMixin",
+    ("relinear.activations.interventions", "Edit"): "Intervention",
+    ("relinear.activations.interventions", "Replace"): "Patch",
+    ("relinear.activations.hook_points", "LatentTap"): "ActivationHook",
+    ("relinear.activations.hook_points", "Site"): "HookPoint",
+    ("relinear.activations.hook_points", "sites"): "hook_points",
+}
+
+
+class _MovedModules:
+    """Finds modules of 0.2 by their old paths."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        known = name in MOVED_MODULES or name in _PACKAGES
+        return ModuleSpec(name, self, is_package=name in _PACKAGES) if known else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name == "relinear.compress":  # importing from below it must not hide the function
+            function = import_module("relinear.compression").compress
+            function.__path__, function.__spec__ = [], None
+            sys.modules[name] = function
+        elif name in MOVED_MODULES:
+            new = MOVED_MODULES[name]
+            warnings.warn(f"{name} has moved to {new}; the old path works for one version", DeprecationWarning, 2)
+            names = import_module(new)
+            module.__getattr__ = lambda key: getattr(names, _RENAMED.get((new, key), key))  # type: ignore[method-assign]
+
+
+def find_moved_modules() -> None:
+    """Let modules of 0.2 be imported under their old paths, after all that are there."""
+    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
 
 
 class RenamedHook:
