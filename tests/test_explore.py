@@ -448,7 +448,7 @@ def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
         assert unit.locator("li").count() == control.locator("li").count() == TOP
         assert unit.locator(".marked").count() == TOP
         before = unit.inner_text()
-        view.get_by_label("unit", lossless_config=True).fill("4")
+        view.get_by_label("unit", exact=True).fill("4")
         view.keyboard.press("Tab")
         view.wait_for_function("text => document.querySelector('[data-role=unit]').innerText !== text", arg=before)
         assert f"{Q0} #4" in unit.inner_text()
@@ -457,7 +457,7 @@ def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
         view.wait_for_function("text => document.querySelector('[data-role=control]').innerText !== text", arg=other)
         view.get_by_role("button", name="Measure its effect").click()
         view.wait_for_selector("text=the distribution moves by")
-        view.get_by_label("text", lossless_config=True).fill(HOSTILE)
+        view.get_by_label("text", exact=True).fill(HOSTILE)
         view.get_by_role("button", name="Colour the text").click()
         view.wait_for_selector("[data-role=text] span")
         assert view.locator("[data-role=text]").inner_text() == HOSTILE
@@ -470,7 +470,7 @@ def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
         view.get_by_label("units highest at a token").fill("o")
         view.get_by_role("button", name="Search").click()
         view.wait_for_selector("text=×")
-        view.get_by_label("text", lossless_config=True).fill("")
+        view.get_by_label("text", exact=True).fill("")
         view.get_by_role("button", name="Colour the text").click()
         view.wait_for_selector("text=type some text first")
         fits(view)

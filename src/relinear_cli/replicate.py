@@ -62,7 +62,7 @@ def command(
     """
     from relinear.compare.recipe import parse_overrides
     from relinear.compare.replicate import COMPARISON, replicate, replication, requirements
-    from relinear_cli.progress import watch_comparison
+    from relinear_cli.progress import watch
     from relinear_cli.report import analyze_models, trained_in, write_report_of
 
     asked = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer}
@@ -76,8 +76,10 @@ def command(
     if plan:
         return
     out = out or Path("runs") / paper
-    with watch_comparison() as on_event:
-        replicate(planned, out, overwrite=overwrite, workers=workers, executor=executor, slurm=jobs, on_event=on_event)
+    with watch(resumable=True) as on_progress:
+        replicate(
+            planned, out, overwrite=overwrite, workers=workers, executor=executor, slurm=jobs, on_progress=on_progress
+        )
     if planned.paper.analyse:
         analyze_models(trained_in(out / COMPARISON))
     report = write_report_of([out])

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from relinear.analysis.report import analyses_blocks
 from relinear.compare.gaps import gap
-from relinear.compare.match import OnEvent, plan_comparison
+from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe, read_yaml
 from relinear.compare.report import gap_text, number, read_results, results_section
 from relinear.compare.run import compare, runs_at_once
@@ -33,6 +33,7 @@ from relinear.models import preset_config, preset_names
 from relinear.pages.blocks import Block, Cell, Row, Section, Table, Text
 from relinear.pages.page import write_page
 from relinear.pages.records import read_values
+from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 
 PAPERS = Path(__file__).parent / "papers"
@@ -272,7 +273,7 @@ def replicate(
     workers: int | None = None,
     executor: Executor | str | None = None,
     slurm: Mapping[str, Any] | None = None,
-    on_event: OnEvent = lambda event: None,
+    on_progress: ProgressCallback = no_progress,
 ) -> Path:
     """Carry out a replication and return its page, ``report.html`` in ``out_dir``.
 
@@ -282,7 +283,7 @@ def replicate(
         plan: from ``replication``.
         out_dir: directory of the results.
         overwrite: start over, and rename what is in the way.
-        workers, executor, slurm, on_event: as in ``compare``.
+        workers, executor, slurm, on_progress: as in ``compare``.
 
     Raises:
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
@@ -290,7 +291,7 @@ def replicate(
     folder = RunFolder(out_dir, "replicate", RECORD, (COMPARISON, REPORT))
     with folder.open(plan.request, overwrite=overwrite):
         folder.write()
-        options: Any = {"workers": workers, "executor": executor, "slurm": slurm, "on_event": on_event}
+        options: Any = {"workers": workers, "executor": executor, "slurm": slurm, "on_progress": on_progress}
         compare(plan.recipe, folder.path / COMPARISON, **options)
         return write_page(folder.path / REPORT, [replicate_section(folder.path)])
 
