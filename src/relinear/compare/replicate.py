@@ -235,7 +235,8 @@ def requirements(plan: Replication, workers: int | None = None) -> dict[str, str
         )
         tokens = settings.steps * settings.tokens_per_step + evaluated / 3
         slower = max(1.0, each.size.flops / timed[known].size.flops)
-        seconds += seeds * tokens * slower / speeds[known]["train_tokens_per_second"]
+        tuned = 0 if recipe.tune is None else recipe.tune.fraction * len(recipe.tune.learning_rates)
+        seconds += (seeds + tuned) * tokens * slower / speeds[known]["train_tokens_per_second"]
     seconds /= max(1, min(at_once, seeds * len(planned)))
     sizes = sorted(p.size.parameters for p in planned)
     kept = seeds * 4 * sum(p.size.parameters for p in planned if p.settings.save_model)
@@ -306,6 +307,10 @@ def _width(entry: EntryResult) -> float | None:
     return preset_config(settings["model"], **settings["model_overrides"]).hidden_size
 
 
+def _rank(entry: EntryResult) -> float | None:
+    return next((setting["rank"] for setting in entry["settings"]["operators"].values() if "rank" in setting), None)
+
+
 def _minimum(entry: EntryResult) -> float:
     losses = ([point.get("validation_loss") for point in run["curve"]] for run in entry["runs"])
     lowest = [min(loss for loss in found if loss is not None) for found in losses]
@@ -319,6 +324,7 @@ MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult], float | None], st
     "added_parameters": (lambda entry, first: entry["parameters"] / first["parameters"] - 1, "+.1%"),
     "mflops": (lambda entry, first: entry["flops_per_token"] / 1e6, ".2f"),
     "width": (lambda entry, first: _width(entry), ".0f"),
+    "rank": (lambda entry, first: _rank(entry), ".0f"),
     "loss": (lambda entry, first: entry["validation_loss"]["mean"], ".4f"),
     "minimum_loss": (lambda entry, first: _minimum(entry), ".4f"),
     "perplexity": (lambda entry, first: entry["perplexity"]["mean"], ".2f"),
