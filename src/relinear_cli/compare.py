@@ -35,24 +35,10 @@ def command(
     compile: options.Compile = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Runs at once.", show_default="one a core; jobs: 256")
-    ] = None,
-    executor: Annotated[
-        str | None,
-        typer.Option(
-            help="`slurm`, or the address of a scheduler of Dask: `tcp://HOST:8786`.", show_default="this machine"
-        ),
-    ] = None,
+    workers: options.Workers = None,
+    executor: options.Executor = None,
     partition: Annotated[str | None, typer.Option(help="Of SLURM.", show_default="the cluster's")] = None,
-    slurm: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="A parameter of submitit, such as timeout_min=240; repeat it.",
-            show_default="as submitit has them",
-        ),
-    ] = None,
+    slurm: options.Slurm = None,
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.
 

@@ -47,6 +47,23 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, by its name in a recipe; may be repeated."),
 ]
+Workers = Annotated[
+    int | None, typer.Option(min=1, max=4096, help="Runs at once.", show_default="one a core; jobs: 256")
+]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        help="`slurm`, or the address of a scheduler of Dask: `tcp://HOST:8786`.", show_default="this machine"
+    ),
+]
+Slurm = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="A parameter of submitit, such as timeout_min=240; repeat it.",
+        show_default="as submitit has them",
+    ),
+]
 TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")

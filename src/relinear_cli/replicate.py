@@ -1,7 +1,7 @@
 """``relinear replicate``: the main tables of a paper beside ours."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,23 +34,9 @@ def command(
     plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and stop.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory of the results.", show_default="runs/PAPER")] = None,
     overwrite: options.Overwrite = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Runs at once.", show_default="one a core")
-    ] = None,
-    executor: Annotated[
-        str | None,
-        typer.Option(
-            help="`slurm`, or the address of a scheduler of Dask: `tcp://HOST:8786`.", show_default="this machine"
-        ),
-    ] = None,
-    slurm: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="A parameter of submitit, such as slurm_partition=gpu; repeat it.",
-            show_default="as submitit has them",
-        ),
-    ] = None,
+    workers: options.Workers = None,
+    executor: options.Executor = None,
+    slurm: options.Slurm = None,
 ) -> None:
     """Repeat the main tables of a paper, at a share of its budget; ends with a page, the paper beside ours.
 
@@ -76,10 +62,9 @@ def command(
     if plan:
         return
     out = out or Path("runs") / paper
+    where: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:
-        replicate(
-            planned, out, overwrite=overwrite, workers=workers, executor=executor, slurm=jobs, on_progress=on_progress
-        )
+        replicate(planned, out, overwrite=overwrite, **where, on_progress=on_progress)
     if planned.paper.analyse:
         analyze_models(trained_in(out / COMPARISON))
     report = write_report_of([out])
