@@ -80,7 +80,7 @@ def layers(model, **options):
 
 @contextlib.contextmanager
 def whole(model, **options):
-    """As users do, who are told of the first setting by docs/context.md."""
+    """As users do, who are told of the first setting by docs/operators/ccl.md."""
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         model.loss_type = "ForCausalLM"  # stock GPT-2 has none, and logs a warning that no compiler follows
         yield torch.compile(model, fullgraph=True, **options)

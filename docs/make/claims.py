@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,7 +117,7 @@ def _overview() -> str:
         "## What was planned, and what it changed",
         told["planned"],
         table(told["plans"]["head"], told["plans"]["rows"]),
-        "How each equation and baseline was checked, and where it differs: [the papers, line by line](papers.md).",
+        "Each page ends with the place of every equation in the code, its test, and where it differs.",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -152,9 +153,24 @@ def _page(paper: Mapping[str, Any]) -> str:
         *map(_found, claims),
         folded("The runs: commands, budgets, pages with machine and settings", "\n\n".join(runs)),
         folded("How to read the intervals", _read("overview")["notes"].strip()),
+        "## The paper, line by line",
+        'Each item has a test that holds it to the paper, or a reason why it differs. "Not run" means that its parts '
+        "are here and its run is not.",
+        *itertools.starmap(_lines, _read(f"lines/{name}").items()),
         "[All claims](../claims.md)",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _lines(part: str, rows: Sequence[Mapping[str, str]]) -> str:
+    """A part of the paper: what it says, where that is in the code, what checks it, where it differs and why."""
+    items = []
+    for row in rows:
+        said = [f"**{row['paper']}**"]
+        said += [f"{words} {row[key]}" for key, words in (("here", "In"), ("checked", "Checked by")) if key in row]
+        said += [row["differs"][0].upper() + row["differs"][1:]] if "differs" in row else []
+        items.append(f"- {'. '.join(said)}.")
+    return folded(f"{part}: {len(items)} items", "\n".join(items))
 
 
 def _found(claim: Claim) -> str:
