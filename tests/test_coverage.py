@@ -96,7 +96,7 @@ def test_subclasses_of_linear_are_named() -> None:
         pass
 
     model = nn.Sequential(OwnLinear(8, 8), nn.ReLU())
-    with pytest.raises(ValueError, match="OwnLinear, subclasses of"):
+    with pytest.raises(ValueError, match="matches no module"):
         relinear.replace_(model, {"all-linear": THIN})
     assert reasons(relinear.summary(model))["0"] == "a subclass of nn.Linear"
 

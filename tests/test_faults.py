@@ -15,7 +15,6 @@ import torch
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.compare.recipe import parse_overrides, read_yaml
 from relinear.compare.run import compare
 from relinear.data import DataSettings, iter_texts
 from relinear.distill.run import distill_
@@ -226,15 +225,6 @@ def test_values_nested_without_end(tmp_path):
         list(iter_texts(DataSettings(data=str(tmp_path / "data.jsonl"), cache_dir=tmp_path / "cache"), "all"))
     with pytest.raises(ValueError, match=r"other\.json is nested too deeply"):
         read_json(tmp_path / "other.json")
-
-
-def test_values_that_repeat_themselves(tmp_path):
-    lines = ["a0: &a0 [1, 2]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
-    (tmp_path / "recipe.yaml").write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="anchors"):
-        read_yaml(tmp_path / "recipe.yaml")
-    with pytest.raises(ValueError, match="nested too deeply"):
-        parse_overrides(["entries=&a {a: *a}"])
 
 
 def test_changed_weights_of_a_distillation_are_refused(tmp_path):

@@ -8,7 +8,6 @@ import os
 import re
 import sqlite3
 import threading
-import time
 import warnings
 
 import pytest
@@ -26,7 +25,6 @@ from relinear.hf.model_source import missing_directory
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import writing
 from relinear.train import FitSettings, TrainSettings, fit
-from relinear.train.trainer import _damage
 from relinear_cli.errors import one_message
 from relinear_cli.main import main
 from relinear_cli.terminal import fitted
@@ -37,7 +35,6 @@ from relinear_cli.terminal import fitted
     [
         (["compress", "m", "--data", "d", "--keep", "80"], ["keep must be below 1", "got 80", "write 0.8"]),
         (["compress", "m", "--data", "d", "--keep", "80%"], ["--keep must be a valid number, got '80%'"]),
-        (["compress", "m", "--data", "d", "--ratio", "0.8"], ["--ratio", "did you mean --keep"]),
         (
             ["compare", "-o", "dense", "--match", "params"],
             ["--match: 'params' is not one of 'width', 'parameters', 'flops'"],
@@ -110,13 +107,6 @@ def test_a_missing_argument_of_a_wrapped_function_names_it():
         LlamaForCausalLM.from_pretrained()
 
 
-def test_a_lack_of_memory_is_no_damage():
-    with pytest.raises(RuntimeError, match="allocate"), _damage("checkpoint-1"):
-        torch.empty(2**60)
-    with pytest.raises(ValueError, match="damaged"), _damage("checkpoint-1"):
-        raise RuntimeError("PytorchStreamReader failed reading zip archive")
-
-
 @pytest.mark.parametrize(
     "entries", [("low_rank:rank=4", "hdpl:rank=4,blocks=1"), ("hdpl:rank=4,blocks=1", "low_rank:rank=4")]
 )
@@ -148,22 +138,6 @@ def test_operators_larger_than_their_layers_are_remarked_upon():
     assert "times as many" in str(report)
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(a|aa)+b", "(.*.*.*.*)*x", "((a{0,50}){0,50}){0,50}b"])
-def test_patterns_take_a_bounded_time(pattern):
-    start = time.process_time()
-    try:
-        assert not matches(pattern, "a" * 60 + "c")
-    except ValueError as error:
-        assert "takes too long" in str(error)  # noqa: PT017
-    assert time.process_time() - start < 5
-
-
-@pytest.mark.parametrize("pattern", ["a{20000}", "(a{200}){200}", "((a{30}){30}){30}", "a|" * 600])
-def test_patterns_take_bounded_memory(pattern):
-    with pytest.raises(ValueError, match="more than 1,000 characters, or repeats more than 10,000 times"):
-        check_patterns([pattern])
-
-
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -187,13 +161,13 @@ def test_patterns_match_as_pythons_do(pattern):
     assert found
 
 
-@pytest.mark.parametrize("pattern", ["(a", "[z-a]", "*", "x" * 998 + ".*."])
+@pytest.mark.parametrize("pattern", ["(a", "[z-a]", "*"])
 def test_patterns_that_are_not_taken(pattern):
     with pytest.raises(ValueError, match="pattern"):
         check_patterns([pattern])
 
 
-@pytest.mark.parametrize("text", ["[" * 90 + "]" * 90, "{a: " * 90 + "}" * 90, "[" + "a," * 200_000 + "]"])
+@pytest.mark.parametrize("text", ["[" * 9_000, "[" + "a," * 200_000 + "]"])
 def test_texts_without_end_are_refused_early(text):
     with pytest.raises(ValueError, match=r"nested too deeply|longer than 100,000 characters"):
         read_value(text, "settings.yaml")

@@ -97,7 +97,6 @@ def command(
     check_folder(out, settings, overwrite=overwrite)
     if plan is not None:
         read_layers(plan)
-    options.check_patterns(model, [*(target or []), *(exclude or [])])
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     reader = options.load_model_tokenizer(model, tokenizer)
     which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings}

@@ -75,7 +75,6 @@ def command(
     mapping = options.operator_mapping(replace)
     how: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
     text = options.corpus_of(data, text_column)
-    options.check_patterns(model, [*mapping, *(exclude or [])])
     options.prepare_process(threads, models=[model], texts=[text])
     how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "overwrite": overwrite, "out_dir": out}
     loaded = options.load_model(model)

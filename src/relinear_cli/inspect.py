@@ -30,7 +30,6 @@ def command(
     from relinear.compare.recipe import parse_overrides
 
     mapping = options.operator_mapping(replace or [])
-    options.check_patterns(model, mapping)
     loaded = options.load_model(model, parse_overrides(overrides or []), meta=not causality)
     if mapping:
         table = relinear.replace_(loaded, mapping, layers=options.parse_layers(layers))

@@ -29,10 +29,6 @@ _COMMANDS = {
 COMMANDS = {name: group for group, names in _COMMANDS.items() for name in names.split()}
 
 
-#: what other programs call an option -> what it is called here
-_OTHER_NAMES = {"--ratio": "--keep", "--lr": "--learning-rate", "--output": "--out", "--dataset": "--data"}
-
-
 #: group in the help of a command -> its options, by the names of their parameters; the others are "More"
 _GROUPS = {
     "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
@@ -169,9 +165,6 @@ def _said(error: Any) -> str:
         flag, said = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")
         wanted = said.removeprefix("Input should be ").partition(", unable to parse")[0]
         return f"{flag}: {said}" if said.startswith(wanted) else f"{flag} must be {wanted}, got {fault['input']!r}"
-    other = _OTHER_NAMES.get(getattr(error, "option_name", ""))
-    if other and any(other in option.opts for option in error.ctx.command.params):
-        return f"there is no option {error.option_name}; did you mean {other}?"
     return str(error.format_message())
 
 

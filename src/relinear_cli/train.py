@@ -68,7 +68,6 @@ def command(
     values = apply_overrides(values, options.given_settings(written, overrides))
 
     settings = TrainSettings.load(values, recipe or "settings")
-    options.check_patterns(settings.model, settings.operators)
     options.prepare_process(models=[settings.model])
     if is_first_rank():  # a launcher may have started fewer than one thinks
         ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation

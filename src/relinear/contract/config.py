@@ -28,8 +28,6 @@ C = TypeVar("C", bound="type[Config]")
 _LISTED = 40
 #: characters of a given value that a message repeats
 _SHOWN = 200
-#: brackets within brackets, beyond which nobody wrote them on purpose
-_DEEPEST = 32
 #: no size is larger: the bytes of a square of it in float64 are still a number that torch can hold
 _LARGEST = 2**29
 #: layers inside an operator: each is built, which takes its time
@@ -184,10 +182,7 @@ class Config:
         fields = dataclasses.fields(target)
         words = {f.name for f in fields if isinstance(f.default, str) and not _may_be_none(target, f)}
         values |= {key: "none" for key in words if key in values and values[key] is None}  # "none" read as null
-        try:
-            decoded = {key: _decode(value) for key, value in values.items()}
-        except RecursionError:
-            raise ValueError(f"{kind}: settings are nested too deeply") from None
+        decoded = {key: _decode(value) for key, value in values.items()}
         known_before = {f.name for f in dataclasses.fields(target)} - target.formerly.keys()
         settings = (dict(target.formerly) if known_before <= decoded.keys() else {}) | decoded
         missing = [f.name for f in dataclasses.fields(target) if _has_no_default(f) and f.name not in settings]
@@ -407,8 +402,6 @@ def _split(text: str, whole: str) -> list[str]:
     parts, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
-        if depth > _DEEPEST:
-            raise ValueError(f"{shown(whole)}: brackets are nested more than {_DEEPEST} deep")
         if depth < 0:
             break
         if character == "," and depth == 0:

@@ -190,7 +190,7 @@ def _file_sources(
         try:
             return _load(builder, settings, key, data_files=named, **options)
         except ValueError as error:
-            raise ValueError(_undecodable(files) or f"{path} cannot be read: {error}") from error
+            raise ValueError(f"{path} cannot be read: {error}") from error
 
     def part(split: str) -> Callable[[], Any]:
         return lambda: loaded()[_named(split)]
@@ -200,20 +200,6 @@ def _file_sources(
 
 def _named(split: str) -> str:
     return "train" if split == "all" else split  # by "all", datasets means all splits together
-
-
-def _undecodable(files: Sequence[Path]) -> str:
-    """What is to be said of the first file of text that is not UTF-8; "" where there is none."""
-    for path in files:
-        start = 0
-        with path.open("rb") as file:
-            for line in file if path.suffix.lower() in (".txt", ".md", ".csv", ".tsv") else ():
-                try:
-                    line.decode()
-                except UnicodeDecodeError as error:
-                    return f"{path} is not UTF-8 text (byte {start + error.start}); convert it first"
-                start += len(line)
-    return ""
 
 
 # Reading by datasets

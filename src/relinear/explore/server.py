@@ -25,8 +25,6 @@ from relinear.explore.subject import Subject
 
 #: bytes of a request
 LARGEST_BODY = 1 << 20
-#: bytes of a larger one that are read all the same, so many at a time
-_DISCARDED, _CHUNK = 1 << 23, 1 << 16
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -152,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isdecimal():
             raise _Refused(411, "a request needs a Content-Length")
         if len(length) > 12 or int(length) > LARGEST_BODY:
-            self._discard(int(length[:12]))
+            self.rfile.read(min(int(length[:12]), 8 * LARGEST_BODY))  # a sender reads no answer before it has sent
             raise _Refused(413, f"a request has at most {LARGEST_BODY:,} bytes")
         try:
             values = json.loads(self.rfile.read(int(length)))
@@ -162,12 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(values, dict):
             raise _Refused(400, "the request must be a JSON object")
         return values
-
-    def _discard(self, length: int) -> None:
-        """Read a little of what is too large, so that its sender comes to reading the answer."""
-        for left in range(min(length, _DISCARDED), 0, -_CHUNK):
-            if not self.rfile.read(min(left, _CHUNK)):
-                return
 
     def _send_json(self, status: int, value: Any) -> None:
         self._send(status, json.dumps(value, allow_nan=False).encode(), "application/json")

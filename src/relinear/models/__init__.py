@@ -10,4 +10,3 @@ from relinear.models.presets import model_folder as model_folder
 from relinear.models.presets import model_place as model_place
 from relinear.models.presets import preset_config as preset_config
 from relinear.models.presets import preset_names as preset_names
-from relinear.models.presets import stock_type as stock_type

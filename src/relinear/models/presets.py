@@ -14,7 +14,6 @@ from relinear.contract.operator import is_linear, linear_features
 from relinear.hf.config_record import sync_record
 from relinear.hf.model_source import saved_place
 from relinear.models.heads import HeadBias
-from relinear.system.files import read_json
 from relinear.system.text import cut
 
 
@@ -222,13 +221,6 @@ def model_place(name: str, *, presets: bool = True) -> Literal["preset", "direct
     if isfile(Path(name, "config.json")):
         raise ValueError(f"{name!r} is a preset and a directory with a model: write ./{name}, or leave for the preset")
     return "preset"
-
-
-def stock_type(name: str) -> str:
-    """The type of a preset, or of a model in a directory, if all of its layers are stock; else ""."""
-    path = Path(name).expanduser() / "config.json"
-    config = read_json(path) if isfile(path) else vars(_PRESETS[name]) if name in _PRESETS else {}
-    return "" if "quantization_config" in config else str(config.get("model_type", ""))
 
 
 def model_folder(name: str) -> str:

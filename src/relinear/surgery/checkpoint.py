@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -341,8 +340,6 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             if auto_class is None and "Unrecognized configuration class" in str(error):  # all that it knows follow
                 _check_task(directory, transformers.PreTrainedConfig.get_config_dict(directory, **kwargs)[0])
             raise
-    if wrong := list(_not_finite(model.config.to_dict())):
-        raise ValueError(f"{directory}: config.json has {', '.join(wrong)}; give a number, as the original has it")
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
     if getattr(model.config, "quantization_config", None) is None or config_record(model.config) is not None:
         found["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
@@ -354,15 +351,6 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             f"{directory} was not fully rebuilt ({'; '.join(problems)}): its config.json does not describe its weights"
         )
     return model
-
-
-def _not_finite(config: Mapping[str, Any]) -> Iterator[str]:
-    """Settings, in words, that are NaN or infinite; an end of a range, in a list, may be infinite (Mamba 2 has one)."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _not_finite(value)
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield f"{key}={value}"
 
 
 def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
@@ -408,13 +396,7 @@ def check_files(directory: Path) -> None:
     without being built.
     """
     weights = [WEIGHTS] if (directory / WEIGHTS).exists() else _shards(directory)
-    files = [directory / name for name in ("config.json", "generation_config.json", *weights)]
-    for path in files:
-        if path.exists() and not path.is_file():
-            raise ValueError(
-                f"{path} is a directory, a pipe, a socket or a device where a file is expected; replace it"
-            )
-    path = files[0]
+    path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
     config = read_json(path)
@@ -422,7 +404,7 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
     if (stored := own_record(config.get("quantization_config"))) is not None:
         check_record(stored)
-    forms, layers = _stored_forms(files[2:]), config.get("num_hidden_layers")
+    forms, layers = _stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
     # every model builds so many layers, which takes hours where it is damaged; other sizes may be unused
     if forms and isinstance(layers, int) and layers > max(len(forms), 1_000):
         raise ValueError(

@@ -127,12 +127,6 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
             f"pattern {shown(pattern)} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
             "only nn.Linear, GPT-2's Conv1D and relinear operators can (not their subclasses)"
         )
-    kinds = sorted({type(module).__name__ for module in modules.values() if isinstance(module, nn.Linear)} - {"Linear"})
-    if pattern == ALL_LINEAR and kinds:
-        return ValueError(
-            f"pattern {pattern!r} matches no module: the model's linear layers are {', '.join(kinds)}, subclasses of "
-            "nn.Linear, which cannot be replaced, because the code around them may read their weight"
-        )
     linear = sorted({part for name, module in modules.items() if is_linear(module) for part in _suffixes(name)})
     known = [*linear, ALL_LINEAR] if linear and pattern != ALL_LINEAR else linear
     close = difflib.get_close_matches(pattern[:_LONGEST_NAME], known, n=3, cutoff=0.3) or linear[:8]

@@ -159,21 +159,15 @@ def understood(path: str | Path, what: str, advice: str) -> Iterator[None]:
 
 
 def read_text(path: str | Path, most: int = -1) -> str:
-    """The text of a file, or its first ``most`` characters; a named pipe that nobody writes to is not waited for.
+    """The text of a file, or its first ``most`` characters.
 
     Raises ValueError if it is not UTF-8, OSError if it cannot be read.
     """
     try:
-        with writing(path), open(path, encoding="utf-8", opener=_open_at_once) as file:
+        with writing(path), open(path, encoding="utf-8") as file:
             return file.read(most)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    os.set_blocking(handle, True)
-    return handle
 
 
 @contextlib.contextmanager

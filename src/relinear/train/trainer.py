@@ -9,12 +9,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError  # raised by torch.load(weights_only=True) for what it refuses
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -398,18 +396,6 @@ class RelinearTrainer(Trainer):
             remove_checkpoints(home, but=name)
         self.accelerator.wait_for_everyone()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with _damage(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _damage(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _damage(checkpoint):
-            super()._load_rng_state(checkpoint)
-
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Trainer only warns of weights that the checkpoint lacks; to continue with fresh ones would be another run."""
         absent = set(load_result.missing_keys)
@@ -456,21 +442,6 @@ def block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
         return None
     counted = (labels[:, 1:] != IGNORED_LABEL).sum(1)
     return (token_losses(logits, labels).double().sum(1) / counted).cpu()
-
-
-@contextlib.contextmanager
-def _damage(checkpoint: str | None) -> Iterator[None]:
-    """Turn what the readers of safetensors and of torch's archives raise on damaged files into one ValueError.
-
-    A lack of memory is no damage, and passes.
-    """
-    try:
-        yield
-    except (SafetensorError, RuntimeError, UnpicklingError, EOFError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
-            raise
-        said = f"is damaged or cut off, or of another model ({str(error).splitlines()[0]})"
-        raise ValueError(f"{checkpoint} {said}; remove it to start over") from error
 
 
 def save_model(model: Any, directory: Path) -> None:
