@@ -137,7 +137,6 @@ print([m for m in sys.argv[1].split(",") if m in sys.modules], len(sys.modules) 
             "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
         ],
         "import transformers, relinear",
-        "from relinear.train import fit",
     ),
 )
 def test_checkpoints_load_whatever_was_imported_first(first: str) -> None:
@@ -151,13 +150,8 @@ print(AutoConfig.for_model("relinear_cgt").model_type)
     assert run(code, str(CHECKPOINT)).split() == ["LowRankLinear", "relinear_cgt"]
 
 
-@pytest.mark.parametrize(
-    "first",
-    mostly_slow(
-        ["import relinear, transformers", "import transformers.modeling_utils, relinear"],
-        "import relinear, transformers",
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["import relinear, transformers", "import transformers.modeling_utils, relinear"])
 def test_a_config_of_the_callers_own_is_seen_through_by_the_first_load(first: str) -> None:
     code = f"""
 {first}
@@ -177,6 +171,7 @@ def test_kinds_are_known_to_whoever_asks_first() -> None:
     assert "hdpl" in run(code + "print(*OperatorConfig.kinds())").split()
 
 
+@pytest.mark.slow
 def test_rooms_are_attributes() -> None:
     assert run("import relinear; print(relinear.operators.hdpl.HDPL is relinear.HDPL)") == "True\n"
 

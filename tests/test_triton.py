@@ -28,9 +28,9 @@ def _run(arguments: list[str], **environment: str) -> str:
 
 
 @pytest.mark.parametrize("marked", mostly_slow(["not slow", "slow"], "not slow"))
-@pytest.mark.parametrize("file", INTERPRETED)
-def test_kernels_in_the_interpreter(file: str, marked: str) -> None:
-    out = _run(["-m", "pytest", "-p", "no:cacheprovider", "-m", marked, str(HERE / file)], TRITON_INTERPRET="1")
+def test_kernels_in_the_interpreter(marked: str) -> None:
+    files = [str(HERE / file) for file in INTERPRETED]
+    out = _run(["-m", "pytest", "-p", "no:cacheprovider", "-m", marked, *files], TRITON_INTERPRET="1")
     assert "passed" in out
     assert "skipped" not in out
 
