@@ -58,10 +58,9 @@ def test_what_a_budget_of_bytes_brings_with_it() -> None:
 
 def test_candidates_are_those_that_lose_less_than_all_that_cost_no_more() -> None:
     points = [(3, 8.0), (1, 9.0), (2, 9.5), (4, 8.0), (5, 1.0)]
-    curve = [(relinear.LowRank(rank=rank), 2 * nats) for rank, nats in points]
-    calibration = type("Known", (), {"knows": lambda *_: True, "candidate_errors": lambda *_: curve})()
+    entry = type("Ranks", (), {"sizes": lambda *_: [relinear.LowRank(rank=rank) for rank, _ in points]})()
     budget = type("Ranks", (), {"cost": lambda self, name, config: 9.0 if config is None else config.rank})()
-    found = layer_candidates(torch.nn.Linear(16, 16), "a", calibration, (relinear.LowRank(rank=1),), budget)
+    found = layer_candidates(torch.nn.Linear(16, 16), "a", [entry], {0: [2 * nats for _, nats in points]}, budget)
     assert found[0] == Candidate(None, 9.0, 0.0)
     assert sorted((c.cost, c.nats) for c in found[1:]) == [(1, 9.0), (3, 8.0), (5, 1.0)]
 
@@ -141,7 +140,7 @@ def test_the_frontier_is_predicted_and_measured_and_changes_nothing(tmp_path) ->
     assert len(page) < 1_000_000
     assert f"{row['bits']:.2f} bits a weight" in str(report)
     with pytest.raises(ValueError, match="frontier weighs operators"):
-        compress(tiny(), tokens(), settings=SETTINGS | {"fisher": False}, frontier=True)
+        compress(tiny(), tokens(), settings=SETTINGS, frontier=True, plan_file=tmp_path / "plan.json")
 
 
 def test_a_frontier_that_is_not_evaluated_is_predicted_alone(tmp_path) -> None:

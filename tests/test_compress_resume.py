@@ -58,7 +58,7 @@ def whole(tmp_path_factory) -> dict[str, bytes]:
     return run(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("stage", mostly_slow(["forward", "backward", "candidates", "fit", "heal"], "fit"))
+@pytest.mark.parametrize("stage", mostly_slow(["forward", "candidates", "fit", "heal"], "fit"))
 def test_killed_while_it_computes(stage: str, whole, tmp_path) -> None:
     with pytest.raises(_Kill):
         run(tmp_path, killing(stage))
@@ -127,7 +127,7 @@ def integers(folder, on_progress=no_progress, frontier: bool = False) -> dict[st
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-@pytest.mark.parametrize("stage", ["forward", "backward", "candidates", "fit", "judging", "report", "frontier"])
+@pytest.mark.parametrize("stage", ["forward", "candidates", "fit", "judging", "report", "frontier"])
 def test_integers_killed_in_every_stage(stage: str, tmp_path, monkeypatch) -> None:
     observed: list[int] = []
     observe = stages.observe

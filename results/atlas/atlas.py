@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ from relinear.system.files import write_json
 from relinear.system.machine import circumstances
 from relinear.system.text import columns
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "compress"))
+from kept_moments import KeptMoments
+
 #: of a layer's parameters, at which operators are compared
 HALF = 0.5
 
@@ -57,11 +61,11 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     with evaluating(model):
         blocks = read_corpus(texts, {}, tokenizer, counted, True).blocks
         check_ids(blocks, model, "the corpus")
-        calibration = task.calibrate(blocks)
+        calibration = KeptMoments.of(task.calibrate(blocks), given.out / "moments")
         record |= {"tokens": calibration.tokens, "loss": calibration.loss}
         for depth, group in task.by_layer.items():
             for name, module in group.items():
-                if name not in record["layers"] and calibration.knows(name, module):
+                if name not in record["layers"] and calibration.counts[name] >= linear_features(module)[0]:
                     moments = calibration.moments(name)
                     record["layers"][name] = _of_layer(depth, name, module, menu, moments, given)
                     write_json(path, record)

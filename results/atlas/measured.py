@@ -9,19 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
 
 import torch
 
 import relinear
 from relinear.compression import CompressSettings
-from relinear.compression.calibrate import Calibration
 from relinear.compression.corpus import read_elsewhere
 from relinear.compression.evaluation import read
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import OperatorConfig, dense_weight, linear_features, linear_of
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "compress"))
+from kept_moments import KeptMoments
 
 
 @torch.no_grad()
@@ -36,7 +39,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     record = json.loads((given.atlas / "atlas.json").read_text(encoding="utf-8"))
-    calibration, model = Calibration(given.atlas / "calibration"), relinear.from_pretrained(given.model).float().eval()
+    calibration, model = KeptMoments(given.atlas / "moments"), relinear.from_pretrained(given.model).float().eval()
     judged = CompressSettings(sequence_length=256, evaluation_tokens=given.windows * 256)
     texts = {"": iter_texts(DataSettings(data=given.data), "validation")}
     ids = read_elsewhere(texts, load_tokenizer(given.model), judged)[""]

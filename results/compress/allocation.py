@@ -1,6 +1,6 @@
 """Why choosing bits by layer gains what it gains: predictions from what ``compress`` has kept, no model is run.
 
-    python results/compress/allocation.py models/smollm2=runs/compress-frontier/smollm2/seed-0/calibration \\
+    python results/compress/allocation.py models/smollm2=runs/compress-frontier/smollm2/seed-0/moments \\
         --out results/compress/allocation.json
 
 Rounding a layer to b bits costs about c 4^-b nats, c its sensitivity. One number of bits for all costs the sum; bits
@@ -17,8 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import relinear
+from kept_moments import KeptMoments
 from relinear.compression.budget import Candidate, allocate
-from relinear.compression.calibrate import Calibration
 from relinear.contract.operator import linear_features
 
 BUDGETS = (4.375, 4.25, 3.5, 3.0)
@@ -30,7 +30,7 @@ def geometric(values) -> float:
     return float(values.log().mean().exp() / values.mean())
 
 
-def figures(model, calibration: Calibration) -> dict:
+def figures(model, calibration: KeptMoments) -> dict:
     """Predicted nats of one number of bits for all, of bits by layer at each budget, and the bounds."""
     entry = relinear.Quantized()
     weights, costs, rows, options = {}, {}, {}, {}
@@ -79,7 +79,7 @@ def main() -> None:
     found = json.loads(given.out.read_text()) if given.out.exists() else {}
     for text in given.models:
         where, _, folder = text.partition("=")
-        found[Path(where).name] = figures(relinear.from_pretrained(where), Calibration(folder))
+        found[Path(where).name] = figures(relinear.from_pretrained(where), KeptMoments(folder))
     given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

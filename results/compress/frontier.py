@@ -41,9 +41,9 @@ from torch import Tensor, nn
 
 import relinear
 from caldera import FACTOR_BITS, caldera
+from kept_moments import KeptMoments
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import round_to_half_, stored_bytes
-from relinear.compression.calibrate import Calibration
 from relinear.compression.corpus import read_corpus, read_elsewhere
 from relinear.compression.evaluation import Reading, observe
 from relinear.compression.layerwise import LayerByLayer
@@ -104,7 +104,7 @@ def put_(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, layer)
 
 
-def round_(model: nn.Module, calibration: Calibration, config: relinear.Quantized, method: str) -> None:
+def round_(model: nn.Module, calibration: KeptMoments, config: relinear.Quantized, method: str) -> None:
     """Every layer to the same bits, under what the original feeds it."""
     for name in calibration.names:
         moments = None if method == "nearest" else calibration.moments(name)
@@ -112,7 +112,7 @@ def round_(model: nn.Module, calibration: Calibration, config: relinear.Quantize
 
 
 @torch.no_grad()
-def correct_(model: nn.Module, calibration: Calibration, bits: float) -> dict[str, float]:
+def correct_(model: nn.Module, calibration: KeptMoments, bits: float) -> dict[str, float]:
     """Every layer by CALDERA, of so many bits a weight; the sizes that this takes, which the matrices do not show."""
     torch.manual_seed(0)
     whole, stored, weights = int(bits), 0.0, 0
@@ -131,7 +131,7 @@ def round_in_order_(
     model: nn.Module,
     configs: Mapping[str, relinear.Quantized],
     blocks: Tensor,
-    calibration: Calibration | None = None,
+    calibration: KeptMoments | None = None,
 ) -> None:
     """Decoder layer by decoder layer, under what the model feeds each whose earlier layers are rounded.
 
@@ -226,7 +226,7 @@ def main() -> None:
     state.mkdir(parents=True, exist_ok=True)
     task = Task(model, linear_layers(model), settings, state, lambda *_: None)
     unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, "llama.cpp") for row in given.rows)  # these calibrate nothing
-    calibration = None if unseen else task.calibrate(blocks)
+    calibration = None if unseen else KeptMoments.of(task.calibrate(blocks), state / "moments")
     names = list(task.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import relinear
 from frontier import texts
+from kept_moments import KeptMoments
 from relinear.compression import CompressSettings
 from relinear.compression.budget import Candidate, allocate
 from relinear.compression.corpus import read_corpus
@@ -125,7 +126,8 @@ def main() -> None:
         blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
         state = given.state / Path(given.model).name / f"seed-{seed}"
         state.mkdir(parents=True, exist_ok=True)
-        draws.append(Task(model, linear_layers(model), settings, state, lambda *_: None).calibrate(blocks))
+        task = Task(model, linear_layers(model), settings, state, lambda *_: None)
+        draws.append(KeptMoments.of(task.calibrate(blocks), state / "moments"))
     calibration, judge = draws
     layers, weights = {}, {}
     for name in calibration.names:

@@ -38,8 +38,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import relinear
+from kept_moments import KeptMoments
 from relinear.compression import CompressSettings, compress
-from relinear.compression.calibrate import Calibration
+from relinear.compression.task import Task, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
@@ -83,7 +84,7 @@ def moments_of(method: str, moments: CalibrationStatistics) -> CalibrationStatis
 
 
 @torch.no_grad()
-def uniform_(model: nn.Module, names: list[str], calibration: Calibration, method: str, keep: float) -> None:
+def uniform_(model: nn.Module, names: list[str], calibration: KeptMoments, method: str, keep: float) -> None:
     """Every layer by a low-rank one of ``keep`` of its parameters."""
     for name in names:
         source = model.get_submodule(name)
@@ -114,7 +115,7 @@ def pairs_of(names: list[str]) -> list[list[str]]:
 
 
 @torch.no_grad()
-def shared_(model: nn.Module, names: list[str], calibration: Calibration, keep: float) -> None:
+def shared_(model: nn.Module, names: list[str], calibration: KeptMoments, keep: float) -> None:
     """Basis Sharing: one basis of the inputs for a group of layers, found on their joint inputs.
 
     The products are put into the layers themselves: the same function, which is what is measured.
@@ -239,8 +240,9 @@ def main() -> None:
     dense: dict[str, list[float]] = {}
     model = fresh()
     row("dense", None, time.monotonic(), model, machine=describe_machine(), tokens=given.tokens)
-    compress(model, [blocks.flatten()], settings=settings, out_dir=state, plan_only=True)
-    calibration = Calibration(state / "calibration")
+    state.mkdir(parents=True, exist_ok=True)
+    task = Task(model, linear_layers(model), settings, state, lambda *_: None)
+    calibration = KeptMoments.of(task.calibrate(blocks), state / "moments")
     for method in given.methods:
         start = time.monotonic()
         if method in ROUNDED:

@@ -22,8 +22,8 @@ def command(
         float | None, typer.Option(help="Share that is left; by default 0.8 where no --bits are given.")
     ] = None,
     budget_of: Annotated[
-        Literal["layers", "model", "bytes", "flops"] | None,
-        typer.Option(help="What --keep is a share of: parameters, stored bytes or FLOPs.", show_default="layers"),
+        Literal["layers", "model", "bytes"] | None,
+        typer.Option(help="What --keep is a share of: parameters or stored bytes.", show_default="layers"),
     ] = None,
     candidates: Annotated[
         list[str] | None,
@@ -39,9 +39,6 @@ def command(
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to calibrate on.", show_default="32768")] = None,
-    fisher: Annotated[
-        bool | None, typer.Option(help="Weigh layers' errors by gradients at their outputs.", show_default="--fisher")
-    ] = None,
     heal_tokens: Annotated[
         int | None, typer.Option(min=0, help="Tokens to train the result on afterwards.", show_default="0")
     ] = None,
@@ -87,7 +84,6 @@ def command(
         "budget_of": budget_of,
         "candidates": candidates,
         "tokens": tokens,
-        "fisher": fisher,
         "heal_tokens": heal_tokens,
         "heal": heal,
         "evaluate": evaluate,

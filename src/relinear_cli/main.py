@@ -33,7 +33,7 @@ COMMANDS = {name: group for group, names in _COMMANDS.items() for name in names.
 _GROUPS = {
     "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
-    "fisher evaluate",
+    "evaluate",
     "Budget": "bits keep budget_of batch steps tokens trials seeds widths base_width "
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only frontier as_json report index static check",

@@ -1,4 +1,4 @@
-"""What a plan may cost, in parameters, stored bytes or FLOPs a token, and the least predicted loss under that."""
+"""What a plan may cost, in parameters or stored bytes, and the least predicted loss under that."""
 
 import contextlib
 import dataclasses
@@ -12,14 +12,14 @@ from torch import nn
 
 from relinear.compression.settings import CompressSettings
 from relinear.contract.operator import OperatorConfig, linear_features
-from relinear.surgery.summary import module_flops, module_parameters
+from relinear.surgery.summary import module_parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """What a layer could become.
 
-    config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes, FLOPs). nats: predicted
+    config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes). nats: predicted
     increase of the loss per token.
     """
 
@@ -85,30 +85,11 @@ def _spend(chosen: dict[str, Candidate], candidates: Choices, left: float) -> di
         chosen[name] = option
 
 
-def best_uniform(candidates: Choices, share: float) -> dict[str, Candidate]:
-    """Return the best candidate a layer within ``share`` of its own dense cost: every layer shrinks alike.
-
-    A layer that can become nothing else stays as it is.
-
-    Raises:
-        ValueError: if a layer has candidates and none that small.
-    """
-    chosen = {}
-    for name, options in candidates.items():
-        dense = max(c.cost for c in options if c.config is None)
-        fitting = [c for c in options if c.cost <= share * dense]
-        if not fitting and len(options) > 1:
-            raise ValueError(f"{name}: no candidate takes {share:.0%} of its cost or less; keep more")
-        chosen[name] = min(fitting or options, key=lambda c: (c.nats, c.cost))
-    return chosen
-
-
 class Size(NamedTuple):
-    """What a layer takes: parameters, bytes as stored, FLOPs a token."""
+    """What a layer takes: parameters, bytes as stored."""
 
     parameters: int
     stored: int
-    flops: int
 
 
 def stored_bytes(module: nn.Module) -> int:
@@ -126,7 +107,7 @@ def stored_bytes(module: nn.Module) -> int:
 def size_of(module: Any, config: OperatorConfig | None = None) -> Size:
     """Return the size of what a linear layer becomes; None leaves it. Raises ValueError where it does not fit."""
     if config is None:
-        return Size(module_parameters(module), stored_bytes(module), module_flops(module))
+        return Size(module_parameters(module), stored_bytes(module))
     bias = getattr(module, "bias", None) is not None
     return _built(config, *linear_features(module), bias, next(module.parameters()).dtype)
 
@@ -159,33 +140,22 @@ class Budget:
         """Return JSON values."""
         return {"what": self.what, "unit": self.unit, "limit": self.limit, "whole": self.whole}
 
-    def check(self, modules: Mapping[str, nn.Module], entries: Sequence[OperatorConfig], uniform: bool) -> None:
+    def check(self, modules: Mapping[str, nn.Module], entries: Sequence[OperatorConfig]) -> None:
         """Raise ValueError if no choice among the candidates meets the budget, with the least that could be asked for.
 
         Args:
             modules: the layers that may be replaced, by name.
             entries: what they may become.
-            uniform: whether every layer has to keep the same share.
         """
-        least: dict[str, float] = {}
+        least = 0.0
         for name, module in modules.items():
             configs = [config for entry in entries for config in entry.sizes(*linear_features(module))]
-            least[name] = min(self.cost(name, config) for config in [None, *configs])
-        if uniform:
-            share = self.limit / self.whole
-            large = {name: cost / self.cost(name, None) for name, cost in least.items()}
-            worst = max(large, key=lambda name: large[name])
-            if large[worst] > share:
-                raise ValueError(
-                    f"{self.what} cannot be met: without fisher every layer keeps the same share, {share:.3f}, and "
-                    f"{worst} cannot become smaller than {large[worst]:.3f} of what it is; ask for less, exclude it, "
-                    "or leave fisher on"
-                )
-        elif sum(least.values()) > self.limit:
+            least += min(self.cost(name, config) for config in [None, *configs])
+        if least > self.limit:
             raise ValueError(
                 f"{self.what} cannot be met: of {self.whole:,.0f} {self.unit} of the layers that may be replaced "
-                f"it allows {self.limit:,.0f}, and the smallest candidates take "
-                f"{sum(least.values()):,.0f}; ask for less, replace more layers, or give other candidates"
+                f"it allows {self.limit:,.0f}, and the smallest candidates take {least:,.0f}; ask for less, replace "
+                "more layers, or give other candidates"
             )
 
 
@@ -194,7 +164,6 @@ _UNITS = {
     "layers": ("parameters", "parameters"),
     "model": ("parameters", "parameters"),
     "bytes": ("bytes", "stored"),
-    "flops": ("FLOPs a token", "flops"),
 }
 
 
@@ -202,7 +171,6 @@ def budget_of(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     settings: CompressSettings,
-    use: Mapping[str, float] | None = None,
     saved: int = 0,
 ) -> Budget:
     """Return the budget that ``settings`` ask for.
@@ -211,7 +179,6 @@ def budget_of(
         model: the original.
         modules: the layers that may be replaced, by name.
         settings: of the compression.
-        use: share of the tokens that a layer sees, where it is not 1 (an expert's); counts in FLOPs.
         saved: bytes by which what lies outside of the layers becomes smaller.
 
     Raises:
@@ -219,10 +186,9 @@ def budget_of(
     """
     counted = "bytes" if settings.bits else settings.budget_of
     unit, number = _UNITS[counted]
-    shares = (use or {}) if counted == "flops" else {}
 
     def cost(name: str, config: OperatorConfig | None) -> float:
-        return getattr(size_of(modules[name], config), number) * shares.get(name, 1)
+        return getattr(size_of(modules[name], config), number)
 
     layers = sum(cost(name, None) for name in modules)
     if settings.bits is not None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from relinear.compression.budget import (
     Budget,
     Candidate,
     allocate,
-    best_uniform,
     round_to_half_,
     saved_bytes,
     size_of,
     stored_bytes,
 )
-from relinear.compression.calibrate import Calibration
+from relinear.compression.calibrate import Calibration, Statistics
 from relinear.compression.corpus import Corpus
 from relinear.compression.evaluation import read
 from relinear.compression.plan import CompressPlan, LayerPlan, check_fittable
@@ -27,6 +29,7 @@ from relinear.compression.task import Task
 from relinear.contract.operator import OperatorConfig, dense_bias, dense_weight, linear_features, linear_of
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
+from relinear.system.version import __version__
 
 #: budgets that are predicted, from the smallest to the whole; predicted nats near which one is measured
 BUDGETS, MEASURED_NEAR = 32, (0.01, 0.03, 0.1, 0.2, 0.4)
@@ -68,7 +71,7 @@ class SearchSpace:
                     f"candidates: {entry} stores integers, which a count of {budget.unit} leaves out: give bits or "
                     "budget_of=bytes"
                 )
-        budget.check(modules, self.entries, uniform=not settings.fisher)
+        budget.check(modules, self.entries)
 
     def load_plan(self, path: str | Path) -> CompressPlan:
         """Return a plan from a file. Raises ValueError if it is none for this model and these layers."""
@@ -80,12 +83,27 @@ class SearchSpace:
 
     def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
-        task, found = self.task, dict[str, list[Candidate]]()
-        for done, (name, module) in enumerate(task.modules.items(), start=1):
-            found[name] = layer_candidates(module, name, calibration, self.entries, budget)
-            task.on_progress("candidates", done, len(task.modules))
-        self.candidates = found
-        return make_plan(task, found, budget)
+        modules = self.task.modules
+        errors = calibration.each("candidates", _mark([entry.to_dict() for entry in self.entries]), self._errors)
+        self.candidates = {}
+        for name, module in modules.items():
+            known = {at: errors[f"{at} {name}"].tolist() for at in range(len(self.entries)) if f"{at} {name}" in errors}
+            self.candidates[name] = layer_candidates(module, name, self.entries, known, budget)
+        return make_plan(self.task, self.candidates, budget)
+
+    def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
+        """The errors of all sizes of the entries for layers, by the entry's number and the layer's name."""
+        found = {}
+        for name, known in statistics.items():
+            module = self.task.modules[name]
+            sizes = linear_features(module)
+            if known.tokens is not None and known.tokens < sizes[0]:
+                continue  # an expert that hardly saw a token: its moments say nothing
+            for at, entry in enumerate(self.entries):
+                if entry.sizes(*sizes):
+                    errors = [error for _, error in entry.candidate_errors(module, known)]
+                    found[f"{at} {name}"] = torch.tensor(errors, dtype=torch.float64)
+        return found
 
     def frontier(self, budget: Budget, calibration: Calibration, corpus: Corpus) -> list[dict[str, Any]]:
         """Return a row for each budget, as JSON values: bytes, bits a weight, nats; the model is left as it was.
@@ -109,11 +127,12 @@ class SearchSpace:
         near = {min(lossy, key=lambda row: abs(row["predicted"] / n - 1))["bytes"] for n in MEASURED_NEAR if lossy}
         texts = {"": corpus.evaluation, **corpus.elsewhere}
         original = {name: read(task.model, blocks) for name, blocks in texts.items() if near}
-        for done, at in enumerate(sorted(near, reverse=True), start=1):
-            row, whole = rows[at]
+        chosen = [rows[at] for at in sorted(near, reverse=True)]
+        fits = fit_layers(task, [whole for _, whole in chosen], calibration) if chosen else []
+        for done, ((row, whole), fitted) in enumerate(zip(chosen, fits, strict=True), start=1):
             copied = task.on_a_copy()
             copied.round_tables_()
-            replace_layers_(copied, whole, calibration)
+            replace_layers_(copied, whole, fitted)
             if task.settings.by_bytes:
                 round_to_half_(copied.model)
             found = {name: read(copied.model, blocks).against(original[name]) for name, blocks in texts.items()}
@@ -137,19 +156,22 @@ class SearchSpace:
 
 
 def layer_candidates(
-    module: Any, name: str, calibration: Calibration, entries: tuple[OperatorConfig, ...], budget: Budget
+    module: Any, name: str, entries: Sequence[OperatorConfig], errors: Mapping[int, Sequence[float]], budget: Budget
 ) -> list[Candidate]:
     """Return what the linear layer ``module`` could become, at what cost in the budget's unit; itself among it.
 
     The nats are the second-order estimate 0.5 tr(G (W - W') A (W - W')^T) of the loss's increase per token.
+
+    Args:
+        module: called ``name``.
+        entries: operators, each at all its sizes.
+        errors: of the sizes, by the number of the entry; of some there may be none.
+        budget: in whose unit costs are.
     """
-    sizes = linear_features(module)
     dense = Candidate(None, budget.cost(name, None), 0.0)
-    if not calibration.knows(name, module):
-        return [dense]  # an expert that hardly saw a token: its moments say nothing
     found = [dense]
-    for entry in entries:
-        for config, error in calibration.candidate_errors(entry, name, module) if entry.sizes(*sizes) else ():
+    for at, known in errors.items():
+        for config, error in zip(entries[at].sizes(*linear_features(module)), known, strict=True):
             cost = budget.cost(name, config)
             if cost < dense.cost:
                 found.append(Candidate(config, cost, 0.5 * error))
@@ -166,32 +188,51 @@ def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def make_plan(task: Task, candidates: Mapping[str, list[Candidate]], budget: Budget) -> CompressPlan:
-    """Return the best plan under the budget.
-
-    Where no moments of gradients were measured (``fisher``), nats do not compare across layers, and every layer keeps
-    the same share.
-
-    Raises:
-        ValueError: if the budget cannot be met.
-    """
-    weighed = task.settings.fisher
-    if weighed:
-        chosen = allocate(candidates, budget.limit, budget.unit)
-    else:
-        chosen = best_uniform(candidates, budget.limit / budget.whole)
-    layers = {}
-    for name, choice in chosen.items():
-        layers[name] = LayerPlan.of(task.modules[name], choice.config, choice.nats if weighed else None)
+    """Return the best plan under the budget. Raises ValueError if it cannot be met."""
+    chosen = allocate(candidates, budget.limit, budget.unit)
+    layers = {name: LayerPlan.of(task.modules[name], one.config, one.nats) for name, one in chosen.items()}
     return CompressPlan.of(task.model, layers)
 
 
-def replace_layers_(task: Task, whole: CompressPlan, calibration: Calibration) -> None:
-    """Fit every planned operator to its layer under the original's moments, then put all of them into the model."""
-    replacements = {r.name: r for r in plan(task.model, dict(whole.replaced)).replacements}
-    fitted = {}
-    for done, (name, replacement) in enumerate(replacements.items(), start=1):
-        source = replacement.target.module
-        exact = linear_of(dense_weight(source).detach().double(), dense_bias(source))
-        fitted[name] = replacement.config.convert(source).fit_to_calibration(exact, calibration.moments(name))
-        task.on_progress("fit", done, len(replacements))
-    place_(task.model, replacements.values(), flat_states(fitted))
+def fit_layers(
+    task: Task, plans: Sequence[CompressPlan], calibration: Calibration, last: bool = False
+) -> list[dict[str, Tensor]]:
+    """Return, for each of ``plans``, the states of its operators, fitted to their layers under the original's moments.
+
+    All plans are fitted in one walk over the layers.
+
+    Args:
+        last: whether the calibration is asked for nothing more.
+    """
+    asked = {f"{config} {name}": (name, config) for whole in plans for name, config in whole.replaced.items()}
+
+    def fits(statistics: Statistics) -> dict[str, Tensor]:
+        found = dict[str, nn.Module]()
+        for key, (name, config) in asked.items():
+            if name in statistics:
+                source = task.modules[name]
+                exact = linear_of(dense_weight(source).detach().double(), dense_bias(source))
+                found[key] = config.convert(source).fit_to_calibration(exact, statistics[name])
+        return flat_states(found)
+
+    found = calibration.each("fit", _mark(sorted(asked)), fits, last)
+    return [
+        {
+            key.removeprefix(f"{config} "): state
+            for name, config in whole.replaced.items()
+            for key, state in found.items()
+            if key.startswith(f"{config} {name}.")
+        }
+        for whole in plans
+    ]
+
+
+def replace_layers_(task: Task, whole: CompressPlan, states: Mapping[str, Tensor]) -> None:
+    """Put the operators of a plan, of these ``states``, into the model."""
+    if whole.replaced:
+        place_(task.model, plan(task.model, dict(whole.replaced)).replacements, states)
+
+
+def _mark(asked: Any) -> str:
+    """What results of this version hang on, in a name of a folder."""
+    return hashlib.sha256(f"{__version__} {json.dumps(asked, sort_keys=True)}".encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ import torch
 
 from relinear.compression.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
 from relinear.compression.calibrate import Calibration
-from relinear.compression.candidates import SearchSpace, replace_layers_
+from relinear.compression.candidates import SearchSpace, fit_layers, replace_layers_
 from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compression.evaluation import Observation, compared, like_before, measure_speed, observe
@@ -45,8 +45,7 @@ EXPORTS: dict[str, Callable[..., Path]]
 EXPORTS = {"plain": export_plain, "gguf": export_gguf, "compressed-tensors": export_compressed_tensors}
 #: stage of the work -> what is shown while it lasts
 STAGES = {
-    "forward": "calibrating, forward",
-    "backward": "calibrating, backward",
+    "forward": "calibrating",
     "candidates": "planning",
     "frontier": "measuring budgets",
     "original": "running the original",
@@ -146,12 +145,12 @@ def compress(
             on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
 
         job = _Job(Task(model, modules, chosen, folder, report_progress), export, kept, (record or {}).get("made"))
-        if frontier and (plan_file is not None or not chosen.fisher):
-            raise ValueError("frontier weighs operators by budgets: leave out plan_file and fisher=False")
+        if frontier and plan_file is not None:
+            raise ValueError("frontier weighs operators by budgets: leave out plan_file")
         plan_only = plan_only or frontier
         given_plan = None if plan_file is None else job.space.load_plan(plan_file)
         if given_plan is None:
-            job.space.check(job.budget({}))
+            job.space.check(job.budget())
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
         own = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
@@ -163,6 +162,7 @@ def compress(
         if out_dir is not None and not plan_only:
             with at_half_precision(model) if chosen.by_bytes else nullcontext():
                 _save(model, Path(out_dir), tokenizer, export)
+            job.calibration.release()
     return report
 
 
@@ -213,12 +213,12 @@ class _Job:
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self.export is not None:
             self._check_export(given_plan)
-        calibration = self.task.calibrate(corpus.blocks)
+        calibration = self.calibration = self.task.calibrate(corpus.blocks)
+        loss = calibration.loss
         self._lap("calibration")
-        use = {name: calibration.counts[name] / calibration.tokens for name in self.modules}
         budget, budgets = None, list[dict[str, Any]]()
         if given_plan is None:
-            budget = self.budget(use)
+            budget = self.budget()
             whole = self.space.plan(calibration, budget)
             if frontier:
                 budgets = self.space.frontier(budget, calibration, corpus)
@@ -238,7 +238,7 @@ class _Job:
         report = CompressReport(
             whole,
             calibration.tokens,
-            calibration.loss,
+            loss,
             {phase: end - start for (_, start), (phase, end) in itertools.pairwise(self.ends.items())},
             corpus=corpus,
             model=model_name(self.model),
@@ -292,8 +292,9 @@ class _Job:
         layers = {name: copy.deepcopy(one).to("meta") for name, one in changed.items()}
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
+        (states,) = fit_layers(self.task, [whole], calibration, last=True)
         self.task.round_tables_()
-        replace_layers_(self.task, whole, calibration)
+        replace_layers_(self.task, whole, states)
         self._lap("fit")
         healing = None
         if teacher is not None:
@@ -314,9 +315,9 @@ class _Job:
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen, speed)
 
-    def budget(self, use: Mapping[str, float]) -> Budget:
-        """Return what the plan may cost, each layer weighed by the share of tokens that it sees."""
-        return budget_of(self.model, self.modules, self.settings, use, self.task.bytes_of_tables)
+    def budget(self) -> Budget:
+        """Return what the plan may cost."""
+        return budget_of(self.model, self.modules, self.settings, self.task.bytes_of_tables)
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
         """What the model does, as it now is; None where nothing is to be evaluated."""

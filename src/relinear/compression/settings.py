@@ -26,22 +26,18 @@ class CompressSettings(Settings):
     Args:
         keep: share that is left, between 0 and 1; 0.8 where no ``bits`` are asked for.
         budget_of: what ``keep`` is a share of: the parameters of the ``layers`` that may be replaced, those of the
-            whole ``model``, its stored ``bytes`` (at no more than half precision, in which the result is saved then),
-            or the ``flops`` of these layers for a token.
+            whole ``model``, or its stored ``bytes`` (at no more than half precision, as it is saved).
         bits: in place of ``keep``, how many bits a weight of these layers takes on average, below 16, scales included.
         speed_batch: sequences at once where ``evaluate`` measures speeds.
         tokens: how many calibrate: excerpts of the corpus that are spread over documents.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
-        fisher: also measure the gradients at every layer's output, at next tokens that the model draws, which tells how
-            much its errors matter; without them layers can only be fitted, not weighed against each other, and every
-            layer keeps the same share.
         candidates: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. Where bytes are the budget these store
             integers, by default ``quantized`` in groups of 64 and of 256.
         embedding: operator that the embedding becomes, and the output head, where they can be replaced, as text; None
             leaves them. Where bytes are the budget it is ``quantized:bits=8,symmetric=true`` by default.
-        seed: of the excerpts, of the next tokens that the model draws for ``fisher``, and of the order of blocks in
+        seed: of the excerpts, of the next tokens that the model draws, and of the order of blocks in
             healing.
         heal_tokens: how many train the compressed model as a whole to give the original's logits, of the corpus behind
             those that calibrate; 0 leaves it out.
@@ -68,13 +64,12 @@ class CompressSettings(Settings):
     """
 
     keep: float | None = Field(default=None, gt=0, lt=1)
-    budget_of: Literal["layers", "model", "bytes", "flops"] = "layers"
+    budget_of: Literal["layers", "model", "bytes"] = "layers"
     bits: float | None = Field(default=None, gt=0, lt=16)
     speed_batch: Batch = 1
     tokens: int = Field(default=32768, ge=2, le=10**12)
     sequence_length: int = Field(default=512, ge=2)
     batch_size: Batch = 2
-    fisher: bool = True
     candidates: tuple[str, ...] = ("pivoted_low_rank",)
     embedding: str | None = None
     seed: Seed = 0
@@ -148,7 +143,7 @@ class CompressSettings(Settings):
     @property
     def measured(self) -> dict[str, Any]:
         """What statistics hang on, as JSON values: in a directory that has them all else may differ."""
-        return self.model_dump(mode="json", include={"tokens", "sequence_length", "batch_size", "fisher", "seed"})
+        return self.model_dump(mode="json", include={"tokens", "sequence_length", "batch_size", "seed"})
 
     @property
     def heal_blocks(self) -> int:

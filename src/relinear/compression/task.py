@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.compression.budget import saved_bytes
-from relinear.compression.calibrate import Calibration, calibrate
+from relinear.compression.calibrate import Calibration
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
 from relinear.contract.modes import evaluating
@@ -25,8 +25,8 @@ from relinear.hf.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan, replace_
 
-#: told the phase ("forward", "backward", "candidates", "frontier", "original", "fit", "heal", "evaluation"), how much
-#: of it is done, and how much there is
+#: told the phase ("forward", "candidates", "frontier", "original", "fit", "heal", "evaluation"), how much of it is
+#: done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
 #: of a sequence on which a model run layer by layer is compared with the whole
@@ -103,11 +103,10 @@ class Task:
         return dataclasses.replace(self, model=model, modules={n: model.get_submodule(n) for n in self.modules})
 
     def calibrate(self, blocks: Tensor) -> Calibration:
-        """Return the moments of the layers over token ids (N, T); goes on from what the folder has of them."""
-        chosen, where = self.settings, self.folder / "calibration"
-        how: dict[str, Any] = {"batch": chosen.batch_size, "fisher": chosen.fisher, "seed": chosen.seed}
+        """Return the calibration over token ids (N, T), in the folder."""
+        how: dict[str, Any] = {"batch": self.settings.batch_size, "seed": self.settings.seed}
         how |= {"on_layer": self.on_progress}
-        return calibrate(self.model, blocks, self.by_layer, where, **how)
+        return Calibration(self.model, blocks, self.by_layer, self.folder / "calibration", **how)
 
 
 def linear_layers(

@@ -22,10 +22,12 @@ class CalibrationStatistics:
     Args:
         inputs: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
         outputs: G (O, O), the mean of g g^T of the loss's gradients at the output; None stands for the identity.
+        tokens: how many were seen; None if that is not known.
     """
 
     inputs: Tensor
     outputs: Tensor | None = None
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, moment in (("inputs", self.inputs), ("outputs", self.outputs)):
@@ -37,9 +39,9 @@ class CalibrationStatistics:
                 raise ValueError(f"moments of {name} hold values that are not finite; calibrate in another dtype")
 
     @classmethod
-    def identity(cls, in_features: int) -> CalibrationStatistics:
+    def identity(cls, in_features: int, tokens: int | None = None) -> CalibrationStatistics:
         """White inputs: a fit under these is the plain fit in the Frobenius norm."""
-        return cls(torch.eye(in_features, dtype=torch.float64))
+        return cls(torch.eye(in_features, dtype=torch.float64), None, tokens)
 
     def check(self, in_features: int, out_features: int) -> None:
         """Raise ValueError unless these are the statistics of a layer of this size."""
