@@ -15,7 +15,7 @@ import pytest
 
 from conftest import mostly_slow
 from relinear.compare import executors
-from relinear.compare.executors import Children, Processes, executor_at
+from relinear.compare.executors import Processes, executor_at
 from relinear.compare.run import compare
 from relinear_cli.errors import is_user_error
 from test_compare_engine import losses, small, text  # noqa: F401  a fixture
@@ -77,10 +77,10 @@ def test_a_call_is_a_process_of_its_own():
             executor.submit(int, "x").result()
         with pytest.raises(RuntimeError, match=r"ended without a result .*: 3"):
             executor.submit(os._exit, 3).result()
-    children = Children()
-    children.end()
+    processes = Processes()
+    processes.end()
     with pytest.raises(KeyboardInterrupt):
-        children.call(os.getpid)
+        processes.call(os.getpid)
 
 
 def test_places_that_are_none(tmp_path):

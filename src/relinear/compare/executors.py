@@ -4,7 +4,7 @@ Each is an executor as ``concurrent.futures`` has them, and a call is a process 
 its own, and one that is killed ends no other. A killed process costs no work: calls are runs, which resume.
 """
 
-import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ _FORKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: seconds that a process has to save its state after a SIGTERM
 _SAVING = 60
 #: jobs in SLURM's queue at once, and how often one that was lost is submitted again
-_JOBS, _AGAIN = 256, 3
+_JOBS, _RETRIES = 256, 3
 
 
 class Here(Executor):
@@ -45,10 +47,27 @@ class Here(Executor):
         return future
 
 
-class Children:
-    """Processes for one call each. log: file that takes what they print; None leaves it to this process."""
+class _Waiting(ThreadPoolExecutor):
+    """A thread waits for each call, which is carried out elsewhere; an exception in its block ends all of them."""
 
-    def __init__(self, log: Path | None = None) -> None:
+    call: Callable[..., Any]
+    end: Callable[[], None]
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
+        return super().submit(self.call, function, *arguments, **options)
+
+    def __exit__(self, kind: Any, *rest: Any) -> Any:
+        if kind is not None:
+            self.shutdown(wait=False, cancel_futures=True)
+            self.end()
+        return super().__exit__(kind, *rest)
+
+
+class Processes(_Waiting):
+    """Processes of this machine, one a call, ``workers`` at once. log: file that takes what they print, if any."""
+
+    def __init__(self, workers: int = 1, log: Path | None = None) -> None:
+        super().__init__(workers)
         self._log, self._running, self._ended = log, set[Any](), False
         self._starting = threading.RLock()
 
@@ -59,8 +78,8 @@ class Children:
             ChildProcessError: if somebody or the system killed the process.
         """
         receive, send = _CONTEXT.Pipe(duplex=False)
-        told = (dict(os.environ) | _QUIET | environment(), self._log, function, arguments)
-        process = _CONTEXT.Process(target=_serve, args=(send, *told))
+        variables = dict(os.environ) | _QUIET | environment()
+        process = _CONTEXT.Process(target=_serve, args=(send, variables, self._log, function, arguments))
         with self._starting:
             if self._ended:
                 raise Terminated("ended before it began")
@@ -112,7 +131,8 @@ def _serve(
     send: Any, variables: Mapping[str, str], log: Path | None, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     """Carry out a call and send (error, result)."""
-    _die_with_parent()
+    if sys.platform.startswith("linux"):  # killed with the parent, however that ends: no forgotten run goes on writing
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     os.environ.update(variables)
     if log is not None:
@@ -132,46 +152,21 @@ def _serve(
     send.send(answer)
 
 
-def _die_with_parent() -> None:
-    """Be killed when the parent ends in whatever way (Linux), so that no forgotten run goes on writing."""
-    if sys.platform.startswith("linux"):
-        import ctypes
-
-        pr_set_pdeathsig, parent = 1, os.getppid()
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
 def _killed(code: int | None, log: Path | None) -> Exception:
     see = "" if log is None else f"; see {log}"
     if code == -signal.SIGKILL:
         return ChildProcessError(
             "the process of the run was killed, most likely for want of memory; what is done is kept, and the same "
-            "command goes on where more memory is free, or with fewer --workers (a smaller batch_size is another run, "
-            f"and takes another directory){see}"
+            f"command goes on where more memory is free, or with fewer --workers{see}"
         )
     return RuntimeError(f"the process of the run ended without a result (signal or exit code: {code}){see}")
 
 
-class Processes(ThreadPoolExecutor):
-    """Processes of this machine, ``workers`` at once; on an exception in its block they save their state and end."""
-
-    def __init__(self, workers: int, log: Path | None = None) -> None:
-        super().__init__(workers)
-        self._children = Children(log)
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
-        return super().submit(self._children.call, function, *arguments, **options)
-
-    def __exit__(self, kind: Any, *rest: Any) -> Any:
-        if kind is not None:
-            self.shutdown(wait=False, cancel_futures=True)
-            self._children.end()
-        return super().__exit__(kind, *rest)
-
-
-# SLURM
+def _package(name: str, extra: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise ImportError(f"this executor needs {name}: pip install 'relinear[{extra}]'") from None
 
 
 class Job:
@@ -181,67 +176,51 @@ class Job:
         self.function, self.arguments = function, arguments
 
     def __call__(self) -> Any:
-        self.children = Children()
-        return self.children.call(self.function, *self.arguments)
+        self.processes = Processes()
+        return self.processes.call(self.function, *self.arguments)
 
     def checkpoint(self) -> Any:
         """Called by submitit when the time is up or the job is preempted."""
         from submitit.helpers import DelayedSubmission
 
-        self.children.end()
+        self.processes.end()
         return DelayedSubmission(Job(self.function, self.arguments))
 
 
-class Slurm(ThreadPoolExecutor):
+class Slurm(_Waiting):
     """Jobs of SLURM. folder: of scripts and logs, seen by all nodes. parameters: of ``submitit.AutoExecutor``."""
 
     def __init__(self, workers: int, folder: Path, parameters: Mapping[str, Any], cluster: str = "slurm") -> None:
         super().__init__(workers)
-        try:
-            import submitit
-        except ImportError:
-            raise ImportError("jobs of SLURM need submitit: pip install 'relinear[slurm]'") from None
+        submitit = _package("submitit", "slurm")
         self._executor = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=1000)
         self._executor.update_parameters(name="relinear", **parameters)
         self._jobs: list[Any] = []
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
-        return super().submit(self._wait, Job(function, arguments))
-
-    def _wait(self, call: Job) -> Any:
+    def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
         from submitit.core.utils import FailedJobError, UncompletedJobError
 
-        for attempt in range(_AGAIN + 1):
-            job = self._executor.submit(call)
+        for attempt in range(_RETRIES + 1):
+            job = self._executor.submit(Job(function, arguments))
             self._jobs.append(job)
             try:
                 return job.result()
             except FailedJobError as error:
                 raise ValueError(f"{str(error).strip().splitlines()[-1]}; see {job.paths.stderr}") from None
             except UncompletedJobError as error:  # its node failed, or it was killed
-                if attempt == _AGAIN:
-                    raise ChildProcessError(f"a job was lost {_AGAIN + 1} times: {error}") from None
+                if attempt == _RETRIES:
+                    raise ChildProcessError(f"a job was lost {_RETRIES + 1} times: {error}") from None
 
-    def __exit__(self, kind: Any, *rest: Any) -> Any:
-        if kind is not None:
-            self.shutdown(wait=False, cancel_futures=True)
-            for job in self._jobs:
-                job.cancel()
-        return super().__exit__(kind, *rest)
-
-
-# Dask
+    def end(self) -> None:
+        for job in self._jobs:
+            job.cancel()
 
 
 class Dask(Executor):
     """A cluster of Dask at an address. Its workers start a process for every call."""
 
     def __init__(self, address: str) -> None:
-        try:
-            from distributed import Client
-        except ImportError:
-            raise ImportError("workers of Dask need distributed: pip install 'relinear[dask]'") from None
-        self._client = Client(address)
+        self._client = _package("distributed", "dask").Client(address)
         self._executor = self._client.get_executor(pure=False)
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
@@ -255,14 +234,13 @@ class Dask(Executor):
 def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
     # Dask's workers are daemons: multiprocessing refuses them children, which would outlive them if they did not watch
     multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
-    return Children().call(function, *arguments)
+    return Processes().call(function, *arguments)
 
 
-@contextlib.contextmanager
 def executor_at(
     place: Executor | str | None, workers: int, folder: Path, parameters: Mapping[str, Any]
-) -> Iterator[Executor]:
-    """Give an executor, and end what it is doing where the block ends by an exception.
+) -> AbstractContextManager[Executor]:
+    """Return an executor, which ends what it is doing where its block ends by an exception.
 
     Args:
         place: an executor; None for processes of this machine, "slurm", or the address of a scheduler of Dask.
@@ -275,15 +253,11 @@ def executor_at(
         ImportError, OSError: if its package is not installed, or it does not answer.
     """
     if isinstance(place, Executor):
-        yield place
-    elif place is None:
-        with Processes(workers, folder / "worker.log") if workers else Here() as executor:
-            yield executor
-    elif place == "slurm":
-        with Slurm(workers or _JOBS, folder / "slurm", parameters) as executor:
-            yield executor
-    elif "://" in place:
-        with Dask(place) as executor:
-            yield executor
-    else:
-        raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {place!r}")
+        return nullcontext(place)
+    if place is None:
+        return Processes(workers, folder / "worker.log") if workers else Here()
+    if place == "slurm":
+        return Slurm(workers or _JOBS, folder / "slurm", parameters)
+    if "://" in place:
+        return Dask(place)
+    raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {place!r}")

@@ -42,7 +42,7 @@ def training_step(
     return step
 
 
-def _calls(settings: TrainSettings, vocab_size: int) -> tuple[Any, dict[str, Callable[[], Any]]]:
+def _calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[str, Callable[[], Any]]]:
     """A model, and what is timed of it: a training step and a pass of inference, on random tokens of its batches."""
     device = training_device(settings)
     model = build_model(settings, vocab_size).to(device)
@@ -75,7 +75,7 @@ def _calls(settings: TrainSettings, vocab_size: int) -> tuple[Any, dict[str, Cal
 def measure_speed(
     settings: Mapping[str, Any],
     reference: str,
-    vocab_size: int,
+    vocab_size: int | None,
     seconds: float,
     rounds: int,
 ) -> dict[str, Speed]:

@@ -167,7 +167,7 @@ def prepare_data(
     )
 
 
-def _of_task(task: Task, settings: DataSettings, on_progress: Progress) -> PackedData:
+def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
     """The samples of a task. Those of a mixture are drawn from its sources' documents, as they are tokenised."""
     drawn: dict[str, Any] = {"train": task, "validation": task}
     if isinstance(task, MixtureTask):
