@@ -7,6 +7,7 @@ RUN_DIR ?= runs
 GPU_VENV ?= .venv-gpu
 GPU_PYTHON ?= $(GPU_VENV)/bin/python
 ECOSYSTEM_VENV ?= .venv-ecosystem
+REPOSITORY_URL ?= $(shell git config --get remote.origin.url)
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help demo test browser check slow fuzz kills faults ecosystem outside versions wheel bench gpu-setup gpu gpu-evidence families docs \
@@ -102,7 +103,7 @@ families: $(STAMP) ## every operator in tiny models of every family, anew: docs/
 	OMP_NUM_THREADS=1 $(BIN)/python tests/families.py --out docs/families.md --json results/families.json
 
 docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: site/index.html
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	REPOSITORY_URL=$(REPOSITORY_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
 	$(BIN)/python docs/make/commands.py

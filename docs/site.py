@@ -78,6 +78,7 @@ def on_page_markdown(markdown, page, config, files):
         return match[0] if found is None else f"]({found})"
 
     markdown = FORMULA.sub(lambda found: formula(found[1]), markdown)
+    markdown = markdown.replace("<this repository>", config.repo_url or "<this repository>")
     markdown = LINK.sub(whole, markdown)
     markdown = SOURCE.sub(lambda match: f'{match[1]}{turned(match) or match[2]}"', markdown)
     gone = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")

@@ -77,6 +77,21 @@ def test_pages_are_short_and_show_something(monkeypatch) -> None:
     assert sum(words for words, *_ in found.values()) <= 29_904
 
 
+def test_pages_are_few_and_each_is_in_the_menu_once() -> None:
+    """At most 33, in four kinds; columns have names and pictures say what they show."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    assert len(pages) <= 33
+    menu = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+    assert {path.relative_to(ROOT / "docs").as_posix() for path in pages} <= set(menu)
+    assert len(menu) == len(set(menu))
+    for page in (ROOT / "README.md", *pages):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+        heads = re.findall(r"^\|(.*)\|\n\| ?:?---", text, flags=re.M)
+        assert all(cell.strip() for head in heads for cell in head.split("|")), f"{page.name}: a column without a name"
+        assert "![](" not in text
+        assert all('alt="' in picture for picture in re.findall("<img[^>]*>", text))
+
+
 #: words of ours for what the field calls initialisation, equal, remaining, default
 OURS = re.compile(
     r"\b(its|own|(?<!at )the) start\b(?! of)|\bstart (from|of) \d|\bis level\b|\blevel (with|or)\b|what is left"

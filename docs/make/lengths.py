@@ -22,9 +22,9 @@ PHONE, DESKTOP = 390, 1280
 #: pixels of a page on a phone
 LONGEST = 8_000
 #: what is wider than its place, but for what is folded, and cells of too many words
-_CUT = """() => [...document.querySelectorAll("article :is(table, pre > code, img, svg, math, td)")].filter((e) => {
+_CUT = """() => [...document.querySelectorAll("article :is(table, img, svg, math, td)")].filter((e) => {
   const wide = e.getBoundingClientRect(), wrap = e.closest(".md-typeset__scrollwrap")
-  const held = { CODE: e, math: e.parentElement }[e.tagName]
+  const held = { math: e.parentElement }[e.tagName]
   if (e.tagName == "TD") return e.textContent.trim().split(/\\s+/).length > 25
   if (!wide.width || e.closest("details:not([open])")) return false
   return wide.right > innerWidth + 1 || (held && held.scrollWidth > held.clientWidth + 1)
