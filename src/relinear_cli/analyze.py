@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 def command(
     model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="MODEL")],
-    data: Annotated[str, typer.Option(help="Text to look at: `stdlib`, a file or folder, or a Hub name.")] = "stdlib",
+    data: Annotated[
+        str, typer.Option(help="Text to look at: `stdlib`, a file or folder, a Hub name, or a task.")
+    ] = "stdlib",
     out: Annotated[Path, typer.Option(help="Directory for JSON and figures.")] = Path("runs/analyze"),
     only: Annotated[str | None, typer.Option(help="Such as gates,top_tokens; by default all that apply.")] = None,
     control: Annotated[str | None, typer.Option(help="A second model of the same tokenizer to set beside it.")] = None,
@@ -83,18 +85,21 @@ def analyze_saved(
         settings_of=lambda record: record.get("settings", {"only": names} | {key: record.get(key) for key in asked}),
     )
     folder.check(asked, overwrite=overwrite)
-    reader = load_model_tokenizer(model, tokenizer, separates=False)
+    if text.data.tokenizer in ("symbols", "none"):  # of a task, which decides the length of its samples
+        text = dataclasses.replace(text, length=text.data.sequence_length)
+    reader = None if text.data.tokenizer == "none" else load_model_tokenizer(model, tokenizer, separates=False)
     loaded = load_model(model) if loaded is None else loaded
     second = None if control is None else load_model(control)
     if text.fewer:
         text = dataclasses.replace(text, length=min(text.length, most_positions(loaded) or text.length))
     for one in (loaded, second):
         if one is not None:
-            check_tokenizer_fits(reader, one)
+            if reader is not None:
+                check_tokenizer_fits(reader, one)
             check_length_fits(text.length, one)
     tokens = tokens_of(text, reader)
     other = "control" if control is None or _name(control) == _name(model) else _name(control)
-    subject = Subject(loaded, tokens, reader, second, _name(model), other)
+    subject = Subject(loaded, tokens, reader, second, _name(model), other, text.data)
     with folder.open(asked, overwrite=overwrite), watch() as on_progress:
         facts = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
         folder.write(model=model, control=control, **facts)

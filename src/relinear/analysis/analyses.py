@@ -20,6 +20,7 @@ from torch import Tensor
 from relinear.contract import plugins
 from relinear.contract.config import nearest
 from relinear.data import DataSettings, iter_texts
+from relinear.data.tasks import MixtureTask, Samples, task_of
 from relinear.data.tokenizers import encode, text_start, windows
 from relinear.pages.blocks import Cell, Chart, Row
 from relinear.system.files import write_json
@@ -27,14 +28,16 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 #: an analysis is the file of its name
 ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
+ANALYSES += ("cgt_context", "cgt_specialized", "cgt_arithmetic", "cgt_regression")
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """What is looked at.
 
-    model: in eval mode. ids: (N, T) token ids of real text. tokenizer: to name tokens; None names them by number.
-    control: a model to set beside it, or None. name, control_name: for legends.
+    model: in eval mode. ids: (N, T) token ids of real text, or what else it reads of a task's samples. tokenizer: to
+    name tokens; None names them by number. control: a model to set beside it, or None. name, control_name: for legends.
+    data: where ``ids`` are from.
     """
 
     model: Any
@@ -43,6 +46,19 @@ class Subject:
     control: Any = None
     name: str = "model"
     control_name: str = "control"
+    data: DataSettings | None = None
+
+    @property
+    def samples(self) -> Samples | None:
+        """Those of the task that ``ids`` are from, with what is hidden from the model; None where it is text."""
+        task = None if self.data is None else task_of(self.data.data)
+        return None if task is None or isinstance(task, MixtureTask) else held_out_samples(self.data, len(self.ids))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources of a mixture, of which the texts are in turn; the data's where there is one."""
+        task = None if self.data is None else task_of(self.data.data)
+        return task.sources if isinstance(task, MixtureTask) else (self.data.data if self.data else "text",)
 
     def token_text(self, token: int) -> str:
         """Return a token as a reader sees it: spaces and line ends made visible."""
@@ -146,15 +162,29 @@ class HeldOutText:
     fewer: bool = False
 
 
+def held_out_samples(data: DataSettings, count: int) -> Samples:
+    """Return samples of a task that no run is trained or evaluated on."""
+    return Samples(task_of(data.data), count, data.seed, "test")
+
+
 def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     """(N, T) token ids from the validation text, taken in turn from the middles of its first documents.
 
-    Each sequence begins with what the tokenizer puts before every text.
+    Each sequence begins with what the tokenizer puts before every text. Of a mixture the sources come in turn. Of a
+    task there are samples that no run is trained or evaluated on, of the task's own length.
 
     Raises:
         ValueError: if the text is shorter; with ``fewer``, if it has not a single sequence.
     """
     sequences, length = text.sequences, text.length
+    task = task_of(text.data.data)
+    if isinstance(task, MixtureTask):
+        each = [text.data.updated(data=name) for name in task.sources]
+        count = -(-sequences // len(each))
+        parts = [tokens_of(dataclasses.replace(text, data=data, sequences=count), tokenizer) for data in each]
+        return torch.stack([part[: min(map(len, parts))] for part in parts], 1).flatten(0, 1)
+    if task is not None:
+        return next(iter(held_out_samples(text.data, sequences).batch(range(sequences)).values()))
     groups: list[list[list[int]]] = []
     rest: list[int] = []
     before = text_start(tokenizer)

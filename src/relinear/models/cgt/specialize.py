@@ -14,19 +14,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from relinear.contract.attachment import attachments
 from relinear.contract.config import shown
 from relinear.contract.operator import NotLinearError, named_operators, plain_linear
+from relinear.models.cgt.config import CGTRegressionConfig
 from relinear.models.cgt.layers import Modulator
-from relinear.models.cgt.model import CGTForCausalLM
+from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression
 from relinear.models.heads import ReadoutScale
 
 
 @torch.no_grad()
 def specialize(
-    model: CGTForCausalLM,
+    model: CGTForCausalLM | CGTForRegression,
     prefix_ids: Tensor | Sequence[int] | None = None,
     *,
     context: Tensor | Sequence[float] | None = None,
     first_position: int = 0,
-) -> GPT2LMHeadModel:
+) -> Any:
     """Read ``prefix_ids`` once, freeze y at its end and fold every T(.; y): a plain GPT-2 is left.
 
     T follows a normalisation and precedes a projection W, b, so it goes into the latter: W A and W t + b for T(x) = A x
@@ -34,17 +35,19 @@ def specialize(
     and nothing of the y stream; its logits are those of ``model(ids, frozen_context=y)``.
 
     Args:
-        model: a ``CGTForCausalLM``.
-        prefix_ids: (T,) or (1, T), the tokens to read, as a tensor or a list. Give these or ``context``.
+        model: a ``CGTForCausalLM``, or a ``CGTForRegression``.
+        prefix_ids: (T,) or (1, T), the tokens to read, as a tensor or a list; the vectors (T, F) or (1, T, F) of a
+            regression model. Give these or ``context``.
         context: (E,) or (1, E), a y to use as it is.
         first_position: the position that the first token after the prefix takes. 0 (the auxiliary loss's default)
             starts again; the length of the prefix goes on counting, which leaves that many positions fewer.
 
     Returns:
-        A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear.
+        A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear. Of a ``CGTForRegression``, which
+        has no stock class, one whose T is the identity (``modulated=False``) and that has no y stream.
 
     Raises:
-        ValueError: if the model is no CGT language model, the prefix is empty, a batch, too long, or no ids of the
+        ValueError: if the model is no CGT with a head, the prefix is empty, a batch, too long, or no ids of the
             model's vocabulary, both or neither of the two sources are given, no position is left, an operator in the x
             stream is no plain matrix, or something is attached that a stock GPT-2 does not have. (A ``ReadoutScale``
             goes into a head that is not tied.)
@@ -55,42 +58,48 @@ def specialize(
         >>> type(relinear.specialize(model, torch.randint(64, (5,)))).__name__
         'GPT2LMHeadModel'
     """
-    if not isinstance(model, CGTForCausalLM):
-        raise ValueError(f"specialize takes a CGTForCausalLM, got {type(model).__name__}")
+    if not isinstance(model, CGTForCausalLM | CGTForRegression):
+        raise ValueError(f"specialize takes a CGTForCausalLM or a CGTForRegression, got {type(model).__name__}")
     config = model.config
     if not 0 <= first_position < config.n_positions:
         raise ValueError(f"first_position={first_position} must lie in [0, n_positions={config.n_positions})")
     y = _context(model, prefix_ids, context)
 
-    kept = set(GPT2Config().to_dict()) - {"model_type", "architectures", "transformers_version"}
-    settings = {key: value for key, value in config.to_dict().items() if key in kept}
-    settings |= {"n_positions": config.n_positions - first_position, "dtype": model.dtype}
-    factor = _readout_factor(model)
-    settings["tie_word_embeddings"] = config.tie_word_embeddings and factor == 1
-    stock: Any = GPT2LMHeadModel(GPT2Config(**settings))
+    factor, changes = _readout_factor(model), {"n_positions": config.n_positions - first_position}
+    state, tables = _stock_state(model), ["transformer.wpe.weight"]
+    stock: Any
+    if isinstance(model, CGTForRegression):
+        changes |= {"modulated": False, "context_layer": 0, "variational": False}
+        stock = CGTForRegression(CGTRegressionConfig.from_dict(config.to_dict() | changes))
+        state = {name: value for name, value in model.state_dict().items() if name in stock.state_dict()} | state
+        tables.append("transformer.context_wpe.weight")
+    else:
+        kept = set(GPT2Config().to_dict()) - {"model_type", "architectures", "transformers_version"}
+        settings = {key: value for key, value in config.to_dict().items() if key in kept} | changes
+        tied = config.tie_word_embeddings and factor == 1
+        stock = GPT2LMHeadModel(GPT2Config(**settings | {"tie_word_embeddings": tied, "dtype": model.dtype}))
+        state["lm_head.weight"] = factor * state["lm_head.weight"]
     stock.to(device=model.device, dtype=model.dtype)
-
-    state = _stock_state(model)
-    state["lm_head.weight"] = factor * state["lm_head.weight"]
-    state["transformer.wpe.weight"] = state["transformer.wpe.weight"][first_position:]
+    state |= {name: state[name][first_position:] for name in tables}
     blocks: Any = model.transformer.h
     for index, block in enumerate(blocks):
         if block.modulate_attn is not None:
             _fold(block.modulate_attn, y, state, f"transformer.h.{index}.attn.c_attn")
             _fold(block.modulate_mlp, y, state, f"transformer.h.{index}.mlp.c_fc")
     stock.load_state_dict(state, strict=True)
-    stock.generation_config = copy.deepcopy(model.generation_config)
+    if stock.can_generate():
+        stock.generation_config = copy.deepcopy(model.generation_config)
     return stock.eval()
 
 
-def _readout_factor(model: CGTForCausalLM) -> float:
+def _readout_factor(model: Any) -> float:
     others = [attached for attached in attachments(model) if not isinstance(attached, ReadoutScale)]
     if others:
         raise ValueError(f"the model has {others[0].kind} attached, which a stock GPT-2 cannot express")
     return math.prod(attached.factor for attached in attachments(model) if isinstance(attached, ReadoutScale))
 
 
-def _context(model: CGTForCausalLM, prefix_ids: Any, context: Any) -> Tensor:
+def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
     if (prefix_ids is None) == (context is None):
         raise ValueError("give either prefix_ids or context, not both and not neither")
     name, given = ("prefix_ids", prefix_ids) if context is None else ("context", context)
@@ -98,6 +107,14 @@ def _context(model: CGTForCausalLM, prefix_ids: Any, context: Any) -> Tensor:
         values = torch.as_tensor(given, device=model.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be numbers, got {shown(given)}; encode a text with the tokenizer") from error
+    if context is None and isinstance(model, CGTForRegression):
+        vectors = values[None] if values.ndim == 2 else values
+        if vectors.ndim != 3 or len(vectors) != 1 or not 1 <= vectors.shape[1] <= model.config.n_positions:
+            most = f"at most {model.config.n_positions} vectors"
+            raise ValueError(
+                f"prefix_ids must be {most} of one sequence, (T, F) or (1, T, F), got {tuple(values.shape)}"
+            )
+        return model.context(vectors)[0, -1]
     shape, size, config = tuple(values.shape), values.numel(), model.config
     if not size or shape not in ((size,), (1, size)):
         raise ValueError(f"{name} must be one row of numbers, (N,) or (1, N), got shape {shape}")
@@ -113,7 +130,7 @@ def _context(model: CGTForCausalLM, prefix_ids: Any, context: Any) -> Tensor:
     return model.context(values.reshape(1, -1).long())[0, -1]
 
 
-def _stock_state(model: CGTForCausalLM) -> dict[str, Tensor]:
+def _stock_state(model: Any) -> dict[str, Tensor]:
     """Parameters of the x stream by GPT-2's names; those of operators multiplied out."""
     state = {name: value for name, value in model.state_dict().items() if _is_stock(name)}
     for name, operator in named_operators(model):

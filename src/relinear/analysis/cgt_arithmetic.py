@@ -1,0 +1,250 @@
+"""``cgt_arithmetic``: which answers of arithmetic are right with y computed and with y frozen (CGT, Table 1)."""
+
+# Legend: B samples, T tokens, E width of y, K tasks of a sample
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.cgt_context import context_variation
+from relinear.contract.modes import evaluating
+from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "Answers of the second half of a task's examples. What is lost from y computed to y frozen is what y does not "
+    "hold; guessing is the best that numbers alone allow. A probe's error of 1 is that of a constant."
+)
+KINDS = {
+    "dynamic": "y computed, examples in context",
+    "specialized": "y frozen, examples removed",
+    "specialized_ctx": "y frozen, examples in context",
+}
+#: where a probe reads y: at one drawn position of the second half (Section 4.2), its mean there (Figure 3b), at the end
+PLACES: tuple[Literal["anywhere", "average", "last"], ...] = ("anywhere", "average", "last")
+
+
+def _right(logits: Tensor, ids: Tensor, answers: Tensor, examples: int) -> Tensor:
+    """(B, 2): shares of right symbols, given those before them, and of right answers, where ``answers`` (T,) holds."""
+    right = (logits[:, :-1].argmax(-1) == ids[:, 1:])[:, answers[1:]].double()
+    return torch.stack([right.mean(1), right.view(len(ids), examples, -1).amin(-1).mean(1)], 1)
+
+
+@torch.no_grad()
+def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, Tensor]:
+    """Accuracy on the answers of the second half of each task's examples (CGT, Section 4.2 and Table 1).
+
+    Args:
+        model: a ``CGTForCausalLM``, or any causal language model over the task's symbols (``dynamic`` only).
+        task, ids: the task, and samples of it (B, T).
+
+    Returns:
+        Kind -> (B, 2), shares of symbols and of whole answers. ``dynamic``: the whole sample in context, y computed for
+        each token. Of a CGT also ``specialized``: y frozen at the end of the first half, whose examples are then taken
+        out of the context; and ``specialized_ctx``: the same y, for all tokens of the task, with its examples in the
+        context ("ctx" in Figure 9; Figures 7 and 8).
+    """
+    second = task.examples // 2
+    if second < 1:
+        raise ValueError(f"accuracy is measured on the second half of the examples; the task has {task.examples}")
+    answers = task.answer_mask() & (task.example_of() >= task.examples - second)
+    with evaluating(model):
+        found = {"dynamic": _right(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
+        if not hasattr(model, "context"):
+            return found
+        y, parts = model.context(ids), {"specialized": [], "specialized_ctx": []}
+        for start in range(0, task.length, task.task_length):
+            middle, end = start + (task.examples - second) * task.example_length, start + task.task_length
+            for kind, begin in (("specialized", middle), ("specialized_ctx", start)):
+                rest = ids[:, begin:end]
+                logits = model(input_ids=rest, frozen_context=y[:, middle - 1]).logits
+                parts[kind].append(_right(logits, rest, answers[begin:end], second))
+    return found | {kind: torch.stack(values).mean(0) for kind, values in parts.items()}
+
+
+def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> float:
+    """Share of answers that are right for the best guess from the query's two numbers alone, without any example.
+
+    The best guess is the answer that most coefficients give. Whole coefficients are all tried; of real ones the guess
+    is made from ``draws`` and its share counted among as many others.
+
+    Args:
+        samples: the queries are the examples of the first ``count`` of them.
+        count, draws: see above.
+    """
+    task: ArithmeticTask = samples.task
+    if task.integers:
+        ranges = [np.arange(int(low), int(high) + 1) for low, high in (task.a, task.b)]
+        tried = counted = np.stack(np.meshgrid(*ranges), -1).reshape(-1, 2)
+    else:
+        generator = np.random.default_rng(0)
+        tried, counted = (task.draw_coefficients(generator, draws) for _ in range(2))
+    queries = np.concatenate([samples.drawn(i)["numbers"].reshape(-1, 2) for i in range(min(count, len(samples)))])
+    right = 0.0
+    for query in queries:
+        values, votes = np.unique(np.trunc(tried @ query), return_counts=True)
+        right += float(np.mean(np.trunc(counted @ query) == values[votes.argmax()]))
+    return right / len(queries)
+
+
+def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penalty: float = 1e-3) -> dict[str, Any]:
+    """Least squares from y to the task's coefficients (CGT, Section 4.2, "y as task representation").
+
+    Args:
+        features: (samples, E).
+        targets: (samples, coefficients); coefficients that never change are left out.
+        held_out: share of the samples, the last ones, that the error is measured on.
+        penalty: of the squared weights, relative to the features' variance: it keeps the fit defined.
+
+    Returns:
+        error: mean squared error on held-out samples, the coefficients scaled to unit variance (so 1 is chance); r2 of
+        each coefficient; predicted, truth: (samples, coefficients), scaled.
+    """
+    x, t = features.double(), targets.double()
+    t = t[:, t.std(0) > 0]
+    split = int(len(x) * (1 - held_out))
+    if split < 2 or not t.shape[1]:
+        raise ValueError(f"a probe needs samples to fit and coefficients that vary, got {tuple(targets.shape)} targets")
+    x = (x - x[:split].mean(0)) / x[:split].std(0).clamp_min(1e-9)
+    t = (t - t[:split].mean(0)) / t[:split].std(0)
+    gram = x[:split].T @ x[:split] + penalty * split * torch.eye(x.shape[1], dtype=x.dtype)
+    predicted = x[split:] @ torch.linalg.solve(gram, x[:split].T @ t[:split])
+    errors = (predicted - t[split:]).square().mean(0)
+    r2 = (1 - errors / t[split:].var(0, unbiased=False)).tolist()
+    return {"error": float(errors.mean()), "r2": r2, "predicted": predicted.tolist(), "truth": t[split:].tolist()}
+
+
+def probe_features(y: Tensor, task: ArithmeticTask, where: str = "anywhere") -> Tensor:
+    """What a probe of the coefficients reads in each task of each sample: y (B, T, E) -> (B, K, E).
+
+    ``where`` is one of ``PLACES``: y at one position of the second half of the examples, drawn for each sample and
+    task; its mean over that half; or y at the end of the task.
+    """
+    half = (task.examples - task.examples // 2) * task.example_length
+    late = y.view(len(y), task.tasks, task.task_length, -1)[:, :, half:]
+    if where == "average":
+        return late.mean(2)
+    if where == "last":
+        return late[:, :, -1]
+    at = torch.randint(late.shape[2], (*late.shape[:2], 1, 1), generator=torch.Generator().manual_seed(0))
+    return late.take_along_dim(at.to(y.device), 2).squeeze(2)
+
+
+@torch.no_grad()
+def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: str = "=") -> list[float]:
+    """Activation transplantation into a plain GPT-2, layer by layer: the task-vector baseline of Section 4.2.
+
+    The hidden state after each block at the last ``token`` of the first half of the examples replaces the one at the
+    same symbol of a lone query, which is then answered without any example in context.
+
+    Args:
+        model: a ``GPT2LMHeadModel`` over the task's symbols.
+        task, ids: a task with at least two examples, and samples of it (B, T); tasks after the first are not used.
+        token: "=", taken from a query after the examples whose answer is not shown, or "|", the separator after them.
+
+    Returns:
+        Share of right answers for each layer.
+    """
+    step, half = task.example_length, (task.examples - task.examples // 2) * task.example_length
+    equals = 2 * task.digits + 1
+    query = ids[:, half : half + step]
+    if token == "=":
+        # The state comes from another sample's numbers, so that it can only carry the task.
+        shown, source, target = torch.cat([ids[:, :half], query.roll(1, 0)[:, : equals + 1]], 1), half + equals, equals
+    else:
+        shown, source, target, query = ids[:, :half], half - 1, 0, torch.cat([ids[:, half - 1 : half], query], 1)
+    answers = torch.zeros(query.shape[1], dtype=torch.bool)
+    begin = equals + 1 + (token == "|")
+    answers[begin : begin + task.digits + 3] = True
+    found, states = [], []
+    with evaluating(model):
+        # hooks, as the last of hidden_states comes after the final normalisation
+        kept = [b.register_forward_hook(lambda m, a, out: states.append(_hidden(out))) for b in model.transformer.h]
+        model(input_ids=shown)
+        for handle in kept:
+            handle.remove()
+        for block, state in zip(model.transformer.h, states, strict=True):
+
+            def transplant(module: nn.Module, args: Any, output: Any, vector: Tensor = state[:, source]) -> Any:
+                hidden = _hidden(output).clone()
+                hidden[:, target] = vector
+                return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+            handle = block.register_forward_hook(transplant)
+            try:
+                found.append(float(_right(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
+            finally:
+                handle.remove()
+    return found
+
+
+def _hidden(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def applies(model: nn.Module) -> bool:
+    """Return whether the model reads the symbols of the task."""
+    return getattr(getattr(model, "config", None), "vocab_size", None) == len(SYMBOLS)
+
+
+def run(subject: Subject) -> Result:
+    """Return the rows of Table 1: accuracies, variation of y (Eq. 4) and errors of linear probes."""
+    samples, model, ids = subject.samples, subject.model, subject.ids
+    if samples is None or not isinstance(task := samples.task, ArithmeticTask):
+        raise ValueError("cgt_arithmetic needs samples of the task that the model knows: --data cgt-arithmetic:...")
+    accuracy = answer_accuracy(model, task, ids)
+    numbers: dict[str, Any] = {
+        "accuracy": {
+            kind: {"symbols": float(v[:, 0].mean()), "answers": float(v[:, 1].mean()), "by_sample": v[:, 1].tolist()}
+            for kind, v in accuracy.items()
+        },
+        "guessing": guessing_accuracy(samples),
+    }
+    lines = [f"{KINDS[kind]}: {found['answers']:.1%} of the answers" for kind, found in numbers["accuracy"].items()]
+    lines.append(f"the best guess without examples: {numbers['guessing']:.1%}")
+    if hasattr(model, "context"):
+        y = model.context(ids)
+        half = (task.examples - task.examples // 2) * task.example_length
+        ranges = [(s, s + half, s + task.task_length) for s in range(0, task.length, task.task_length)]
+        variation = [context_variation(y, slice(a, b), slice(b, c)) for a, b, c in ranges]
+        hidden = torch.from_numpy(np.concatenate([samples.drawn(i)["coefficients"] for i in range(len(ids))]))
+        probes = {place: linear_probe(probe_features(y, task, place).flatten(0, 1), hidden) for place in PLACES}
+        numbers |= {"variation": float(np.mean(variation)), "probe": probes}
+        lines.append(
+            f"y varies by {numbers['variation']:.2f}; error of a probe anywhere {probes['anywhere']['error']:.3f}"
+        )
+    elif hasattr(model, "transformer"):
+        numbers["task_vectors"] = {token: task_vector_accuracy(model, task, ids, token) for token in "=|"}
+        best = max(max(layers) for layers in numbers["task_vectors"].values())
+        lines.append(f"moved activations answer {best:.1%} at best")
+    return Result(numbers, "\n".join(lines))
+
+
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
+    """Return what a page shows of ``numbers``: a row for each kind of y, and what probes read off y."""
+    found: list[Block] = []
+    rows = [
+        Row([KINDS[kind], Cell.of(value["answers"], ".1%"), Cell.of(value["symbols"], ".1%")])
+        for kind, value in numbers["accuracy"].items()
+    ]
+    rows.append(Row(["best guess without examples", Cell.of(numbers["guessing"], ".1%"), ""]))
+    for token, layers in numbers.get("task_vectors", {}).items():
+        rows.append(Row([f"activations moved from {token!r}, best layer", Cell.of(max(layers), ".1%"), ""]))
+    found.append(Table(["examples", "answers right", "symbols right"], rows))
+    if "probe" not in numbers:
+        return found
+    rows = [Row([f"probe of y, {place}", Cell.of(value["error"])]) for place, value in numbers["probe"].items()]
+    found.append(Table(["measure", "value"], [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])]), *rows]))
+    read = numbers["probe"]["average"]
+    names = ("a", "b") if len(read["r2"]) == 2 else ("coefficient",)
+    for name, truth, predicted in zip(names, zip(*read["truth"]), zip(*read["predicted"])):
+        spots = Series(name=name, colour=PALETTE[0], x=truth, y=predicted, mode="points", opacity=0.4)
+        panel = Panel([spots], Axis(title=f"{name} (scaled)"), Axis(title="read from y"), [Guide()], legend=False)
+        found.append(Chart(f"{name}, read from the mean of y.", panel, beside=True, stem="cgt_probe"))
+    return found

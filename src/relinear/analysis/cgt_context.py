@@ -1,0 +1,154 @@
+"""``cgt_context``: what y of a Contextually Guided Transformer does along texts, and which texts it holds alike."""
+
+# Legend: N texts, T tokens, E width of y
+
+import copy
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relinear.analysis.analyses import Result, Subject
+from relinear.models.cgt import CGTForCausalLM, CGTForRegression
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table
+from relinear.pages.figures import PALETTE, Axis, Heat, Panel, Series
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "Blocks in the map of dot products are stretches along which y stays: a text of one topic is one block. A spectrum "
+    "that falls early is a y that drifts; points of one colour that lie together are sources that y tells apart, which "
+    "means little where an untrained model does as well."
+)
+#: positions of the map and components of the trace that are kept; tokens at a text's end over which y is averaged
+POSITIONS, COMPONENTS, LAST = 64, 12, 16
+
+
+def context_variation(y: Tensor, first: slice, second: slice) -> float:
+    """Mean ||y_s - y_{s-1}|| over the segment E2, y normalised over E1 + E2 (CGT, Eq. 4).
+
+    y is centred with its mean over E1 + E2 of each sample, and divided by the root mean square of its norm there.
+
+    Args:
+        y: (N, T, E).
+        first, second: the positions of E1 and of E2, which follow each other.
+    """
+    both = y[:, first.start : second.stop]
+    centred = both - both.mean(1, keepdim=True)
+    scale = centred.square().sum(-1).mean(1).clamp_min(1e-20).sqrt()
+    late = centred[:, second.start - first.start - 1 :] / scale[:, None, None]
+    return (late[:, 1:] - late[:, :-1]).norm(dim=-1).mean().item()
+
+
+def dot_products(y: Tensor) -> Tensor:
+    """n_s . n_t of the normalised contexts (N, T, E), averaged over texts: (T, T) (CGT, Figures 3, 10, 13b and 18)."""
+    n = F.normalize(y.double(), dim=-1)
+    return (n @ n.mT).mean(0)
+
+
+def spectrum(y: Tensor) -> Tensor:
+    """<|f_k|^2> of the discrete Fourier transform of y (N, T, E) along the text, summing to one (CGT, Figure 17)."""
+    power = torch.fft.rfft((y - y.mean(1, keepdim=True)).double(), dim=1).abs().square().mean((0, 2))
+    return power / power.sum()
+
+
+def neighbours(vectors: Tensor, classes: Sequence[int]) -> tuple[float, float]:
+    """Share of texts whose nearest other text, by cosine, is of their class; and what it is for random vectors."""
+    labels, unit = torch.as_tensor(classes), F.normalize(vectors.double(), dim=-1)
+    nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1)
+    counts = labels.bincount().double()
+    chance = (counts * (counts - 1)).sum() / (len(labels) * (len(labels) - 1))
+    return float((labels[nearest] == labels).double().mean()), float(chance)
+
+
+def embedded(vectors: Tensor) -> tuple[Tensor, str]:
+    """Normalised vectors (N, E) in two dimensions, and how: by t-SNE where scikit-learn is there, else by PCA."""
+    unit = F.normalize(vectors.double(), dim=-1)
+    if find_spec("sklearn") is None or len(unit) < 4:
+        left, values, _ = torch.linalg.svd(unit - unit.mean(0), full_matrices=False)
+        return left[:, :2] * values[:2], "PCA"
+    from sklearn.manifold import TSNE
+
+    made = TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), random_state=0, init="pca").fit_transform(unit.numpy())
+    return torch.from_numpy(made), "t-SNE"
+
+
+def untrained(model: Any) -> Any:
+    """Return a model of the same config as it was before training, whatever its seed was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(model)(copy.deepcopy(model.config)).eval()
+
+
+def applies(model: nn.Module) -> bool:
+    """Return whether the model is a CGT."""
+    return isinstance(model, CGTForCausalLM | CGTForRegression)
+
+
+def run(subject: Subject) -> Result:
+    """Return variation, dot products, spectrum, a trace and an embedding of y over the subject's texts."""
+    y, names = subject.model.context(subject.ids).float(), subject.sources
+    length, vectors = y.shape[1], y[:, -LAST:].mean(1)
+    step, order = max(1, length // POSITIONS), y[0].std(0).argsort(descending=True)[:COMPONENTS]
+    points, how = embedded(vectors)
+    classes = [index % len(names) for index in range(len(y))]
+    found: dict[str, Any] = {
+        "variation": context_variation(y, slice(0, length // 2), slice(length // 2, length)),
+        "products": dot_products(y)[::step, ::step].tolist(),
+        "step": step,
+        "spectrum": spectrum(y).tolist(),
+        "trace": y[0][:, order].T.tolist(),
+        "points": points.tolist(),
+        "embedding": how,
+        "classes": classes,
+        "sources": list(names),
+    }
+    text = f"from token to token y varies by {found['variation']:.2f} (Eq. 4)"
+    if len(names) > 1:
+        found["neighbours"], found["chance"] = neighbours(vectors, classes)
+        before = untrained(subject.model).context(subject.ids)[:, -LAST:].mean(1)
+        found["neighbours_untrained"] = neighbours(before, classes)[0]
+        text += f"; the nearest neighbour of {found['neighbours']:.0%} of texts is of their source (by chance "
+        text += f"{found['chance']:.0%}, without training {found['neighbours_untrained']:.0%})"
+    return Result(found, text)
+
+
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
+    """Return what a page shows of ``numbers``."""
+    rows = [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])])]
+    for key, what in (
+        ("neighbours", "texts whose nearest neighbour is of their source"),
+        ("chance", "the same by chance"),
+        ("neighbours_untrained", "the same without training"),
+    ):
+        rows += [Row([what, Cell.of(numbers[key], ".1%")])] if key in numbers else []
+    places = [str(number * numbers["step"]) for number in range(len(numbers["products"]))]
+    table = [[round(value, 4) for value in row] for row in numbers["products"]]
+    heat = Heat(values=table, x=places, y=places, bounds=(-1, 1), what="dot product", diverging=True)
+    power = numbers["spectrum"][1:]
+    wave = Series(name="y", colour=PALETTE[0], x=range(1, len(power) + 1), y=power, mode="plain")
+    trace = [
+        Series(
+            name=f"component {i + 1}",
+            colour=PALETTE[i % len(PALETTE)],
+            x=range(len(v)),
+            y=v,
+            mode="plain",
+            legend=False,
+        )
+        for i, v in enumerate(numbers["trace"])
+    ]
+    spots = []
+    for number, name in enumerate(numbers["sources"]):
+        x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
+        spots.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
+    position, look = Axis(title="position"), {"beside": True}
+    return [
+        Table(["measure", "value"], rows),
+        Chart("Dot products of normalised y.", Panel([heat], position, position), stem="cgt_products", **look),
+        Chart("Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(log=True)), stem="cgt_spectrum", **look),
+        Chart("The components of y that vary most in one text.", Panel(trace, position), stem="cgt_trace", **look),
+        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", **look),
+    ]

@@ -1,0 +1,162 @@
+"""``cgt_specialized``: what a frozen y is worth on the rest of a text, and what the y of others and a constant are."""
+
+# Legend: N texts, H tokens of the rest, E width of y
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from relinear.analysis.analyses import Result, Subject
+from relinear.contract.modes import evaluating
+from relinear.data.tasks import SYMBOLS
+from relinear.models.cgt import CGTForCausalLM
+from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
+from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "Each text is cut in two; models read the second half alone, and y comes from where the line says. Below zero it "
+    "helps. What the y of another text of the same source gives is owed to the source; what a learned constant gives, "
+    "to no text at all."
+)
+#: tokens of the second half: where the paper's Figure 6a looks, and on to where a text has shown itself anyhow
+PLACES = {"1 to 4": slice(0, 4), "5 to 16": slice(4, 16), "17 to 48": slice(16, 48), "after 48": slice(48, None)}
+#: of the moving average (Figure 14)
+RATE = 1 / 300
+DYNAMIC, FROZEN, AVERAGE, CONSTANT = "computed", "frozen", "moving average", "learned constant"
+SAME, OTHER = "frozen, of another text of its source", "frozen, of another source"
+ANOTHER = "frozen, of another text"
+
+
+@torch.no_grad()
+def losses(model: Any, ids: Tensor, context: Tensor | None = None, rate: float = 0.0, batch: int = 32) -> Tensor:
+    """Cross-entropy (N, H - 1) at each token of ids (N, H) but the first, with y frozen at ``context`` (N, E)."""
+    found = []
+    with evaluating(model):
+        for start in range(0, len(ids), batch):
+            part = ids[start : start + batch]
+            y = {} if context is None else {"frozen_context": context[start : start + batch], "context_rate": rate}
+            logits = model(part, use_cache=False, **y).logits
+            found.append(F.cross_entropy(logits[:, :-1].mT.float(), part[:, 1:], reduction="none"))
+    return torch.cat(found)
+
+
+def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, rate: float = 0.03) -> Tensor:
+    """Return the one y (E,) that serves texts ids (N, H) best, by Adam from ``start``; the model stays as it is."""
+    y = start.clone().requires_grad_()
+    optimizer, generator = torch.optim.Adam([y], rate), torch.Generator().manual_seed(0)
+    with evaluating(model):
+        for _ in range(steps):
+            part = ids[torch.randperm(len(ids), generator=generator)[:16]]
+            loss = model(part, labels=part, frozen_context=y.expand(len(part), -1), use_cache=False).loss
+            (y.grad,) = torch.autograd.grad(loss, y)
+            optimizer.step()
+    return y.detach()
+
+
+@torch.no_grad()
+def token_shifts(model: Any, ids: Tensor, own: Tensor, other: Tensor, top: int = 12) -> list[tuple[int, float]]:
+    """The tokens whose logits rise most when y comes from elsewhere (CGT, Appendix D.3, "Token probabilities").
+
+    Args:
+        model: a ``CGTForCausalLM``.
+        ids: (N, H), the texts that are read.
+        own: (N, E), their own y. other: (E,), the other one.
+        top: how many tokens.
+
+    Returns:
+        (token id, mean rise of its logit relative to the mean over the vocabulary), the largest first.
+    """
+    with evaluating(model):
+        logits = [model(ids, frozen_context=y, use_cache=False).logits for y in (own, other.expand(len(ids), -1))]
+    rise = (logits[1] - logits[0]).mean((0, 1))
+    best = (rise - rise.mean()).topk(min(top, len(rise)))
+    return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+
+
+def applies(model: nn.Module) -> bool:
+    """Return whether the model is a CGT of text."""
+    config = model.config if isinstance(model, CGTForCausalLM) else None
+    return config is not None and config.modulated and config.vocab_size != len(SYMBOLS)
+
+
+def run(subject: Subject) -> Result:
+    """Losses on the second halves of texts by where y is from, and the tokens that the y of a source makes likelier.
+
+    The learned constant is fitted on the first half of the texts, everything is measured on the others.
+    """
+    model, ids, names = subject.model, subject.ids, subject.sources
+    fit = len(ids) // 2 // len(names) * len(names)
+    if not fit or ids.shape[1] < 8:
+        raise ValueError(f"cgt_specialized takes at least {2 * len(names)} texts of 8 tokens, got {tuple(ids.shape)}")
+    first, rest = ids[:, : ids.shape[1] // 2], ids[:, ids.shape[1] // 2 :]
+    y = torch.cat([model.context(part)[:, -1] for part in first.split(32)])
+    constant = learned_constant(model, rest[:fit], y[:fit].mean(0))
+    own, rest = y[fit:], rest[fit:]
+    if len(names) > 1:
+        others = {SAME: own.roll(-len(names), 0), OTHER: own.roll(-1, 0)}
+    else:
+        others = {ANOTHER: own.roll(-1, 0)}
+    frozen = {FROZEN: own, **others, CONSTANT: constant.expand_as(own)}
+    found = {DYNAMIC: losses(model, rest), AVERAGE: losses(model, rest, own, RATE)}
+    found |= {kind: losses(model, rest, given) for kind, given in frozen.items()}
+    if subject.control is not None:  # Figure 13a
+        found[f"none: {subject.control_name}"] = losses(subject.control, rest)
+    numbers: dict[str, Any] = {
+        "texts": len(rest),
+        "losses": {kind: values.mean(0).tolist() for kind, values in found.items()},
+        "less_computed": {
+            kind: {place: _mean((values - found[DYNAMIC])[:, where]) for place, where in PLACES.items()}
+            for kind, values in found.items()
+            if kind != DYNAMIC
+        },
+        "shifts": {},
+    }
+    for number, name in enumerate(names if len(names) > 1 else ()):
+        away = [index for index in range(len(rest)) if index % len(names) != number][:16]
+        shifts = token_shifts(model, rest[away], own[away], own[number :: len(names)].mean(0))
+        numbers["shifts"][name] = [[subject.token_text(token), round(rise, 4)] for token, rise in shifts]
+    lines = [
+        f"{kind}: {', '.join(f'{v[0]:+.4f} at {place}' for place, v in places.items() if v)}"
+        for kind, places in numbers["less_computed"].items()
+    ]
+    return Result(
+        numbers, "loss less that with y computed there, in nats, by place in the second half\n" + "\n".join(lines)
+    )
+
+
+def _mean(values: Tensor) -> list[float] | None:
+    """The mean over texts of values (N, K), and its standard error; None where there are no places."""
+    if not values.shape[1]:
+        return None
+    texts = values.double().mean(1)
+    return [float(texts.mean()), float(texts.std() / len(texts) ** 0.5)]
+
+
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
+    """Return what a page shows of ``numbers``: a row for each y, losses by position, and the tokens of each source."""
+    rows = [
+        Row([kind, *(Cell("–") if v is None else Cell(f"{v[0]:+.4f}", v[0], f"± {v[1]:.4f}") for v in places.values())])
+        for kind, places in numbers["less_computed"].items()
+    ]
+    base, width = numbers["losses"][DYNAMIC], 8
+    shown = []
+    for number, (kind, values) in enumerate((k, v) for k, v in numbers["losses"].items() if k != DYNAMIC):
+        gaps = [value - at for value, at in zip(values, base, strict=True)]
+        means = [sum(gaps[i : i + width]) / width for i in range(max(1, len(gaps) - width + 1))]
+        places = [i + width / 2 for i in range(len(means))]
+        shown.append(Series(name=kind, colour=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
+    side = Axis(title="loss less that with y computed (nats)")
+    panel = Panel(shown, Axis(title="position in the second half"), side, [Guide(y=0)])
+    found: list[Block] = [
+        Table(["y", *(f"{place}, nats" for place in PLACES)], rows),
+        Chart(f"Running means over {width} positions, {numbers['texts']} texts.", panel, stem="cgt_specialized"),
+    ]
+    for name, shifts in numbers["shifts"].items():
+        found.append(
+            Text(f"With the y of {name} these rise most: {', '.join(token for token, _ in shifts)}.", soft=True)
+        )
+    return found
