@@ -17,18 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE / folder) for folder in ("hdpl", "rotor", "cgt")]
+sys.path += [str(HERE / folder) for folder in ("hdpl", "rotor")]
 
 import dense_start  # noqa: E402, F401
 
 import added  # noqa: E402, F401  operators of the plans
-import relinear  # noqa: E402
-import sources  # noqa: E402
 from biased import FITTED, FRESH  # noqa: E402
 from relinear.compare import CompareSettings, compare  # noqa: E402
-from relinear.compare.match import plan_comparison  # noqa: E402
+from relinear.compare.match import measure_size, plan_comparison  # noqa: E402
+from relinear.compare.recipe import read_recipe  # noqa: E402
 from relinear.compare.settings import planned  # noqa: E402
-from relinear.data.tokenizers import load_tokenizer  # noqa: E402
 from relinear.system.files import read_json, write_json  # noqa: E402
 from relinear.system.machine import describe_machine  # noqa: E402
 
@@ -72,12 +70,12 @@ def unplanned() -> dict[str, dict]:
 
 def cgt() -> dict[str, dict]:
     """Arm of CGT's plan -> parameters and FLOPs of a forward pass, without those of attention's scores."""
-    found = {}
-    for arm in ("gpt2-equal", "no-aux", "aux"):
-        options = sources.parse(["plan", "--name", arm])
-        table = relinear.summary(sources.make_model(options, load_tokenizer("bytes")))
-        found[arm] = _sized(table.parameters, table.flops_per_token)
-    return found
+    recipe = CompareSettings.load(read_recipe("cgt-text"))
+    arms = {"no-aux": recipe.settings_of("cgt"), "aux": recipe.settings_of("cgt_aux")}
+    equal = recipe.settings_of("gpt2_equal")
+    arms["gpt2-equal"] = equal.updated(model_overrides=equal.model_overrides | {"n_embd": 92})  # as it was then
+    sizes = {arm: measure_size(settings, 258) for arm, settings in arms.items()}
+    return {arm: _sized(size.parameters, size.flops) for arm, size in sizes.items()}
 
 
 def fitted() -> dict[str, dict]:

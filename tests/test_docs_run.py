@@ -37,6 +37,7 @@ REASONS = ("network", "gpu", "corpora", "minutes")
 NOT_RUN: dict[str, Counter] = {
     "docs/data.md": Counter(network=4),
     "docs/families.md": Counter(minutes=1),
+    "docs/cgt.md": Counter(minutes=2),
     "docs/recipes.md": Counter(minutes=2),
     "docs/speed.md": Counter(minutes=1),
     "docs/start/operator.md": Counter(network=1),

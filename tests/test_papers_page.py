@@ -19,7 +19,7 @@ PAPERS = {
 ROWS = {paper: [row for rows in parts.values() for row in rows] for paper, parts in PAPERS.items()}
 PAGE = "\n".join(text for rows in ROWS.values() for row in rows for text in row.values())
 NAMES = sorted(set(re.findall(r"`([^`\s]+)`", PAGE)))
-CODE = [name for name in NAMES if name.startswith(("relinear.", "cgt_study."))]
+CODE = [name for name in NAMES if name.startswith("relinear.")]
 TESTS = [name for name in NAMES if re.match(r"(test_\w+::)?test_", name)]
 FILES = [name for name in NAMES if re.match(r"(src|docs|examples|results|tests)/", name)]
 

@@ -27,8 +27,10 @@ from relinear.system.files import write_json
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 #: an analysis is the file of its name
-ANALYSES = ("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes")
-ANALYSES += ("cgt_context", "cgt_specialized", "cgt_arithmetic", "cgt_regression")
+ANALYSES = (
+    *("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes"),
+    *("cgt_context", "cgt_specialized", "cgt_arithmetic", "cgt_regression"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +53,15 @@ class Subject:
     @property
     def samples(self) -> Samples | None:
         """Those of the task that ``ids`` are from, with what is hidden from the model; None where it is text."""
-        task = None if self.data is None else task_of(self.data.data)
-        return None if task is None or isinstance(task, MixtureTask) else held_out_samples(self.data, len(self.ids))
+        if self.data is None or isinstance(task_of(self.data.data), MixtureTask | None):
+            return None
+        return held_out_samples(self.data, len(self.ids))
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the sources of a mixture, of which the texts are in turn; the data's where there is one."""
-        task = None if self.data is None else task_of(self.data.data)
-        return task.sources if isinstance(task, MixtureTask) else (self.data.data if self.data else "text",)
+        name = "text" if self.data is None else self.data.data
+        return task.sources if isinstance(task := task_of(name), MixtureTask) else (name,)
 
     def token_text(self, token: int) -> str:
         """Return a token as a reader sees it: spaces and line ends made visible."""

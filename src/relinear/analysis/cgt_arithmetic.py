@@ -58,7 +58,8 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
         found = {"dynamic": _right(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
         if not hasattr(model, "context"):
             return found
-        y, parts = model.context(ids), {"specialized": [], "specialized_ctx": []}
+        y = model.context(ids)
+        parts: dict[str, list[Tensor]] = {"specialized": [], "specialized_ctx": []}
         for start in range(0, task.length, task.task_length):
             middle, end = start + (task.examples - second) * task.example_length, start + task.task_length
             for kind, begin in (("specialized", middle), ("specialized_ctx", start)):

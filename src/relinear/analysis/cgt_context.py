@@ -144,11 +144,15 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
         spots.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
-    position, look = Axis(title="position"), {"beside": True}
+    position, beside = Axis(title="position"), True
     return [
         Table(["measure", "value"], rows),
-        Chart("Dot products of normalised y.", Panel([heat], position, position), stem="cgt_products", **look),
-        Chart("Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(log=True)), stem="cgt_spectrum", **look),
-        Chart("The components of y that vary most in one text.", Panel(trace, position), stem="cgt_trace", **look),
-        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", **look),
+        Chart("Dot products of normalised y.", Panel([heat], position, position), stem="cgt_products", beside=beside),
+        Chart(
+            "Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(log=True)), stem="cgt_spectrum", beside=beside
+        ),
+        Chart(
+            "The components of y that vary most in one text.", Panel(trace, position), stem="cgt_trace", beside=beside
+        ),
+        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", beside=beside),
     ]

@@ -43,8 +43,8 @@ def specialize(
             starts again; the length of the prefix goes on counting, which leaves that many positions fewer.
 
     Returns:
-        A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear. Of a ``CGTForRegression``, which
-        has no stock class, one whose T is the identity (``modulated=False``) and that has no y stream.
+        A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear. Of a ``CGTForRegression``,
+        which has no stock class, one whose T is the identity (``modulated=False``) and that has no y stream.
 
     Raises:
         ValueError: if the model is no CGT with a head, the prefix is empty, a batch, too long, or no ids of the
