@@ -54,6 +54,8 @@ class TrainResult:
     steps: optimiser steps done.
     out_dir: where metrics.jsonl, run.json and model/ are; None if nothing was kept.
     curve: the rows of metrics.jsonl.
+    stored: of a model that was stored in a few bits, whose loss is the result's: its ``bits``, the ``bytes`` of its
+        file of weights, and ``loss_before``, the validation loss before it was stored.
     """
 
     validation_loss: float | None
@@ -67,6 +69,7 @@ class TrainResult:
     steps: int
     out_dir: Path | None
     curve: list[dict[str, Any]]
+    stored: dict[str, Any] | None = None
 
     @classmethod
     def of_rows(cls, rows: Sequence[dict[str, Any]], **others: Any) -> TrainResult:
@@ -343,6 +346,17 @@ def run_fit(
         if out_dir is not None:
             stack.enter_context(on_terminate(stop.ask))
         return _run(model, trainer, log, stop, resume)
+
+
+def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
+    """Return the validation loss of ``model`` as a run of these settings takes it; losses by block go to ``out_dir``."""
+    from relinear.train.trainer import RelinearTrainer
+
+    losses = out_dir / "block_losses.npy"
+    with _prepared(model, settings.updated(compile=False)):
+        trainer = RelinearTrainer(model, settings, *_datasets(data), out_dir / "checkpoints", block_losses=losses)
+        trainer.state.global_step = settings.steps  # at the end, all of the validation text counts
+        return trainer.evaluate()["eval_loss"]
 
 
 def remove_checkpoints(folder: Path, but: str = "") -> None:

@@ -1,7 +1,10 @@
 """A whole training run from its settings: model, surgery, data, training, and a directory of results."""
 
+import contextlib
+import dataclasses
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from relinear.train.fitting import (
     FILES,
     FREE,
     TrainResult,
+    evaluate,
     let_ranks_differ,
     rank_count,
     remove_checkpoints,
@@ -219,6 +223,8 @@ def train(
     open_corpus(settings.data)
     if settings.minimised is not None:
         settings.minimised.check()
+    if settings.bits is not None and rank_count() > 1:
+        raise ValueError("bits are for runs of one process: train on one, or store the model by save_pretrained(bits=)")
     _check_model(settings)
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
@@ -241,12 +247,27 @@ def train(
             diverged = isinstance(error, NonFiniteLossError)
             folder.write(**facts | {"status": "failed", "error": str(error), "diverged": diverged})
             raise
-        if settings.save_model:
+        if settings.bits is not None:
+            result = _stored(model, data, settings, result)
+        elif settings.save_model:
             checkpoint_room.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
         folder.write(**facts | {"status": "done", "result": result.to_dict()})
         if not settings.keep_checkpoint:
             remove_checkpoints(out_dir / "checkpoints")
         return result
+
+
+def _stored(model: Any, data: Any, settings: TrainSettings, result: TrainResult) -> TrainResult:
+    """``result`` of a run with the loss of the model as it is stored in ``settings.bits``."""
+    out_dir: Any = result.out_dir
+    with contextlib.nullcontext(out_dir) if settings.save_model else tempfile.TemporaryDirectory() as home:
+        place = Path(home) / "model"
+        checkpoint_room.save_pretrained(model, place, tokenizer=data.tokenizer, bits=settings.bits)
+        size = sum(path.stat().st_size for path in place.glob("*.safetensors"))
+        read = checkpoint_room.from_pretrained(place)
+    loss = evaluate(read, data, settings, out_dir)
+    stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
+    return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
 
 
 def described(model: Any, data: Any) -> dict[str, Any]:

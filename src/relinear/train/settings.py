@@ -179,6 +179,8 @@ class TrainSettings(FitSettings):
         attachments: settings of model-level parts, applied in this order.
         objective: what is minimised in place of the model's own loss, such as ``distill:teacher=DIR`` or
             ``cgt:eta=0.5``. A text or a mapping with ``kind``; evaluation is by the model's own loss always.
+        bits: 2 to 8 store the trained model in so many bits, as ``relinear.save_pretrained`` does, and read it back:
+            the loss of the run is that of what was stored.
         data: the corpus, the tokenizer and the sequence length.
         eval_start_tokens: as for ``FitSettings``; a bound by default, as the whole validation text may take minutes.
     """
@@ -193,6 +195,7 @@ class TrainSettings(FitSettings):
     init: Literal["fresh", "from_weight"] = "fresh"
     attachments: tuple[Annotated[dict[str, Any], _read(AttachmentConfig)], ...] = ()
     objective: Annotated[dict[str, Any] | None, _read(ObjectiveConfig)] = None
+    bits: Annotated[int, Field(ge=2, le=8)] | None = None
     data: DataSettings = DataSettings()
 
     @property
