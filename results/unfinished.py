@@ -150,7 +150,7 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {key: started[key] for key in ("recipe", "command", "machine")} | {"reference": reference}
     found["tokens"] = tokens_of(place)
     found["budgets"] = [
-        budget_row(int(at.name), f"budgets/{at.name}", read_json(at / "results.json"))
+        budget_row("tokens", int(at.name), f"budgets/{at.name}", read_json(at / "results.json"))
         for at in places_of(out_dir)[:-1]
         if (at / "results.json").is_file()
     ]

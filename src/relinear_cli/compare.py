@@ -16,8 +16,11 @@ def command(
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
     ] = None,
     match: Annotated[
-        Literal["width", "parameters", "flops"] | None,
+        Literal["width", "parameters", "flops", "bytes"] | None,
         typer.Option(help="`width` keeps every entry as written, the others resize them.", show_default="width"),
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="Of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB.")
     ] = None,
     model: options.TrainingModel = None,
     data: options.TrainingData = None,
@@ -48,6 +51,8 @@ def command(
 
     **Example:** `relinear compare --recipe quick --out runs/demo`
 
+    **Example:** `relinear compare --recipe quick --match bytes --size 100KB --out runs/bytes`
+
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
     from relinear.compare.recipe import apply_overrides, change_recipe, parse_overrides, read_recipe
@@ -59,6 +64,7 @@ def command(
 
     written = {
         "match.by": match,
+        "match.to": size and size.split(","),
         "train.model": model,
         "train.data.data": data,
         "train.data.text_column": text_column,

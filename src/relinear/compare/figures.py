@@ -184,6 +184,27 @@ def budgets(
     return [Panel(shown, bottom, Axis(title=f"validation loss less {reference}'s"), [Guide(y=0)])]
 
 
+def sizes(entries: Sequence[Entry], palette: Colours, found: Sequence[Budget]) -> list[Panel]:
+    """Return the loss of the stored models by the bytes of their files, and the bits that each entry chose there."""
+    losses: list[Series] = []
+    bits: list[Series] = []
+    for number, name in enumerate(entry["name"] for entry in entries):
+        rows = [(size["bytes"], e) for size in found for e in size["entries"] if e["name"] == name]
+        if len(rows) > 1:
+            x, values = [place for place, _ in rows], [e["validation_loss"] for _, e in rows]
+            means, ends = [v["mean"] for v in values], [(min(v["values"]), max(v["values"])) for v in values]
+            low, high = zip(*ends, strict=True)
+            losses.append(_line(name, palette, number, x, means, low, high, f"{name}  {means[-1]:.3f}"))
+            bits.append(_line(name, palette, number, x, [e["bits"] or 0 for _, e in rows], label=name))
+    ticks = {float(size["bytes"]): _short(size["bytes"]) for size in found}
+    bottom = Axis(title="bytes of the file of weights", log=True, ticks=ticks)
+    sides = (
+        (losses, Axis(title=LOSS)),
+        (bits, Axis(title="bits of a weight", ticks={float(n): str(n) for n in range(2, 9)}, bounds=(1.8, 8.2))),
+    )
+    return [Panel(shown, bottom, side) for shown, side in sides if shown]
+
+
 def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str]) -> list[Panel]:
     """Of ``scale.json``: loss against training FLOPs and, where measured, time, with every entry's power law.
 

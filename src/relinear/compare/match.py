@@ -16,6 +16,7 @@ import torch
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import OperatorConfig
 from relinear.models import preset_config, preset_names
+from relinear.surgery.packed import packed_bytes
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
 from relinear.system.progress import Progress, ProgressCallback, no_progress
@@ -29,14 +30,15 @@ _WIDTH_FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Parameters and forward FLOPs a token of a whole model."""
+    """Parameters and forward FLOPs a token of a whole model; the bytes of its file where it is stored in few bits."""
 
     parameters: int
     flops: int
+    bytes: int = 0
 
     def of(self, by: str) -> int:
         """Return the one that is matched."""
-        return self.parameters if by == "parameters" else self.flops
+        return getattr(self, by)
 
 
 def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
@@ -53,8 +55,9 @@ def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
 
 def measure_size(settings: TrainSettings, vocab_size: int | None) -> Size:
     """Return parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
-    table = summary(skeleton(settings, vocab_size))
-    return Size(table.parameters, table.flops_per_token)
+    model = skeleton(settings, vocab_size)
+    table = summary(model)
+    return Size(table.parameters, table.flops_per_token, packed_bytes(model, settings.bits) if settings.bits else 0)
 
 
 def matched(
@@ -65,7 +68,7 @@ def matched(
     Args:
         settings: as written.
         vocab_size: of the tokenizer.
-        by: "parameters" or "flops".
+        by: "parameters", "flops" or "bytes".
         target: how many of them.
         how: "operator" scales the operators through ``OperatorConfig.scaled``, "width" the model.
         tolerance: largest relative deviation allowed.
@@ -74,7 +77,6 @@ def matched(
     Raises:
         ValueError: if no size comes within ``tolerance``; says how near it came and what else could be changed.
     """
-    search = _operator_sizes if how == "operator" else _widths
     tried: dict[str, tuple[TrainSettings, Size]] = {}
 
     def measure(candidate: TrainSettings) -> float:
@@ -83,11 +85,15 @@ def matched(
             tried[key] = (candidate, measure_size(candidate, vocab_size))
         return tried[key][1].of(by)
 
-    search(settings, vocab_size, measure, target, name)
+    if how == "operator":
+        _operator_sizes(settings, vocab_size, measure, target, name)
+    else:
+        _widths(settings, measure, target, name, tolerance if by == "bytes" else None)
     best, size = min(tried.values(), key=lambda found: abs(found[1].of(by) - target))
     deviation = size.of(by) / target - 1
     if abs(deviation) > tolerance:
-        other = f"match.to={name} (its size as the target)" + ", resize: width" * (how == "operator")
+        other = f"match.to={name} (its size as the target)" if by != "bytes" else "another --size"
+        other += ", resize: width" * (how == "operator")
         raise ValueError(
             f"{name}: no {'operator size' if how == 'operator' else 'model width'} gives {target:,} {by} within "
             f"{tolerance:.1%}; the nearest has {size.of(by):,} ({deviation:+.1%}). "
@@ -163,28 +169,58 @@ def _resized(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float
 
 
 def _widths(
-    settings: TrainSettings, vocab_size: int | None, measure: Callable[[TrainSettings], float], target: int, name: str
+    settings: TrainSettings,
+    measure: Callable[[TrainSettings], float],
+    target: int,
+    name: str,
+    tolerance: float | None = None,
 ) -> None:
-    """Try widths with the number of heads kept: coarsely over the whole range, then finely around the target."""
+    """Try widths with the number of heads kept: coarsely over the whole range, then finely around the target.
+
+    With ``tolerance`` the width of the MLP is changed, too, where that of the model has steps that are too coarse.
+    """
     config = config_of_preset(settings, name)
     heads, width = config.num_attention_heads, config.hidden_size
     head = width // heads
 
-    def sizes(candidates: Iterator[int]) -> list[tuple[int, float]]:
-        found = []
+    def sizes(candidates: Iterable[int]) -> Iterator[tuple[int, float]]:
         for size in candidates:
-            try:
-                found.append((size, measure(at_width(settings, config, heads * size))))
-            except ValueError:  # an operator in the model may not take this width
-                continue
-        return found
+            with contextlib.suppress(ValueError):  # an operator in the model may not take this width
+                yield size, measure(at_width(settings, config, heads * size))
 
     smallest, largest = max(2, head // _WIDTH_FACTOR), head * _WIDTH_FACTOR
     coarse = sorted({2 * round(smallest * (largest / smallest) ** (i / 24) / 2) for i in range(25)})
-    found = sizes(iter(coarse))
-    below = max((size for size, value in found if value <= target), default=smallest)
-    above = min((size for size, value in found if value >= target), default=largest)
-    sizes(iter(range(below, above + 1, 2 * max(1, (above - below) // 64))))
+    below, above = smallest, largest
+    while coarse:
+        upper = coarse[len(coarse) // 2 :]
+        size, value = next(sizes(upper), (largest, math.inf))
+        if value <= target:
+            below, coarse = size, [other for other in upper if other > size]
+        else:
+            above, coarse = min(above, size), coarse[: len(coarse) // 2]
+    around = list(sizes(range(below, above + 1, 2 * max(1, (above - below) // 64))))
+    if tolerance is not None:
+        nearest = sorted(around, key=lambda found: abs(found[1] - target))[:2]
+        any(_inner_widths(at_width(settings, config, heads * n), measure, target, tolerance) for n, _ in nearest)
+
+
+def _inner_widths(
+    settings: TrainSettings, measure: Callable[[TrainSettings], float], target: int, tolerance: float
+) -> bool:
+    """Try widths of the MLP, with which sizes grow evenly: the roundest within ``tolerance``. Return if one is."""
+    config = config_of_preset(settings, "")
+    inner, width = _inner(config), getattr(config, _inner(config)) or 4 * config.hidden_size
+
+    def at(value: int) -> float:
+        return measure(settings.updated(model_overrides=dict(settings.model_overrides) | {inner: value}))
+
+    size = at(width)
+    wanted = width + width * (target - size) / (at(2 * width) - size)
+    for multiple in (32, 16, 8, 4, 2, 1):
+        with contextlib.suppress(ValueError):  # an operator may not take this width
+            if abs(at(max(multiple, multiple * round(wanted / multiple))) / target - 1) <= tolerance:
+                return True
+    return False
 
 
 def config_of_preset(settings: TrainSettings, name: str) -> Any:
@@ -198,10 +234,15 @@ def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
     """``settings`` with the model, whose ``config`` is given, at another width; its MLP grows or shrinks with it."""
     overrides = dict(settings.model_overrides) | {"hidden_size": width}
     overrides.pop("n_embd", None)
-    inner = "n_inner" if hasattr(config, "n_inner") else "intermediate_size"
+    inner = _inner(config)
     if getattr(config, inner) is not None:
         overrides[inner] = max(8, 8 * round(getattr(config, inner) * width / config.hidden_size / 8))
     return settings.updated(model_overrides=overrides)
+
+
+def _inner(config: Any) -> str:
+    """What a config calls the width of its MLP."""
+    return "n_inner" if hasattr(config, "n_inner") else "intermediate_size"
 
 
 # The whole comparison
@@ -209,12 +250,16 @@ def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """An entry at its final size. size_mismatch: from the target of matching; None where it was not matched."""
+    """An entry at its final size. size_mismatch: from the target of matching; None where it was not matched.
+
+    candidates: the entry in several bits, each at the width that makes its file as large as asked.
+    """
 
     name: str
     settings: TrainSettings
     size: Size
     size_mismatch: float | None
+    candidates: tuple["Planned", ...] = ()
 
 
 def plan_comparison(
@@ -239,6 +284,8 @@ def plan_comparison(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     match = recipe.match
+    if match.by == "bytes":
+        return [_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
     if match.by == "width":
         return [Planned(name, written[name], sizes[name], None) for name in recipe.entries]
 
@@ -257,7 +304,7 @@ def plan_comparison(
 
     if isinstance(match.to, int):
         return at(match.to)
-    candidates = [match.to] if match.to else [n for n, entry in recipe.entries.items() if entry.how != "fixed"]
+    candidates = [str(match.to)] if match.to else [n for n, entry in recipe.entries.items() if entry.how != "fixed"]
     if not candidates:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     refused: list[ValueError] = []
@@ -269,10 +316,30 @@ def plan_comparison(
     raise refused[0]
 
 
+def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback) -> Planned:
+    """An entry in all bits in which some width (or scale of its operators) gives a file of the size that is asked."""
+    written, how = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
+    match, target, candidates, refused = recipe.match, recipe.file_sizes[-1], list[Planned](), list[ValueError]()
+    for bits in match.bits:
+        on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
+        wanted: Any = {"by": "bytes", "target": target, "how": how, "tolerance": match.tolerance, "name": name}
+        try:
+            settings, size = matched(written.updated(bits=bits), vocab_size, **wanted)
+        except ValueError as error:
+            refused.append(error)
+        else:
+            candidates.append(Planned(name, settings, size, size.bytes / target - 1))
+    if not candidates:
+        raise refused[0]
+    return dataclasses.replace(candidates[0], candidates=tuple(candidates))
+
+
 def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[int | None, str | None]:
     """The number that entries were matched to (None where they were not), and the entry that it is taken from."""
     match = recipe.match
-    if match.by == "width" or isinstance(match.to, int):
+    if match.by == "bytes":
+        return recipe.file_sizes[-1], None
+    if match.by == "width" or not isinstance(match.to, str | None):
         return (None if match.by == "width" else match.to), None  # type: ignore[return-value]
     found = {p.name: p for p in planned if p.size_mismatch == 0}
     reference = found[match.to] if match.to else next(iter(found.values()))

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pydantic
 
 from relinear.compare import figures
-from relinear.compare.schema import EntryResult, Gap, Results, Statistic
+from relinear.compare.schema import EntryResult, Gap, Results, Statistic, Stored
 from relinear.contract.config import shown
 from relinear.contract.settings import readable
 from relinear.deprecated import with_new_columns
@@ -31,6 +32,7 @@ _FIGURES = {
     "pareto": "Validation loss against {}, one point an entry; those on the grey line are beaten by no other in both.",
     "speeds": "Tokens per second over the reference's, right of 1 faster: training (dots), inference (open diamonds).",
     "budgets": "Gap to the reference against the budget, one line an entry, with 95 % intervals.",
+    "sizes": "{}: mean over seeds and their range of the stored models, then the bits that each entry chose.",
     "tuning": "Validation loss of the tuning runs against the learning rate, one line an entry.",
 }
 
@@ -83,6 +85,7 @@ def results_section(directory: str | Path) -> Section:
         "pareto": figures.pareto(entries, palette),
         "speeds": figures.speeds(entries, palette),
         "budgets": figures.budgets(entries, palette, results.get("budgets"), results.get("reference")),
+        "sizes": figures.sizes(entries, palette, results.get("sizes") or []),
         "tuning": figures.tuning(entries, palette),
     }
     charts = [
@@ -98,6 +101,8 @@ def results_section(directory: str | Path) -> Section:
     by_budget = budget_table(results)
     if by_budget is not None:
         blocks += [Text(f"Gap to {results['reference']} by budget", heading=True), by_budget]
+    if (by_size := size_table(results)) is not None:
+        blocks += [Text("Loss by bytes", heading=True), by_size]
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
     blocks += [Text("Entries", heading=True), _operators(results, palette), Text("Every setting", heading=True)]
     if results.get("recipe"):
@@ -183,7 +188,10 @@ def results_table(results: Results) -> Table:
     leader, *others = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
     lead, half = _paired(leader, others[0]) if others else (0.0, None)
     to = reference or (base and others and base["name"])
-    head = ["entry", "validation loss", *([f"gap to {to}"] if to else []), "parameters", "training speed"]
+    stored = any(_stored(entry) for entry in entries)
+    head = ["entry", "validation loss", *([f"gap to {to}"] if to else [])]
+    head += ["bits", "bytes", "before storing"] if stored else []
+    head += ["parameters", "training speed"]
     head += ["inference speed", "perplexity", "at step 0", "FLOPs / token", "peak memory", "learning rate"]
     rows = []
     for entry in entries:
@@ -192,6 +200,8 @@ def results_table(results: Results) -> Table:
             cells.append(Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"]))
         elif to and base:
             cells.append(Cell.of(None if entry is base else -_paired(entry, base)[0], "+.3f"))
+        if stored:
+            cells += _stored_cells(_stored(entry))
         size, flops = (
             Cell(number(entry[key]), entry[key], _ratio(entry[key], base and base[key]))
             for key in ("parameters", "flops_per_token")
@@ -213,6 +223,20 @@ def results_table(results: Results) -> Table:
         cells = [f"{counted['order']}-grams", Cell.of(loss), *gap, "", "", "", Cell.of(counted["perplexity"], ".2f")]
         rows.append(Row([*cells, *[""] * (len(head) - len(cells))]))
     return Table(head, rows)
+
+
+def _stored(entry: EntryResult) -> list[Stored]:
+    """How the model of every seed was stored; nothing where it was not."""
+    return [stored for run in entry["runs"] if (stored := run.get("stored"))]
+
+
+def _stored_cells(stored: Sequence[Stored]) -> list[Cell | str]:
+    """Bits, bytes of the file (of the first seed), and the mean loss before the model was stored."""
+    if not stored:
+        return ["–"] * 3
+    before = fmean(one["loss_before"] for one in stored)
+    sizes = [Cell(f"{stored[0][key]:,}", stored[0][key]) for key in ("bits", "bytes")]
+    return [*sizes, Cell.of(before)]
 
 
 def _of_seeds(statistic: Statistic, digits: int, spread: bool = True) -> Cell:
@@ -330,6 +354,17 @@ def budget_table(results: Results) -> Table | None:
         losses = [f"{budget['ngram']['validation_loss']:.3f}" for budget in budgets]
         rows.append(Row([f"{budgets[-1]['ngram']['order']}-grams (loss)", *losses]))
     return Table(["tokens", *(number(budget["tokens"]) for budget in budgets)], rows)
+
+
+def size_table(results: Results) -> Table | None:
+    """Return the loss of every entry at each size of the file, and its bits there; None where there is one size."""
+    sizes = results.get("sizes") or []
+    rows = []
+    for name in dict.fromkeys(entry["name"] for size in sizes for entry in size["entries"]):
+        found = [next((e for e in size["entries"] if e["name"] == name), None) for size in sizes]
+        texts = ["diverged" if e is None else f"{plus_minus(e['validation_loss'])}, {e['bits']} bits" for e in found]
+        rows.append(Row([name, *texts], name))
+    return Table(["bytes", *(number(size["bytes"]) for size in sizes)], rows) if rows else None
 
 
 def gib(value: float | None) -> str:

@@ -4,11 +4,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from relinear.compare.folder import BUDGETS, FORMAT, now, precision
+from relinear.compare.folder import BUDGETS, FORMAT, SIZES, now, precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned, match_target
 from relinear.compare.schema import (
@@ -97,6 +97,7 @@ def seed_run(seed: int, result: Any, losses: np.ndarray) -> SeedRun:
         "peak_memory_bytes": values["peak_memory_bytes"],
         "aux": values["aux"],
         "block_losses": [round(float(loss), 5) for loss in losses],
+        "stored": values["stored"],
         "curve": _curve(result.curve),
     }
 
@@ -171,6 +172,12 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> MatchResult:
     target, reference = match_target(recipe, planned)
     if target is None:
         return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
+    if match.by == "bytes":
+        text = (
+            f"Every entry is a file of weights of {target:,} bytes, within {match.tolerance:.1%}. Short runs chose its "
+            f"bits, of {', '.join(map(str, match.bits))}, and with them its width; losses are of what was stored."
+        )
+        return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
     unit = "parameters" if match.by == "parameters" else "FLOPs a token"
     source = f", the size of {reference}" if reference else ""
     fixed = [name for name, entry in recipe.entries.items() if entry.how == "fixed" and name != reference]
@@ -216,6 +223,7 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
     told = [
         ("The best learning rate lies at the edge of the grid for {}: widen the grid.", where("edge")),
         ("The best initialisation lies at the edge of its grid for {}: widen the grid.", where("initializer_edge")),
+        ("Bits were tuned: {}.", [f"{name} {bits}" for name, each in tuned.items() if (bits := each.get("bits"))]),
         ("Warm-up was tuned, too: of the steps it takes {}.", shares),
         ("The best warm-up is the shortest or longest that was tried for {}.", where("warmup_edge")),
         *(
@@ -336,7 +344,7 @@ def over_budgets(recipe: CompareSettings, found: Sequence[Results], circumstance
         found: the results of the comparison at each.
     """
     budgets = zip(recipe.budgets or (), found, strict=True)
-    rows = [budget_row(tokens, f"{BUDGETS}/{tokens}", results) for tokens, results in budgets]
+    rows = [budget_row("tokens", tokens, f"{BUDGETS}/{tokens}", results) for tokens, results in budgets]
     notes = found[-1]["notes"] + _budget_notes(recipe, rows)
     return {**found[-1], "name": recipe.name, "budgets": rows, "notes": notes, **circumstances, "finished": now()}
 
@@ -394,8 +402,24 @@ def _choice(entry: EntryResult) -> dict[str, float]:
     return {"learning_rate": entry["learning_rate"]} | found
 
 
-def budget_row(tokens: int, folder: str, results: Results) -> Budget:
-    """Return what the results of a whole tell of one budget: ``results`` are its own, in ``folder``."""
+def at_file_size(recipe: CompareSettings, size: int) -> CompareSettings:
+    """Return the comparison at one of several sizes of the file."""
+    values = recipe.model_dump(exclude_unset=True) | {"name": f"{recipe.name} at {size:,} bytes"}
+    values["match"] = recipe.match.model_dump() | {"to": size}
+    if size < recipe.file_sizes[-1]:
+        values |= {"speed": {"seconds": 0}, "ngram": None}  # stated once
+    return CompareSettings.load(values, f"files of {size:,} bytes")
+
+
+def over_sizes(recipe: CompareSettings, found: Sequence[Results], circumstances: Circumstances) -> Results:
+    """Return the results at the largest size of the file, with ``sizes``: what each of them came to."""
+    sizes = zip(recipe.file_sizes, found, strict=True)
+    rows = [budget_row("bytes", size, f"{SIZES}/{size}", results) for size, results in sizes]
+    return {**found[-1], "name": recipe.name, "sizes": rows, **circumstances, "finished": now()}
+
+
+def budget_row(what: Literal["tokens", "bytes"], amount: int, folder: str, results: Results) -> Budget:
+    """Return what the results of a whole tell of one budget, or size: ``results`` are its own, in ``folder``."""
     entries: list[BudgetEntry] = [
         {
             "name": entry["name"],
@@ -405,6 +429,7 @@ def budget_row(tokens: int, folder: str, results: Results) -> Budget:
             "gap": entry["gap"],
             "initializer_range": entry["settings"]["model_overrides"].get("initializer_range"),
             "warmup_ratio": entry["settings"].get("warmup_ratio"),
+            "bits": entry["settings"].get("bits"),
             "runs": [
                 {"seed": run["seed"], "steps": run["steps"], "tokens_per_second": run["tokens_per_second"]}
                 for run in entry["runs"]
@@ -412,7 +437,8 @@ def budget_row(tokens: int, folder: str, results: Results) -> Budget:
         }
         for entry in results["entries"]
     ]
-    return {"tokens": tokens, "folder": folder, "ngram": results["ngram"], "entries": entries}
+    row: Any = {what: amount, "folder": folder, "ngram": results["ngram"], "entries": entries}
+    return row
 
 
 def _budget_notes(recipe: CompareSettings, rows: list[Budget]) -> list[str]:

@@ -19,6 +19,7 @@ from relinear.compare.folder import (
     RESULTS,
     RUN,
     RUNS,
+    SIZES,
     SPEED,
     TUNING,
     comparison_folder,
@@ -30,17 +31,19 @@ from relinear.compare.gaps import gap
 from relinear.compare.match import Planned, plan_comparison
 from relinear.compare.results import (
     at_budget,
+    at_file_size,
     chosen_by,
     comparison_result,
     count_ngrams,
     entry_result,
     over_budgets,
+    over_sizes,
     seed_run,
 )
 from relinear.compare.schema import Circumstances, Diverged, Gap, Ngram, Results, Speed, Tuning
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
-from relinear.compare.tune import Trials, beside, grid_search
+from relinear.compare.tune import Trials, beside, grid_search, one_rate
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
@@ -134,18 +137,29 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    planned = plan_comparison(recipe, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
+    for part in _parts(recipe):
+        planned = plan_comparison(part, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(recipe, data.vocab_size, engine.on_progress)
+        planned = plan_comparison(part, data.vocab_size, engine.on_progress)
     with held(recipe, out_dir, planned, data, overwrite) as started:
+        found: list[Results] = []
+        if len(recipe.file_sizes) > 1:
+            for size, part in zip(recipe.file_sizes, _parts(recipe), strict=True):
+                found.append(comparison(part, out_dir / SIZES / str(size), engine))
+            return kept(path, lambda: over_sizes(recipe, found, circumstances(started)))
         if recipe.budgets is None:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
-        found: list[Results] = []
         for index, tokens in enumerate(recipe.budgets):
             at_one = at_budget(recipe, index, chosen_by(found))
             found.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
         return kept(path, lambda: over_budgets(recipe, found, circumstances(started)))
+
+
+def _parts(recipe: CompareSettings) -> list[CompareSettings]:
+    """The comparisons at each file size; the recipe alone where there are not several."""
+    sizes = recipe.file_sizes
+    return [at_file_size(recipe, size) for size in sizes] if len(sizes) > 1 else [recipe]
 
 
 def kept(path: Path, make: Callable[[], T]) -> T:
@@ -188,6 +202,12 @@ def _warmed(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
 
 
+def _chosen(planned: Planned, choice: _Choice | None) -> Planned:
+    """Of an entry in several bits the one that was chosen."""
+    bits = choice and choice.settings.bits
+    return next((candidate for candidate in planned.candidates if candidate.settings.bits == bits), planned)
+
+
 class _Comparison:
     """The work that remains once the sizes are known."""
 
@@ -214,6 +234,7 @@ class _Comparison:
             for planned, choice in zip(self.planned, found, strict=True)
             if isinstance(choice, _Choice)
         }
+        self.planned = [_chosen(planned, chosen.get(planned.name)) for planned in self.planned]
         if not chosen:
             raise ValueError("; ".join(f"{each['name']}: {each['text']}" for each in diverged))
         counted, speed = None, dict[str, Speed]()
@@ -225,14 +246,13 @@ class _Comparison:
 
     def _announce(self, planned: Planned) -> None:
         """Tell the engine of the runs of an entry; a search goes on beyond its grid where the best lies at an end."""
-        recipe, tune = self.recipe, self.recipe.tune
+        recipe, tune = self.recipe, self.recipe.tune or Tune()
         self.engine.plan("train", len(recipe.seeds), planned.settings.steps)
-        if tune is None:
-            return
-        if recipe.entries[planned.name].learning_rate is None:
-            trials = len(tune.learning_rates) + len(tune.initializer_range or ())
-            short = lasting(planned.settings, tune.fraction).steps
-            self.engine.plan("tune", trials * len(tune.warmup_ratio or (None,)), short)
+        rates_tuned = recipe.tune is not None and recipe.entries[planned.name].learning_rate is None
+        if rates_tuned or planned.candidates:
+            trials = len(tune.learning_rates) + len(tune.initializer_range or ()) if rates_tuned else 1
+            trials *= len(tune.warmup_ratio or (None,)) * len(planned.candidates or (planned,))
+            self.engine.plan("tune", trials, lasting(planned.settings, tune.fraction).steps)
         if tune.check_full_length:
             self.engine.plan("tune", 3, planned.settings.steps)
 
@@ -278,8 +298,8 @@ class _Comparison:
         name = planned.name
         try:
             choice = tuned = _Choice(planned.settings)
-            if self.recipe.tune is not None:
-                choice = tuned = yield from self._tuned(planned, self.recipe.tune)
+            if self.recipe.tune is not None or planned.candidates:
+                choice = tuned = yield from self._tuned(planned, self.recipe.tune or Tune())
             while True:
                 choice = self._below_diverged(name, tuned)
                 losses = yield [self._final(name, choice, seed) for seed in self.recipe.seeds]
@@ -293,18 +313,26 @@ class _Comparison:
             return {"name": name, "text": str(error)}
 
     def _tuned(self, planned: Planned, tune: Tune) -> Search[_Choice]:
-        """The rate, initialisation and warm-up that are found best, in short runs and in runs of full length."""
+        """The rate, initialisation, warm-up and bits that are found best, in short runs and in runs of full length."""
         settings, rate, spread, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning: Any = {}
         trials = None
-        if self.recipe.entries[planned.name].learning_rate is None:
-            ratios = (None,) if self.recipe.keeps_warmup(planned.name) else (tune.warmup_ratio or (None,))
+        rates_tuned = self.recipe.tune is not None and self.recipe.entries[planned.name].learning_rate is None
+        if rates_tuned or planned.candidates:
+            tuned = rates_tuned and not self.recipe.keeps_warmup(planned.name)
+            ratios = (tune.warmup_ratio or (None,)) if tuned else (None,)
             written = None
             if tune.initializer_range is not None and not self.recipe.keeps_initialisation(planned.name):
                 written = preset_config(settings.model, **settings.model_overrides).initializer_range
-            searches = [self._trials(planned.name, settings, tune.fraction, ratio) for ratio in ratios]
-            results = yield from side_by_side([grid_search(tune, trials, written) for trials in searches])
-            found, trials, ratio = min(zip(results, searches, ratios, strict=True), key=lambda each: each[0].loss)
+            starts = [(ratio, each) for ratio in ratios for each in planned.candidates or (planned,)]
+            searches = [self._trials(planned.name, each.settings, tune.fraction, ratio) for ratio, each in starts]
+            search = functools.partial(grid_search, tune, initializer_range=written)
+            if not rates_tuned:
+                search = functools.partial(one_rate, rate=rate)
+            results = yield from side_by_side([search(trials=trials) for trials in searches])
+            searched = zip(results, searches, starts, strict=True)
+            found, trials, (ratio, best) = min(searched, key=lambda each: each[0].loss)
+            settings = best.settings
             if not math.isfinite(found.loss):
                 grid = list(tune.learning_rates)
                 raise NonFiniteLossError(
@@ -312,7 +340,7 @@ class _Comparison:
                 )
             rate, spread = found.rate, found.initializer_range
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
-            tuning |= {"initializer_edge": found.initializer_edge, "warmup_ratio": ratio}
+            tuning |= {"initializer_edge": found.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
             if ratio is not None:  # with two of them each is an end
                 tuning["warmup_edge"] = len(ratios) > 2 and ratio in (ratios[0], ratios[-1])
         if tune.check_full_length:
@@ -343,6 +371,7 @@ class _Comparison:
             if trial["validation_loss"] is not None
             and trial.get("initializer_range") == tuning["initializer_range"]
             and trial.get("warmup_ratio") in (None, tuning.get("warmup_ratio"))
+            and trial.get("bits") == choice.settings.bits
         ]
         while rate in given_up:
             diverged.append(rate)
@@ -359,10 +388,12 @@ class _Comparison:
     ) -> Trials:
         """The runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
         warmup = () if ratio is None else (f"warm-up {ratio:g}",)
-        study = ", ".join([name, *warmup, *(["full length"] if full else [])])
-        prefix = "full-length-" * full + "".join(f"{each.replace('warm-up ', 'warmup-')}-" for each in warmup)
+        bits = () if settings.bits is None else (f"{settings.bits} bits",)
+        study = ", ".join([name, *bits, *warmup, *(["full length"] if full else [])])
+        prefix = "full-length-" * full + "".join(f"{settings.bits}-bits-" for _ in bits)
+        prefix += "".join(f"{each.replace('warm-up ', 'warmup-')}-" for each in warmup)
         short = lasting(_warmed(settings, ratio), fraction)
-        short = short.updated(seed=self.recipe.tune.seed, eval_every=0, save_model=False)
+        short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
         at = functools.partial(_at, short)
 
         def run(rate: float, spread: float | None, folder: Path) -> Run:
@@ -370,6 +401,7 @@ class _Comparison:
             return Run("tune", f"tuning {study}, learning rate {rate:g}{stated}", at(rate, spread), folder)
 
         common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
+        common |= {} if short.bits is None else {"bits": short.bits}
         return Trials(self.out_dir / TUNING / name, run, prefix, common)
 
     def _folder(self, name: str, seed: int) -> Path:

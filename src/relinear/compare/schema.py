@@ -30,6 +30,14 @@ class Point(TypedDict):
     validation_loss: NotRequired[Number | None]
 
 
+class Stored(TypedDict):
+    """How a run's model was stored; the run's losses are those of what was stored."""
+
+    bits: Count
+    bytes: Count
+    loss_before: Number
+
+
 class SeedRun(TypedDict):
     """A final run."""
 
@@ -43,6 +51,7 @@ class SeedRun(TypedDict):
     aux: NotRequired[dict[str, Any]]
     block_losses: NotRequired[list[Number]]
     curve: list[Point]
+    stored: NotRequired[Stored | None]
 
 
 class Trial(TypedDict):
@@ -54,6 +63,7 @@ class Trial(TypedDict):
     steps: NotRequired[Count]
     seed: NotRequired[Count]
     warmup_ratio: NotRequired[Number]
+    bits: NotRequired[Count]
 
 
 #: whether the rate that short runs found was moved in runs of full length
@@ -69,6 +79,7 @@ class Tuning(TypedDict):
     initializer_edge: NotRequired[bool | None]
     warmup_ratio: NotRequired[Number | None]
     warmup_edge: NotRequired[bool]
+    bits: NotRequired[Count | None]
     full_length: NotRequired[FullLength]
     diverged: NotRequired[list[Number] | None]
 
@@ -143,13 +154,15 @@ class BudgetEntry(TypedDict):
     gap: Gap | None
     initializer_range: NotRequired[Number | None]
     warmup_ratio: NotRequired[Number | None]
+    bits: NotRequired[Count | None]
     runs: NotRequired[list[dict[str, Any]]]
 
 
 class Budget(TypedDict):
-    """One of several budgets."""
+    """One of several budgets, or of several sizes of the file (``bytes``)."""
 
-    tokens: Count
+    tokens: NotRequired[Count]
+    bytes: NotRequired[Count]
     folder: NotRequired[Words]
     ngram: Ngram | None
     entries: list[BudgetEntry]
@@ -187,4 +200,5 @@ class Results(Circumstances):
     entries: Annotated[list[EntryResult], pydantic.Field(min_length=1)]
     diverged: NotRequired[list[Diverged]]
     budgets: NotRequired[list[Budget]]
+    sizes: NotRequired[list[Budget]]
     finished: Words

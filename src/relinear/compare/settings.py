@@ -29,6 +29,14 @@ def _tokens(value: Any) -> Any:
     return value if found is None else round(float(found[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[found[2]])
 
 
+def _file_sizes(value: Any) -> Any:
+    """Bytes written as 500KB, 1.5MB or 1GB, or several of them; anything else as it stands."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_file_sizes, value))
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMG])B", value.strip()) if isinstance(value, str) else None
+    return value if found is None else _tokens(found[1] + found[2].replace("K", "k"))
+
+
 def _or_default(default: Any) -> BeforeValidator:
     """``true`` for a default, ``false`` for None."""
     return BeforeValidator(lambda value: {True: default, False: None}[value] if isinstance(value, bool) else value)
@@ -42,6 +50,8 @@ _ASCENDING = AfterValidator(lambda values: tuple(sorted(values)))
 _Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Different, _ASCENDING]
 _Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Different, _ASCENDING]
 _Tokens = Annotated[PositiveInt, BeforeValidator(_tokens)]
+_FileSizes = Annotated[tuple[PositiveInt, ...], Field(min_length=1), Different, _ASCENDING]
+_Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1), Different, _ASCENDING]
 
 
 def _operator(value: Any) -> Any:
@@ -112,15 +122,28 @@ class Match(Settings):
 
     Attributes:
         by: ``width`` keeps every entry as written, ``parameters`` and ``flops`` resize them to be equal. With "width"
-            all models have the same width; "flops" are those of the forward pass for a token.
+            all models have the same width; "flops" are those of the forward pass for a token; "bytes" are those of the
+            file of weights, in which every entry is stored, read back and evaluated.
         to: the entry whose size is the target, or a number; by default the first entry with operators
-            whose size the others can be given.
+            whose size the others can be given. For "bytes" a size such as 500KB (of 1,000 bytes), or several: a
+            comparison at each.
         tolerance: largest relative deviation from the target; beyond it the comparison is refused.
+        bits: for "bytes": in which a weight may be stored. Short runs choose for every entry; fewer bits make a wider
+            model.
     """
 
-    by: Literal["width", "parameters", "flops"] = "width"
-    to: str | PositiveInt | None = None
+    by: Literal["width", "parameters", "flops", "bytes"] = "width"
+    to: Annotated[str | PositiveInt | _FileSizes | None, BeforeValidator(_file_sizes)] = None
     tolerance: PositiveFloat = 0.02
+    bits: _Bits = (3, 4, 6, 8)
+
+    @model_validator(mode="after")
+    def _has_a_size(self) -> Match:
+        if self.by == "bytes" and (self.to is None or isinstance(self.to, str)):
+            raise ValueError("match by bytes takes the size of the file: --size 500KB, or to: 500KB")
+        if self.by != "bytes" and isinstance(self.to, tuple):
+            raise ValueError(f"sizes of the file are for match by bytes, not by {self.by}: --match bytes")
+        return self
 
 
 class Tune(Settings):
@@ -278,7 +301,7 @@ class CompareSettings(Settings):
         if self.budgets is None and self.sizes is None:
             return
         what = "sizes" if self.budgets is None else "budgets"
-        if self.budgets is not None and self.sizes is not None:
+        if self.budgets is not None and (self.sizes is not None or self.match.by == "bytes"):
             raise ValueError("give budgets or sizes, not both: every size has one budget")
         if self.reference is None:
             raise ValueError(f"{what} are there for gaps: name the entry that they refer to, as reference: dense")
@@ -307,6 +330,12 @@ class CompareSettings(Settings):
         if tokens is None:
             return settings.steps
         return max(1, math.ceil(tokens / settings.tokens_per_step))
+
+    @property
+    def file_sizes(self) -> tuple[int, ...]:
+        """The bytes of ``match.to``; none where other sizes are matched."""
+        to: Any = self.match.to if self.match.by == "bytes" else ()
+        return to if isinstance(to, tuple) else (to,)
 
     @property
     def ngram_order(self) -> int | None:

@@ -180,6 +180,12 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
     return Found(rates[best].value, best, rates[best].loss, rates[best].edge, on_edge)
 
 
+def one_rate(trials: Trials, rate: float) -> Search[Found]:
+    """Return the loss at a rate that is not searched, where trials differ in something else."""
+    (loss,) = yield from trials.losses([(rate, None)])
+    return Found(rate, None, loss, False)
+
+
 def beside(settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None) -> Search[Found]:
     """Find the better of ``rate`` and its neighbours in the grid, and so on up to ``settings.extensions`` times more.
 

@@ -349,7 +349,7 @@ def run_fit(
 
 
 def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
-    """Return the validation loss of ``model`` as a run of these settings takes it; losses by block go to ``out_dir``."""
+    """Return the validation loss of ``model`` as a run takes it at its end; losses by block go to ``out_dir``."""
     from relinear.train.trainer import RelinearTrainer
 
     losses = out_dir / "block_losses.npy"
