@@ -32,7 +32,10 @@ def _tokens(value: Any) -> Any:
 def _file_sizes(value: Any) -> Any:
     """Bytes written as 500KB, 1.5MB or 1GB, or several of them; anything else as it stands."""
     if isinstance(value, list | tuple):
-        return tuple(map(_file_sizes, value))
+        sizes = tuple(map(_file_sizes, value))
+        if wrong := [size for size in sizes if not isinstance(size, int)]:
+            raise ValueError(f"{wrong[0]!r} is no size of a file; write 500KB or 1.5MB")
+        return sizes
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMG])B", value.strip()) if isinstance(value, str) else None
     return value if found is None else _tokens(found[1] + found[2].replace("K", "k"))
 
