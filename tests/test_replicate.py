@@ -1,23 +1,31 @@
 """``replicate``: every cell of a paper's file means something, budgets scale what they say, and it ends in a page."""
 
+import contextlib
 import json
 
 import pytest
 import yaml
 
-from relinear.compare import replicate as room
-from relinear.compare.replicate import MEASURES, PAPERS, read_paper, replication, tokens_of
+from relinear.compare import papers as room
+from relinear.compare.executors import Here
+from relinear.compare.papers import PAPERS, read_paper
+from relinear.compare.replicate import MEASURES, replication, tokens_of
 from relinear_cli.main import main
 
 NAMES = sorted(path.stem for path in PAPERS.glob("*.yaml"))
+COMPARED = [name for name in NAMES if read_paper(name).fits is None]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_papers_file_names_what_exists(name):
     paper, plan = read_paper(name), replication(name)
-    entries = plan.recipe.entries
+    if paper.fits is None:
+        entries, measures = plan.recipe.entries, set(MEASURES)
+    else:
+        entries = ["original", *paper.fits.methods]
+        measures = {f"{what}:{which}" for what in ("1", "2", "parameters", "error") for which in paper.fits.projections}
     for table in paper.tables:
-        assert set(table.ours.values()) <= set(MEASURES)
+        assert set(table.ours.values()) <= measures
         for row in table.rows.values():
             assert len(row.paper.split()) == len(table.paper), row
             assert row.entry is None or row.entry in entries
@@ -27,7 +35,7 @@ def test_a_papers_file_names_what_exists(name):
     assert set(entries) <= shown  # nothing is trained for no cell
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", COMPARED)
 def test_a_share_scales_tokens_warm_up_and_evaluations(name):
     whole, tenth = replication(name, budget="paper"), replication(name, budget=0.1, model="paper", data="paper")
     assert whole.recipe.train == whole.whole.train.updated(save_model=False)
@@ -89,6 +97,38 @@ def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
     assert json.loads((tmp_path / "runs" / "hdpl" / "comparison" / "results.json").read_text()) == results
     assert main([*arguments[:-1], "0"]) == 2
     assert "other settings" in capfd.readouterr().err
+
+
+def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
+    values = yaml.safe_load((PAPERS / "rotor.yaml").read_text())
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    values["fits"]["decoder"] |= {"model_overrides": sizes | {"num_key_value_heads": 2}}
+    values["fits"]["methods"] = {name: values["fits"]["methods"][name] for name in ("lr1", "rotor")}
+    values["fits"]["projections"] = {"Q": ["q_proj"], "QV": ["q_proj", "v_proj"]}
+    values["fits"]["settings"] |= {"validation_tokens": 128, "epochs": 1}
+    values["claims"] = [{"entry": "rotor", "against": "lr1", "paper": [2.721, 3.700]}]
+    values["tables"] = [
+        {"title": "Both", "head": "Method", "paper": ["Q"], "ours": {"Q": "1:Q", "QV": "2:QV", "Error": "error:Q"}}
+        | {"rows": {"none": {"entry": "original", "paper": "2.575"}, "rotor": {"entry": "rotor", "paper": "2.629"}}}
+    ]
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "rotor.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "text.txt").write_text("Once upon a time there were three words and a full stop. " * 400)
+    monkeypatch.setattr(room, "PAPERS", tmp_path / "papers")
+    monkeypatch.setattr("relinear.compare.fits.executor_at", lambda *_: contextlib.nullcontext(Here()))
+    monkeypatch.chdir(tmp_path)
+    assert main(["replicate", "rotor", "--data", "text.txt", "--budget", "0.001", "--seeds", "0,1"]) == 0
+    page = (tmp_path / "runs" / "rotor" / "report.html").read_text()
+    for said in (
+        "rotor less lr1: -0.979 nats a token in the paper",
+        "tiny, trained here",
+        "Python&#39;s documentation",
+    ):
+        assert said in page
+    fits = tmp_path / "runs" / "rotor" / "fits"
+    assert len(list(fits.glob("*.json"))) == 1 + 2 * 2 * 2
+    assert json.loads((fits / "rotor-QV-seed-1.json").read_text()).keys() == {"parameters", "error", "losses"}
+    assert "8 fits of 2 methods to 2 sets of projections" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "compression": _MODEL | {"surgery", "distill", "data", "evaluate", "train", "pages", "system"},
     "analysis": _MODEL | {"clifford", "surgery", "data", "models", "pages", "system"},
     "explore": _MODEL | {"surgery", "data", "models", "analysis", "pages", "system"},
-    "compare": _MODEL | {"surgery", "models", "data", "train", "analysis", "evaluate", "pages", "system"},
+    "compare": _MODEL | {"surgery", "models", "data", "train", "distill", "analysis", "evaluate", "pages", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
 

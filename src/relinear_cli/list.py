@@ -62,8 +62,8 @@ def listed(what: str) -> dict[str, Any]:
     """Return name -> what stands for it: a class of settings, a module, or a text."""
     import relinear
     from relinear.analysis.analyses import analysis, known_analyses
+    from relinear.compare.papers import PAPERS, read_paper
     from relinear.compare.recipe import BUNDLED, read_yaml
-    from relinear.compare.replicate import PAPERS, read_paper
     from relinear.contract import plugins
     from relinear.contract.attachment import AttachmentConfig
     from relinear.contract.objective import ObjectiveConfig

@@ -30,6 +30,9 @@ def command(
     tokenizer: Annotated[
         str | None, typer.Option(help="`bytes`, `bpe:N`, or a Hub name.", show_default="that of the sizes")
     ] = None,
+    evaluate_on: Annotated[
+        str | None, typer.Option(help="A second text, for `rotor`.", show_default="Python's documentation")
+    ] = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2.", show_default="the paper's")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and stop.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory of the results.", show_default="runs/PAPER")] = None,
@@ -46,18 +49,19 @@ def command(
 
     **Example:** `relinear replicate hdpl --budget paper --executor slurm --out runs/hdpl-paper`
     """
+    from relinear.compare.papers import COMPARISON
     from relinear.compare.recipe import parse_overrides
-    from relinear.compare.replicate import COMPARISON, replicate, replication, requirements
+    from relinear.compare.replicate import replicate, replication
     from relinear_cli.progress import watch
     from relinear_cli.report import analyze_models, trained_in, write_report_of
 
-    asked = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer}
+    asked = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
     planned = replication(paper, **asked, seeds=options.parse_numbers("--seeds", seeds))
     jobs = parse_overrides(slurm or [])
     if jobs and executor != "slurm":
         raise ValueError("--slurm is for jobs: give --executor slurm, too")
     options.prepare_process()
-    for name, text in requirements(planned, workers).items():
+    for name, text in planned.requirements(workers).items():
         print(f"{name:<11} {text}", flush=True)
     if plan:
         return

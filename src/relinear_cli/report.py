@@ -157,7 +157,8 @@ def section_of(run: Path) -> Section:
 def _section(run: Path) -> Section:
     from relinear.analysis.report import analyses_blocks, analyses_section
     from relinear.bench.report import layers_section, models_section
-    from relinear.compare.replicate import RECORD, replicate_section
+    from relinear.compare.papers import RECORD
+    from relinear.compare.replicate import replicate_section
     from relinear.compare.report import RESULTS, results_section, scale_section
     from relinear.compare.scaling import SCALE
     from relinear.compression.report import report_section

@@ -5,7 +5,6 @@ A paper is a file in ``papers/``: its recipe, what a small machine changes in th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from relinear.analysis.report import analyses_blocks
+from relinear.compare.fits import DECODER, FITS, SECOND, FitReplication
 from relinear.compare.gaps import gap
 from relinear.compare.match import plan_comparison
-from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe, read_yaml
-from relinear.compare.report import gap_text, number, read_results, results_section
+from relinear.compare.papers import (
+    COMPARISON,
+    PAPER,
+    RECORD,
+    REPORT,
+    SMALL,
+    Paper,
+    claims_table,
+    duration,
+    paper_table,
+    read_paper,
+    share_of,
+)
+from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
+from relinear.compare.report import number, read_results, results_section
 from relinear.compare.run import compare, runs_at_once
 from relinear.compare.schema import EntryResult, Gap, Results
 from relinear.compare.settings import CompareSettings
 from relinear.compare.speed import measure_speed
-from relinear.contract.config import nearest
-from relinear.contract.settings import Settings
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
 from relinear.models import preset_config, preset_names
@@ -36,81 +46,10 @@ from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 
-PAPERS = Path(__file__).parent / "papers"
-RECORD, COMPARISON, REPORT = "replicate.json", "comparison", "report.html"
-#: what stands for the paper's own budget, model or text, and for sizes that this machine takes minutes for
-PAPER, SMALL = "paper", "small"
 #: evaluations while training, and validation tokens at least and at most, below the paper's budget
 _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 #: operations of the steps that a plan times
 _TIMED = 2e10
-
-
-class PaperRow(Settings):
-    """A row: the paper's cells, one after another, and the entry that is ours; None where we train none."""
-
-    paper: str
-    entry: str | None = None
-
-
-class PaperTable(Settings):
-    """A table as the paper prints it. ``ours``: column -> what it holds, by its name in ``MEASURES``."""
-
-    title: str
-    head: str
-    paper: list[str]
-    ours: dict[str, str]
-    rows: dict[str, PaperRow]
-
-
-class Claim(Settings):
-    """An entry's loss against another's: the paper's values of both, perplexities where that is said."""
-
-    entry: str
-    against: str
-    paper: tuple[float, float]
-    perplexity: bool = False
-
-    @property
-    def gap(self) -> float:
-        """The paper's, in nats a token."""
-        ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
-        return ours - other
-
-
-class Paper(Settings):
-    """A paper.
-
-    Attributes:
-        title, about: for the page, and for lists.
-        recipe: at the paper's sizes and budget.
-        budget: share of it that takes about ten minutes on two cores at the small sizes.
-        changes: to the recipe, at every size.
-        small: changes to it for a small machine.
-        analyse: entries whose model is saved and looked into.
-        claims: the first is the page's verdict.
-        tables, differences, reading: of the page.
-    """
-
-    title: str
-    about: str
-    recipe: str
-    budget: float = Field(gt=0)
-    changes: dict[str, Any] = Field(default_factory=dict)
-    small: dict[str, Any]
-    analyse: list[str] = Field(default_factory=list)
-    claims: list[Claim] = Field(min_length=1)
-    tables: list[PaperTable] = Field(min_length=1)
-    differences: list[str] = Field(default_factory=list)
-    reading: list[str] = Field(default_factory=list)
-
-
-def read_paper(name: str) -> Paper:
-    """Return a paper by its name. Raises ValueError where there is none of it, with the nearest."""
-    known = [path.stem for path in sorted(PAPERS.glob("*.yaml"))]
-    if name not in known:
-        raise ValueError(f"no paper {name!r}; {nearest(name, known)}")
-    return Paper.load(read_yaml(PAPERS / f"{name}.yaml"), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +80,80 @@ class Replication:
         """What the entries are made of."""
         return self.recipe.train.model + ", small sizes" * (self.request["model"] == SMALL)
 
+    def requirements(self, workers: int | None = None) -> dict[str, str]:
+        """Return what a replication takes on this machine, by name: runs, parameters, tokens, time, disk.
+
+        A step of the first entry and one of the first with operators are timed; it takes seconds.
+
+        Raises:
+            ValueError, OSError: for a model or text that is not there.
+        """
+        recipe, seeds = self.recipe, len(self.recipe.seeds)
+        open_corpus(recipe.train.data)
+        vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
+        assert vocabulary is not None  # no paper's table is of vectors
+        planned = plan_comparison(recipe, vocabulary)
+        at_once = workers or runs_at_once(recipe)
+        timed = {planned[0].name: planned[0]} | {p.name: p for p in planned if not recipe.entries[p.name].dense}
+        timed = dict(list(timed.items())[:2])
+        speeds = measure_speed(
+            {n: _timed(p.settings, p.size.flops) for n, p in timed.items()}, planned[0].name, vocabulary, 2, 3
+        )
+        seconds = 0.0
+        for each in planned:
+            known = list(timed)[0 if recipe.entries[each.name].dense else -1]
+            settings = each.settings
+            evaluated = (settings.steps // (settings.eval_every or settings.steps) + 1) * (
+                settings.data.max_validation_tokens or 0
+            )
+            tokens = settings.steps * settings.tokens_per_step + evaluated / 3
+            slower = max(1.0, each.size.flops / timed[known].size.flops)
+            tuned = 0 if recipe.tune is None else recipe.tune.fraction * len(recipe.tune.learning_rates)
+            seconds += (seeds + tuned) * tokens * slower / speeds[known]["train_tokens_per_second"]
+        seconds /= max(1, min(at_once, seeds * len(planned)))
+        sizes = sorted(p.size.parameters for p in planned)
+        kept = seeds * 4 * sum(p.size.parameters for p in planned if p.settings.save_model)
+        going = 12 * sizes[-1] * at_once
+        data, least, most = recipe.train.data, number(sizes[0]), number(sizes[-1])
+        return {
+            "runs": f"{len(planned)} entries on {seeds} seed{'s' * (seeds > 1)}: {seeds * len(planned)}, "
+            f"{at_once} at once",
+            "parameters": f"{least}{f' to {most}' * (least != most)} ({self.shown_model})",
+            "tokens": f"{number(tokens_of(recipe))} a run of {data.data} ({data.tokenizer}), {self.shown_share}",
+            "time": f"{duration(seconds)}, by steps timed now, after reading the text",
+            "disk": f"about {number(kept + going + 5e6)}B while it runs, {number(kept + 5e6)}B after",
+        }
+
+    def run(self, folder: Path, on_progress: ProgressCallback, **where: Any) -> None:
+        """Train; ``where`` is what ``compare`` takes."""
+        compare(self.recipe, folder / COMPARISON, on_progress=on_progress, **where)
+
+    def section(self, folder: Path) -> Section:
+        """Return its page: the paper beside ours, then the comparison. Raises as ``replicate_section``."""
+        results, below = read_results(folder / COMPARISON), results_section(folder / COMPARISON)
+        entries = {entry["name"]: entry for entry in results["entries"]}
+        diverged = {entry["name"] for entry in results.get("diverged", ())}
+
+        def cell(name: str, measure: str) -> Cell:
+            if name not in entries:
+                return Cell("diverged" if name in diverged else "–")
+            value, form = MEASURES[measure]
+            return Cell.of(value(entries[name], results["entries"][0]), form)
+
+        claims, lead = claims_table(
+            self.paper.claims, lambda claim: _gap(entries.get(claim.entry), entries.get(claim.against))
+        )
+        blocks: list[Block] = [Text(lead, lead=True), Text(_scale(self, results))]
+        for table in self.paper.tables:
+            blocks += [Text(table.title, heading=True), paper_table(table, cell, below.entries)]
+        blocks += [Text("What is claimed", heading=True), claims]
+        blocks += [Text("What differs from the paper", heading=True), _differences(self, results)]
+        blocks += [Text(said) for said in self.paper.differences]
+        blocks += [Text("How to read it", heading=True), *map(Text, [*_reading(self), *self.paper.reading])]
+        blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
+        blocks += analyses_blocks(folder / COMPARISON)
+        return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
+
 
 def tokens_of(recipe: CompareSettings) -> int:
     """Return the training tokens of a run."""
@@ -155,8 +168,9 @@ def replication(
     data: str | None = None,
     tokenizer: str | None = None,
     seeds: Sequence[int] | None = None,
-) -> Replication:
-    """Return what a replication is going to do, for ``requirements`` and ``replicate``.
+    evaluate_on: str | None = None,
+) -> Replication | FitReplication:
+    """Return what a replication is going to do: its ``requirements()``, and what ``replicate`` takes.
 
     Args:
         name: of the paper.
@@ -164,14 +178,20 @@ def replication(
             and text unless others are named. None takes minutes on two cores.
         model: "small", "paper", or what a recipe takes. data: "paper", or what a recipe takes; ``stdlib`` by default.
         tokenizer: in place of that of the sizes. seeds: in place of the paper's.
+        evaluate_on: a second text, for what is fitted to a pretrained model.
 
     Raises:
         ValueError: for an unknown paper, a budget that is no share, settings that a recipe would not take.
     """
     paper = read_paper(name)
-    full = budget == PAPER
-    model, data = model or (PAPER if full else SMALL), data or (PAPER if full else "stdlib")
-    share = _share(budget, paper.budget)
+    full, share = budget == PAPER, share_of(budget, paper.budget)
+    model, data = model or (PAPER if full else SMALL), data or (PAPER if full else paper.data)
+    request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
+    if paper.fits is not None:
+        second = evaluate_on or (PAPER if data == PAPER else None)
+        return FitReplication(name, paper, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
+    if evaluate_on is not None:
+        raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")
     written = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
     values = apply_overrides(written, paper.changes)
     whole = CompareSettings.load(values, paper.recipe)
@@ -195,60 +215,7 @@ def replication(
         changes |= {"train.data.max_validation_tokens": held_out, "train.eval_start_tokens": held_out}
     changes |= {"name": f"replicate {name}", "description": paper.title}
     recipe = CompareSettings.load(change_recipe(values, changes), name)
-    request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
     return Replication(name, paper, request | {"seeds": list(recipe.seeds)}, whole, recipe)
-
-
-def _share(budget: float | str | None, default: float) -> float:
-    if budget is None or budget == PAPER:
-        return default if budget is None else 1.0
-    with contextlib.suppress(ValueError):
-        if 0 < (share := float(budget)) <= 1:
-            return share
-    raise ValueError(f"--budget {budget}: give the share of the paper's tokens, such as 0.01, or paper for all of them")
-
-
-def requirements(plan: Replication, workers: int | None = None) -> dict[str, str]:
-    """Return what a replication takes on this machine, by name: runs, parameters, tokens, time, disk.
-
-    A step of the first entry and one of the first with operators are timed; it takes seconds.
-
-    Raises:
-        ValueError, OSError: for a model or text that is not there.
-    """
-    recipe, seeds = plan.recipe, len(plan.recipe.seeds)
-    open_corpus(recipe.train.data)
-    vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    planned = plan_comparison(recipe, vocabulary)
-    at_once = workers or runs_at_once(recipe)
-    timed = {planned[0].name: planned[0]} | {p.name: p for p in planned if not recipe.entries[p.name].dense}
-    timed = dict(list(timed.items())[:2])
-    speeds = measure_speed(
-        {n: _timed(p.settings, p.size.flops) for n, p in timed.items()}, planned[0].name, vocabulary, 2, 3
-    )
-    seconds = 0.0
-    for each in planned:
-        known = list(timed)[0 if recipe.entries[each.name].dense else -1]
-        settings = each.settings
-        evaluated = (settings.steps // (settings.eval_every or settings.steps) + 1) * (
-            settings.data.max_validation_tokens or 0
-        )
-        tokens = settings.steps * settings.tokens_per_step + evaluated / 3
-        slower = max(1.0, each.size.flops / timed[known].size.flops)
-        tuned = 0 if recipe.tune is None else recipe.tune.fraction * len(recipe.tune.learning_rates)
-        seconds += (seeds + tuned) * tokens * slower / speeds[known]["train_tokens_per_second"]
-    seconds /= max(1, min(at_once, seeds * len(planned)))
-    sizes = sorted(p.size.parameters for p in planned)
-    kept = seeds * 4 * sum(p.size.parameters for p in planned if p.settings.save_model)
-    going = 12 * sizes[-1] * at_once
-    data, least, most = recipe.train.data, number(sizes[0]), number(sizes[-1])
-    return {
-        "runs": f"{len(planned)} entries on {seeds} seed{'s' * (seeds > 1)}: {seeds * len(planned)}, {at_once} at once",
-        "parameters": f"{least}{f' to {most}' * (least != most)} ({plan.shown_model})",
-        "tokens": f"{number(tokens_of(recipe))} a run of {data.data} ({data.tokenizer}), {plan.shown_share}",
-        "time": f"about {_duration(seconds)}, by steps timed now, after reading the text",
-        "disk": f"about {number(kept + going + 5e6)}B while it runs, {number(kept + 5e6)}B after",
-    }
 
 
 def _timed(settings: Any, flops: int) -> Any:
@@ -259,15 +226,8 @@ def _timed(settings: Any, flops: int) -> Any:
     return settings.updated(batch_size=batch, accumulation=1, data=data.model_dump()).model_dump(mode="json")
 
 
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.0f} {unit}"
-    return f"{max(seconds, 1):.0f} seconds"
-
-
 def replicate(
-    plan: Replication,
+    plan: Replication | FitReplication,
     out_dir: str | Path,
     *,
     overwrite: bool = False,
@@ -278,7 +238,8 @@ def replicate(
 ) -> Path:
     """Carry out a replication and return its page, ``report.html`` in ``out_dir``.
 
-    Started again with the same options it goes on where it was. The comparison is in ``out_dir/comparison``.
+    Started again with the same options it goes on where it was. The comparison is in ``out_dir/comparison``, fits are
+    in ``out_dir/fits``.
 
     Args:
         plan: from ``replication``.
@@ -289,12 +250,11 @@ def replicate(
     Raises:
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
     """
-    folder = RunFolder(out_dir, "replicate", RECORD, (COMPARISON, REPORT))
+    folder = RunFolder(out_dir, "replicate", RECORD, (COMPARISON, DECODER, FITS, SECOND, REPORT))
     with folder.open(plan.request, overwrite=overwrite):
         folder.write()
-        options: Any = {"workers": workers, "executor": executor, "slurm": slurm, "on_progress": on_progress}
-        compare(plan.recipe, folder.path / COMPARISON, **options)
-        return write_page(folder.path / REPORT, [replicate_section(folder.path)])
+        plan.run(folder.path, on_progress, workers=workers, executor=executor, slurm=slurm)
+        return write_page(folder.path / REPORT, [plan.section(folder.path)])
 
 
 # The page
@@ -334,28 +294,14 @@ MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult], float | None], st
 
 
 def replicate_section(directory: str | Path) -> Section:
-    """Return what a page says of the replication in ``directory``: the paper beside ours, then the comparison.
+    """Return what a page says of the replication in ``directory``.
 
     Raises:
         FileNotFoundError: if it has not ended. ValueError: for damaged files.
     """
-    directory = Path(directory)
-    request = read_values(directory / RECORD)["settings"]
+    request = read_values(Path(directory) / RECORD)["settings"]
     plan = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
-    results = read_results(directory / COMPARISON)
-    below = results_section(directory / COMPARISON)
-    entries = {entry["name"]: entry for entry in results["entries"]}
-    claims, lead = _claims(plan, entries)
-    blocks: list[Block] = [Text(lead, lead=True), Text(_scale(plan, results))]
-    for table in plan.paper.tables:
-        blocks += [Text(table.title, heading=True), paper_table(table, results, below.entries)]
-    blocks += [Text("What is claimed", heading=True), claims]
-    blocks += [Text("What differs from the paper", heading=True), _differences(plan, results)]
-    blocks += [Text(said) for said in plan.paper.differences]
-    blocks += [Text("How to read it", heading=True), *(Text(said) for said in [*_reading(plan), *plan.paper.reading])]
-    blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
-    blocks += analyses_blocks(directory / COMPARISON)
-    return Section(f"{plan.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
+    return plan.section(Path(directory))
 
 
 def _plain(block: Block) -> Block:
@@ -369,50 +315,6 @@ def _scale(plan: Replication, results: Results) -> str:
         f"{plan.recipe.train.data.data}, {plan.shown_share}. The first has "
         f"{number(results['entries'][0]['parameters'])} parameters ({plan.shown_model})."
     )
-
-
-def paper_table(table: PaperTable, results: Results, palette: Mapping[str, str]) -> Table:
-    """Return a table of the paper with our columns behind its own."""
-    entries = {entry["name"]: entry for entry in results["entries"]}
-    diverged = {entry["name"] for entry in results.get("diverged", ())}
-    rows = []
-    for name, row in table.rows.items():
-        cells: list[Cell | str] = [name, *map(_printed, row.paper.split())]
-        entry = entries.get(row.entry or "")
-        for measure in table.ours.values():
-            value, form = MEASURES[measure]
-            missing = Cell("diverged" if row.entry in diverged else "–")
-            cells.append(Cell.of(value(entry, results["entries"][0]), form) if entry else missing)
-        rows.append(Row(cells, row.entry, palette.get(row.entry or "")))
-    return Table([table.head, *table.paper, *(f"here: {name}" for name in table.ours)], rows)
-
-
-def _printed(text: str) -> Cell:
-    """A cell of the paper's, which sorts by its number."""
-    value = None
-    with contextlib.suppress(ValueError):
-        value = float(text.strip("<%"))
-    return Cell(text, value)
-
-
-def _claims(plan: Replication, entries: Mapping[str, EntryResult]) -> tuple[Table, str]:
-    """The table of gaps, and the first of them as a sentence."""
-    rows, lead = [], ""
-    for claim in plan.paper.claims:
-        here = _gap(entries.get(claim.entry), entries.get(claim.against))
-        what = f"{claim.entry} less {claim.against}"
-        said = "no figure here, as a run diverged" if here is None else f"{gap_text(here)} here"
-        seeds = "" if here is None or here["low"] is not None else " (one seed)"
-        lead = lead or f"{what}: {claim.gap:+.3f} nats a token in the paper, {said}{seeds}."
-        error = None if here is None else here["standard_error"]
-        cells: list[Cell | str] = [
-            what,
-            Cell.of(claim.gap, "+.3f"),
-            Cell(gap_text(here), here and here["mean"]),
-            Cell.of(error, ".4f"),
-        ]
-        rows.append(Row(cells, claim.entry))
-    return Table(["loss (nats a token)", "in the paper", "here", "error of the evaluation"], rows), lead
 
 
 def _gap(entry: EntryResult | None, against: EntryResult | None) -> Gap | None:

@@ -1,0 +1,262 @@
+"""What ``replicate`` does for a paper that fits operators to projections of a pretrained decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import as_completed
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from relinear.compare.engine import run_once
+from relinear.compare.executors import executor_at
+from relinear.compare.papers import PAPER, SMALL, Claim, Fits, Paper, claims_table, duration, paper_table
+from relinear.compare.report import number
+from relinear.compare.schema import Gap
+from relinear.compare.speed import measure_speed
+from relinear.data import DataSettings, iter_texts
+from relinear.data.tokenizers import expected_vocabulary, load_tokenizer
+from relinear.distill import distill_
+from relinear.evaluate.language import perplexity
+from relinear.hf.model_layout import decoder_layers
+from relinear.models import from_preset, model_folder
+from relinear.pages.blocks import Block, Cell, Section, Text
+from relinear.pages.figures import colours
+from relinear.pages.records import read_values, what_ran
+from relinear.surgery.checkpoint import from_pretrained
+from relinear.system.confidence import half_width
+from relinear.system.files import write_json, write_text
+from relinear.system.machine import on_threads
+from relinear.system.progress import Progress, ProgressCallback
+from relinear.train.settings import TrainSettings
+
+#: names in the folder: the model that stands in, one file a fit, the text that stands in for a second one
+DECODER, FITS, SECOND = "decoder", "fits", "second.txt"
+ORIGINAL = "original"
+#: of a fit, which a plan times
+_TIMED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class FitReplication:
+    """What ``replicate`` is going to do: every method in every set of projections, on every seed.
+
+    name, paper: which. request: the options, defaults filled in.
+    """
+
+    name: str
+    paper: Paper
+    request: Mapping[str, Any]
+
+    @property
+    def fits(self) -> Fits:
+        """Of the paper."""
+        assert self.paper.fits is not None
+        return self.paper.fits
+
+    @property
+    def decoder(self) -> TrainSettings | None:
+        """How the model that stands in is trained; None where one is named."""
+        if self.request["model"] != SMALL:
+            return None
+        data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": 128}
+        settings = TrainSettings.load({"data": data, "seed": self.request["seeds"][0], **self.fits.decoder}, self.name)
+        tokens = self.request["budget"] * self.fits.decoder_tokens
+        steps = max(2, round(tokens / settings.tokens_per_step))
+        return settings.updated(steps=steps, eval_every=max(1, steps // 4))
+
+    @property
+    def _texts(self) -> tuple[str, str | None]:
+        """The text that is fitted on, and the second."""
+        data, second = self.request["data"], self.request["evaluate_on"]
+        return self.fits.data if data == PAPER else data, self.fits.second if second == PAPER else second
+
+    def _jobs(self) -> dict[str, dict[str, Any]]:
+        """Name of the file -> what ``fit`` is to do beside model and texts."""
+        share, length = self.request["budget"], int(self.fits.settings.get("sequence_length", 256))
+        budget = {"evaluation": max(2 * length, round(share * self.fits.evaluation))}
+        settings = self.fits.settings | {"tokens": max(length, round(share * self.fits.tokens))}
+        jobs: dict[str, dict[str, Any]] = {ORIGINAL: budget}
+        for seed in self.request["seeds"]:
+            for method, about in self.fits.methods.items():
+                for which, names in self.fits.projections.items():
+                    own = settings | {"seed": seed, "learning_rate": about.learning_rate}
+                    what = {"operator": about.operator, "projections": names, "settings": own}
+                    jobs[f"{method}-{which}-seed-{seed}"] = budget | what
+        return jobs
+
+    def requirements(self, workers: int | None = None) -> dict[str, str]:
+        """Return what it takes on this machine, by name: runs, parameters, tokens, time, disk.
+
+        A fit on fewer tokens and a step of training are timed; it takes seconds.
+
+        Raises:
+            ValueError, OSError: for a model or text that is not there.
+        """
+        jobs, trained, at_once = self._jobs(), self.decoder, workers or _at_once()
+        seconds, first = 0.0, list(jobs.values())[-1]
+        if trained is None:
+            folder = model_folder(self._model)
+            model, tokenizer = from_pretrained(folder), load_tokenizer(self.request["tokenizer"] or folder)
+        else:
+            vocabulary = expected_vocabulary(trained.data.tokenizer)
+            assert vocabulary is not None
+            model = from_preset(trained.model, **trained.model_overrides, vocab_size=vocabulary)
+            tokenizer = load_tokenizer(trained.data.tokenizer)
+            speed = measure_speed({"": trained.model_dump(mode="json")}, "", vocabulary, 2, 3)[""]
+            seconds = trained.steps * trained.tokens_per_step / speed["train_tokens_per_second"]
+        length = int(self.fits.settings.get("sequence_length", 256))
+        short = first["settings"] | {"tokens": max(length, first["settings"]["tokens"] // _TIMED)}
+        before = time.perf_counter()
+        text, rest = self._texts[0], max(2 * length, first["evaluation"] // _TIMED)
+        fitted(model, tokenizer, [text, text], first | {"settings": short, "evaluation": rest})
+        seconds += _TIMED * (time.perf_counter() - before) * len(jobs) / at_once
+        count, tokens = sum(p.numel() for p in model.parameters()), first["settings"]["tokens"]
+        also = "" if trained is None else f"; {number(trained.steps * trained.tokens_per_step)} to train the decoder"
+        return {
+            "runs": f"{len(jobs) - 1} fits of {len(self.fits.methods)} methods to {len(self.fits.projections)} sets of "
+            f"projections, {at_once} at once",
+            "parameters": f"{number(count)} of the decoder ({trained.model if trained else self._model})",
+            "tokens": f"{number(tokens)} a fit, {number(first['evaluation'])} of each text to evaluate{also}",
+            "time": f"{duration(seconds)}, by a fit timed now, after reading the text",
+            "disk": f"about {number(16 * count + 5e6 if trained else 5e6)}B",
+        }
+
+    @property
+    def _model(self) -> str:
+        return self.fits.model if self.request["model"] == PAPER else self.request["model"]
+
+    def run(
+        self, folder: Path, on_progress: ProgressCallback, *, workers: int | None, executor: Any, slurm: Any
+    ) -> None:
+        """Train the decoder where none is named, then fit what has not been fitted."""
+        first, second = self._texts
+        if second is None:
+            second = str(folder / SECOND)
+            write_text(folder / SECOND, prose())
+        at_once = workers or _at_once()
+        if (trained := self.decoder) is not None:
+            on_progress(Progress("training a decoder to fit to", stage="train"))
+            with executor_at(executor, 1, folder.resolve(), slurm or {}) as place:
+                place.submit(run_once, trained.model_dump(mode="json"), str(folder / DECODER)).result()
+        model = model_folder(str(folder / DECODER) if trained else self._model)
+        pending = {name: job for name, job in self._jobs().items() if not (folder / FITS / f"{name}.json").is_file()}
+        threads = max(1, _at_once() // at_once)
+        with executor_at(executor, at_once, folder.resolve(), slurm or {}) as place:
+            arguments = model, self.request["tokenizer"], [first, second], threads
+            started = [
+                place.submit(fit, str(folder / FITS / f"{name}.json"), *arguments, job) for name, job in pending.items()
+            ]
+            for done, future in enumerate(as_completed(started), start=1):
+                future.result()
+                on_progress(Progress("fitting projections", done, len(started), "fit"))
+
+    # The page
+
+    def section(self, folder: Path) -> Section:
+        """Return its page. Raises FileNotFoundError if it has not ended, ValueError for damaged files."""
+        found = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
+        texts = [first if first != str(folder / SECOND) else "Python's documentation" for first in self._texts if first]
+        texts = [*texts, "Python's documentation"][:2]
+
+        def values(method: str, measure: str) -> list[float]:
+            what, _, which = measure.partition(":")
+            rows = [
+                found[ORIGINAL if method == ORIGINAL else f"{method}-{which}-seed-{seed}"]
+                for seed in self.request["seeds"]
+            ]
+            return [row["losses"][int(what) - 1] if what in ("1", "2") else row[what] for row in rows]
+
+        def cell(method: str, measure: str) -> Cell:
+            if method == ORIGINAL and measure[0] not in "12":
+                return Cell("–")
+            return Cell.of(fmean(values(method, measure)), ",.0f" if measure.startswith("par") else ".3f")
+
+        def gap_of(claim: Claim) -> Gap:
+            """Over q, k and v alone, on the first text."""
+            single = [f"1:{which}" for which, names in self.fits.projections.items() if len(names) == 1]
+
+            def over_seeds(method: str) -> list[float]:
+                return [fmean(each) for each in zip(*(values(method, one) for one in single), strict=True)]
+
+            pairs = zip(over_seeds(claim.entry), over_seeds(claim.against), strict=True)
+            differences = [ours - other for ours, other in pairs]
+            mean, half = fmean(differences), half_width(differences)
+            gap: Any = {"mean": mean, "values": differences, "standard_error": None, "blocks": 1}
+            return gap | {"low": None if half is None else mean - half, "high": None if half is None else mean + half}
+
+        palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
+        claims, lead = claims_table(self.paper.claims, gap_of)
+        blocks: list[Block] = [Text(lead, lead=True), Text(self._scale(texts))]
+        for table in self.paper.tables:
+            blocks += [Text(table.title, heading=True), paper_table(table, cell, palette)]
+        blocks += [Text("What is claimed, over q, k and v on the first text", heading=True), claims]
+        blocks += [Text("What differs from the paper", heading=True), *map(Text, self.paper.differences)]
+        blocks += [Text("How to read it", heading=True), *map(Text, self.paper.reading)]
+        blocks += what_ran(read_values(folder / "replicate.json"), {"model": self._shown})
+        note = " · ".join([self._shown, *texts])
+        return Section(f"{self.paper.title}: replicated", "replicate", blocks, palette, note)
+
+    @property
+    def _shown(self) -> str:
+        return f"{self.decoder.model}, trained here" if self.decoder else self._model
+
+    def _scale(self, texts: list[str]) -> str:
+        first = list(self._jobs().values())[-1]
+        return (
+            f"The decoder is {self._shown}. Every method was fitted on {number(first['settings']['tokens'])} tokens of "
+            f"{texts[0]} and evaluated on {number(first['evaluation'])} of it (1) and of {texts[1]} (2)."
+        )
+
+
+def _at_once() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prose() -> str:
+    """Return the documentation of Python that every Python brings, the text that stands in for a second one."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values())
+
+
+def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Mapping[str, Any]) -> None:
+    """Fit, evaluate, and write what came of it to ``path``: losses by text, parameters and error.
+
+    Args:
+        path: of the file. model: directory or Hub name. tokenizer: the model's own by default.
+        texts, job: as ``fitted`` takes them. threads: of the CPU.
+    """
+    with on_threads(threads):
+        found = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, job)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, found)
+
+
+def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any]) -> dict[str, Any]:
+    """Fit an operator to projections of the model's middle layer and evaluate the model on two texts.
+
+    Args:
+        texts: what is fitted on, and evaluated on its validation text; and what is evaluated on, all of it.
+        job: operator (none evaluates the model as it is), projections, settings of ``distill_``; evaluation: tokens.
+    """
+    found: dict[str, Any] = {}
+    if "operator" in job:
+        report = distill_(
+            model,
+            dict.fromkeys(job["projections"], job["operator"]),
+            iter_texts(DataSettings(data=texts[0]), "train"),
+            layers=[len(decoder_layers(model)) // 2],
+            tokenizer=tokenizer,
+            settings=job["settings"],
+        )
+        found["parameters"] = sum(layer.parameters for layer in report.layers)
+        found["error"] = fmean(layer.error for layer in report.layers)
+    losses = []
+    for text, split in zip(texts, ("validation", "all"), strict=True):
+        documents = iter_texts(DataSettings(data=text), split)
+        losses.append(perplexity(model, documents, tokenizer, sequence_length=128, max_tokens=job["evaluation"]).loss)
+    return found | {"losses": losses}

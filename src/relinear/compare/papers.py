@@ -1,0 +1,179 @@
+"""What a paper says, as a file in ``papers/``: what is trained or fitted for it, its tables and its claims."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from relinear.compare.recipe import read_yaml
+from relinear.compare.report import gap_text
+from relinear.compare.schema import Gap
+from relinear.contract.config import nearest
+from relinear.contract.settings import PositiveInt, Settings
+from relinear.pages.blocks import Cell, Row, Table
+
+PAPERS = Path(__file__).parent / "papers"
+#: names of what a replication leaves
+RECORD, COMPARISON, REPORT = "replicate.json", "comparison", "report.html"
+#: what stands for the paper's own budget, model or text, and for sizes that this machine takes minutes for
+PAPER, SMALL = "paper", "small"
+
+
+class PaperRow(Settings):
+    """A row: the paper's cells, one after another, and the entry that is ours; None where we train none."""
+
+    paper: str = ""
+    entry: str | None = None
+
+
+class PaperTable(Settings):
+    """A table as the paper prints it. ``ours``: column -> what it holds, by its name in ``MEASURES``."""
+
+    title: str
+    head: str
+    paper: list[str]
+    ours: dict[str, str]
+    rows: dict[str, PaperRow]
+
+
+class Claim(Settings):
+    """An entry's loss against another's: the paper's values of both, perplexities where that is said."""
+
+    entry: str
+    against: str
+    paper: tuple[float, float]
+    perplexity: bool = False
+
+    @property
+    def gap(self) -> float:
+        """The paper's, in nats a token."""
+        ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
+        return ours - other
+
+
+class Method(Settings):
+    """An operator that projections are fitted by, and the learning rate of its fit."""
+
+    operator: str
+    learning_rate: float
+
+
+class Fits(Settings):
+    """Projections of one layer of a pretrained decoder, replaced by each method.
+
+    Attributes:
+        model, data: of the paper. second: its second text, on which nothing is fitted.
+        tokens, evaluation: fitted on and evaluated on at a budget of one, of each text.
+        decoder: training settings of the model that stands in where none is named; decoder_tokens: its budget.
+        methods: by name. projections: sets that are replaced at once.
+        settings: of the fits.
+    """
+
+    model: str
+    data: str
+    second: str
+    tokens: PositiveInt
+    evaluation: PositiveInt
+    decoder: dict[str, Any]
+    decoder_tokens: PositiveInt
+    methods: dict[str, Method]
+    projections: dict[str, list[str]]
+    settings: dict[str, Any]
+
+
+class Paper(Settings):
+    """A paper.
+
+    Attributes:
+        title, about: for the page, and for lists.
+        recipe: at the paper's sizes and budget; "" where it has ``fits``.
+        budget: share of it that takes about ten minutes on two cores at the small sizes.
+        changes: to the recipe, at every size.
+        small: changes to it for a small machine.
+        fits: what is fitted to a pretrained model, in place of the recipe and what belongs to it.
+        data: text where none is named.
+        analyse: entries whose model is saved and looked into.
+        claims: the first is the page's verdict.
+        tables, differences, reading: of the page.
+    """
+
+    title: str
+    about: str
+    recipe: str = ""
+    fits: Fits | None = None
+    data: str = "stdlib"
+    budget: float = Field(gt=0)
+    changes: dict[str, Any] = Field(default_factory=dict)
+    small: dict[str, Any] = Field(default_factory=dict)
+    analyse: list[str] = Field(default_factory=list)
+    claims: list[Claim] = Field(min_length=1)
+    tables: list[PaperTable] = Field(min_length=1)
+    differences: list[str] = Field(default_factory=list)
+    reading: list[str] = Field(default_factory=list)
+
+
+def read_paper(name: str) -> Paper:
+    """Return a paper by its name. Raises ValueError where there is none of it, with the nearest."""
+    known = [path.stem for path in sorted(PAPERS.glob("*.yaml"))]
+    if name not in known:
+        raise ValueError(f"no paper {name!r}; {nearest(name, known)}")
+    return Paper.load(read_yaml(PAPERS / f"{name}.yaml"), name)
+
+
+# What pages and plans say
+
+
+def share_of(budget: float | str | None, default: float) -> float:
+    """Return a budget as a share of the paper's; None is the default. Raises ValueError for what is none."""
+    if budget is None or budget == PAPER:
+        return default if budget is None else 1.0
+    with contextlib.suppress(ValueError):
+        if 0 < (share := float(budget)) <= 1:
+            return share
+    raise ValueError(f"--budget {budget}: give the share of the paper's tokens, such as 0.01, or paper for all of them")
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its largest unit of which there are two."""
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:,.0f} {unit}"
+    return f"about {max(seconds, 1):.0f} seconds"
+
+
+def paper_table(table: PaperTable, cell: Callable[[str, str], Cell], palette: Mapping[str, str]) -> Table:
+    """Return a table of the paper with our columns behind its own; ``cell`` gives that of an entry and a measure."""
+    rows = []
+    for name, row in table.rows.items():
+        ours = [Cell("–") if row.entry is None else cell(row.entry, measure) for measure in table.ours.values()]
+        cells: list[Cell | str] = [name, *map(_printed, row.paper.split()), *ours]
+        rows.append(Row(cells, row.entry, palette.get(row.entry or "")))
+    return Table([table.head, *table.paper, *(f"here: {name}" for name in table.ours)], rows)
+
+
+def _printed(text: str) -> Cell:
+    """A cell of the paper's, which sorts by its number."""
+    value = None
+    with contextlib.suppress(ValueError):
+        value = float(text.strip("<%"))
+    return Cell(text, value)
+
+
+def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> tuple[Table, str]:
+    """Return the table of gaps, and the first of them as a sentence; a gap is None where there are no results."""
+    rows, lead = [], ""
+    for claim in claims:
+        here = gap_of(claim)
+        what = f"{claim.entry} less {claim.against}"
+        said = "no figure here, as a run diverged" if here is None else f"{gap_text(here)} here"
+        seeds = "" if here is None or here["low"] is not None else " (one seed)"
+        lead = lead or f"{what}: {claim.gap:+.3f} nats a token in the paper, {said}{seeds}."
+        error = None if here is None else here["standard_error"]
+        cells: list[Cell | str] = [what, Cell.of(claim.gap, "+.3f"), Cell(gap_text(here), here and here["mean"])]
+        rows.append(Row([*cells, Cell.of(error, ".4f")], claim.entry))
+    return Table(["loss (nats a token)", "in the paper", "here", "error of the evaluation"], rows), lead
