@@ -97,7 +97,8 @@ def run(subject: Subject) -> Result:
     constant = learned_constant(model, rest[:fit], y[:fit].mean(0))
     own, rest = y[fit:], rest[fit:]
     if len(names) > 1:
-        others = {SAME: own.roll(-len(names), 0), OTHER: own.roll(-1, 0)}
+        away = len(rest) // len(names) // 2 | 1  # far, where a source is one document; odd, as documents come in turn
+        others = {SAME: own.roll(-away * len(names), 0), OTHER: own.roll(-1, 0)}
     else:
         others = {ANOTHER: own.roll(-1, 0)}
     frozen = {FROZEN: own, **others, CONSTANT: constant.expand_as(own)}
@@ -116,8 +117,8 @@ def run(subject: Subject) -> Result:
         "shifts": {},
     }
     for number, name in enumerate(names if len(names) > 1 else ()):
-        away = [index for index in range(len(rest)) if index % len(names) != number][:16]
-        shifts = token_shifts(model, rest[away], own[away], own[number :: len(names)].mean(0))
+        foreign = [index for index in range(len(rest)) if index % len(names) != number][:16]
+        shifts = token_shifts(model, rest[foreign], own[foreign], own[number :: len(names)].mean(0))
         numbers["shifts"][name] = [[subject.token_text(token), round(rise, 4)] for token, rise in shifts]
     lines = [
         f"{kind}: {', '.join(f'{v[0]:+.4f} at {place}' for place, v in places.items() if v)}"
