@@ -153,7 +153,7 @@ def _network_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         (5, 20, 24, True, {}),
         (2, 16, 16, False, {"layout": "spread", "normalize": False, "after_entry": True, "residual": True}),
     ):
-        form = functional_rotor.NetworkForm(outputs, (16, 16, 16), **settings)
+        form = functional_rotor.NetworkSettings(outputs, (16, 16, 16), **settings)
         counts = (1, -(-inputs // 16)), (2, 1), (-(-outputs // 16), 1)
         left, right = ([torch.randn(*count, 1, 4, 4, dtype=dtype) for count in counts] for _ in range(2))
         branches = 2 + form.after_entry

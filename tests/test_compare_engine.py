@@ -15,7 +15,7 @@ import pytest
 
 import relinear
 from relinear.compare import engine
-from relinear.compare.engine import carry_out
+from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size, plan_comparison
 from relinear.compare.report import write_report
@@ -23,7 +23,7 @@ from relinear.compare.results import at_budget, gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import at_size, crossing, fit_power_law
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.tune import Trials, beside, grid_search
+from relinear.compare.tune import Trials, check_neighbours, grid_search
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
 from relinear.system.files import write_json
@@ -185,7 +185,7 @@ def made(runs):
 
 def by_rate(settings, folder, evaluate):
     trials = trials_in(folder, lambda rate, _: evaluate(rate))
-    return carry_out(grid_search(settings, trials), made), trials.rows()
+    return run_search(grid_search(settings, trials), made), trials.rows()
 
 
 def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
@@ -237,7 +237,7 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
     trials = trials_in(tmp_path, evaluate)
-    found = carry_out(grid_search(settings, trials, 0.02), made)
+    found = run_search(grid_search(settings, trials, 0.02), made)
     assert (found.rate, found.initializer_range, found.loss) == (2e-3, 0.1, pytest.approx(0))
     assert tried[:4] == [(1e-3, 0.02), (2e-3, 0.02), (4e-3, 0.02), (8e-3, 0.02)]
     assert tried[4:7] == [(4e-3, 0.05), (4e-3, 0.1), (4e-3, 0.2)]  # the grid grew once
@@ -248,7 +248,7 @@ def test_rate_and_initialisation_are_found_one_after_the_other(tmp_path):
     assert (found.edge, found.initializer_edge) == (False, False)
     before = len(tried)
     again = trials_in(tmp_path, evaluate)
-    assert carry_out(grid_search(settings, again, 0.02), made) == found
+    assert run_search(grid_search(settings, again, 0.02), made) == found
     assert again.rows() == trials.rows()
     assert len(tried) == before
 
@@ -259,7 +259,7 @@ def test_a_start_that_is_second_at_the_first_rate_may_win_at_its_own(tmp_path):
         return floor + math.log(rate / best) ** 2 / 3
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3, 8e-3), initializer_range=(0.02, 0.05, 0.1), extensions=2)
-    found = carry_out(grid_search(settings, trials_in(tmp_path, evaluate), 0.05), made)
+    found = run_search(grid_search(settings, trials_in(tmp_path, evaluate), 0.05), made)
     assert evaluate(4e-3, 0.1) > evaluate(4e-3, 0.05)  # at the rate that was found at 0.05 it is behind
     assert (found.rate, found.initializer_range) == (1e-3, 0.1)
     assert not found.edge
@@ -269,7 +269,7 @@ def test_trials_that_were_added_by_hand_are_recorded(tmp_path):
     settings = Tune(learning_rates=(1.0, 2.0), extensions=0)
     for prefix in ("", "full-length-", "warmup-0.1-"):  # those of other searches are no trials of this one
         by_hand = trials_in(tmp_path, lambda rate, spread: 7.0, prefix)
-        carry_out(by_hand.losses([(16.0 if not prefix else 4.0, None)]), made)
+        run_search(by_hand.losses([(16.0 if not prefix else 4.0, None)]), made)
     _, trials = by_rate(settings, tmp_path, lambda rate: rate)
     assert [t["learning_rate"] for t in trials] == [1.0, 2.0, 16.0]
 
@@ -294,7 +294,7 @@ def test_the_chosen_rate_is_held_against_its_neighbours(tmp_path, start, best, m
         return abs(math.log(rate / best))
 
     settings = Tune(learning_rates=(1e-3, 2e-3, 4e-3), extensions=moves)
-    found = carry_out(beside(settings, trials_in(tmp_path, evaluate), start), made)
+    found = run_search(check_neighbours(settings, trials_in(tmp_path, evaluate), start), made)
     assert seen == tried
     assert (found.rate, found.edge) == (ends, edge)
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from relinear.compare import engine
-from relinear.compare.engine import carry_out
+from relinear.compare.engine import run_search
 from relinear.compare.results import at_budget, comparison_result, over_budgets
 from relinear.compare.run import compare
 from relinear.compare.scaling import at_size
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.speed import _figures
-from relinear.compare.tune import beside
+from relinear.compare.tune import check_neighbours
 from relinear.deprecated import with_new_columns
 from relinear.system.files import read_json, write_json
 from relinear.system.timing import Timing
@@ -135,10 +135,10 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
 def test_where_all_neighbours_diverge_the_way_is_down(tmp_path):
     settings = Tune(learning_rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), extensions=1)
     trials = trials_in(tmp_path / "x", lambda rate, _: None if rate > 6e-4 else 1.0 / rate)
-    assert carry_out(beside(settings, trials, 4e-3), made).rate == 5e-4
+    assert run_search(check_neighbours(settings, trials, 4e-3), made).rate == 5e-4
     hopeless = trials_in(tmp_path / "y", lambda rate, _: None)
     with pytest.raises(ValueError, match="diverged"):
-        carry_out(beside(settings, hopeless, 4e-3), made)
+        run_search(check_neighbours(settings, hopeless, 4e-3), made)
     assert min(row["learning_rate"] for row in hopeless.rows()) == pytest.approx(2.5e-4)
 
 

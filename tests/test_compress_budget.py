@@ -258,11 +258,11 @@ def test_the_page_of_a_plan_alone(tmp_path) -> None:
 
 
 def test_every_operator_names_sizes_that_fit() -> None:
-    assert LOW(rank=1).sizes(64, 32)[-1].rank * 96 < 64 * 32
-    assert relinear.Monarch(blocks=20).sizes(32, 16) == []
-    assert [c.rank for c in relinear.PivotedLowRank(rank=1).sizes(64, 32)][-1] == 30
-    assert relinear.Monarch(blocks=4).sizes(32, 16) == [relinear.Monarch(blocks=4)]
-    assert is_linear(LOW(rank=1).sizes(4096, 4096)[0].build(4096, 4096, device="meta"))
+    assert LOW(rank=1).candidates(64, 32)[-1].rank * 96 < 64 * 32
+    assert relinear.Monarch(blocks=20).candidates(32, 16) == []
+    assert [c.rank for c in relinear.PivotedLowRank(rank=1).candidates(64, 32)][-1] == 30
+    assert relinear.Monarch(blocks=4).candidates(32, 16) == [relinear.Monarch(blocks=4)]
+    assert is_linear(LOW(rank=1).candidates(4096, 4096)[0].build(4096, 4096, device="meta"))
 
 
 def test_the_candidates_are_read_under_the_key_of_0_2() -> None:

@@ -61,3 +61,8 @@ def test_progress_has_the_names_of_the_version_before() -> None:
     progress = Progress("training", 3, 10, "train")
     with pytest.warns(DeprecationWarning, match="Progress.step has a new name: done"):
         assert (progress.step, progress.steps, progress.phase, progress.what) == (3, 10, "train", "training")
+
+
+def test_the_sizes_of_an_operator_are_its_candidates() -> None:
+    with pytest.warns(DeprecationWarning, match="LowRank.sizes has a new name: candidates"):
+        assert relinear.LowRank(rank=4).sizes(64, 32) == relinear.LowRank(rank=4).candidates(64, 32)

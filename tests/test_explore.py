@@ -17,7 +17,7 @@ from relinear.explore.changes import Change, effect, try_change
 from relinear.explore.page import static_page
 from relinear.explore.server import LARGEST_BODY, make_server
 from relinear.explore.subject import prepare_subject
-from relinear.explore.units import BINS, TOP, choose_sites, index_units, read_index, values_of
+from relinear.explore.units import BINS, TOP, choose_hook_points, index_units, read_index, values_of
 from relinear_cli.main import main
 from test_cgt import make_cgt
 from tiny_models import starting_tokenizer
@@ -123,7 +123,7 @@ def brute_force(model, ids):
 def test_the_index_is_that_of_brute_force(make) -> None:
     model = make().eval()
     ids = torch.randint(0, 96, (2 * units_module.BATCH + 9, 12), generator=torch.Generator().manual_seed(0))
-    places = choose_sites(model)
+    places = choose_hook_points(model)
     index = index_units(model, ids, places, {"a": 1})
     expected = brute_force(model, ids)
     assert set(places) <= set(expected)
@@ -155,7 +155,7 @@ def test_the_index_is_that_of_brute_force(make) -> None:
 def test_fewer_texts_than_places_leave_some_empty() -> None:
     model = make_tiny_llama().eval()
     ids = torch.randint(0, 96, (3, 5))
-    index = index_units(model, ids, choose_sites(model, ["q_proj.output"]), {})
+    index = index_units(model, ids, choose_hook_points(model, ["q_proj.output"]), {})
     assert (index.tensors["most_row"][:, :3] >= 0).all()
     assert (index.tensors["most_row"][:, 3:] == -1).all()
     assert list(index.sites) == [f"model.layers.{n}.self_attn.q_proj.output" for n in (0, 1)]
@@ -179,14 +179,14 @@ def test_an_index_is_kept_and_made_again_where_anything_changed(subject, tmp_pat
 def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
     model = make_tiny_llama().eval()
     with pytest.raises(ValueError, match=r"no site .* 'q_porj'"):
-        choose_sites(model, ["q_porj"])
+        choose_hook_points(model, ["q_porj"])
     monkeypatch.setattr(units_module, "_MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="too many for one index"):
-        choose_sites(model)
+        choose_hook_points(model)
     monkeypatch.undo()
     model.model.layers[0].self_attn.q_proj.weight.data[0] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
-        index_units(model, torch.zeros(1, 4, dtype=torch.long), choose_sites(model, ["q_proj.output"]), {})
+        index_units(model, torch.zeros(1, 4, dtype=torch.long), choose_hook_points(model, ["q_proj.output"]), {})
 
 
 # What is asked of a model

@@ -151,12 +151,12 @@ linear = linear_of(weight)
 for kind in sorted(plugins.offered("operator")):
     config = OperatorConfig.read(kind)
     if config.fits_weight:
-        first = config.sizes(32, 48)[0]
+        first = config.candidates(32, 48)[0]
         plain = first.build(32, 48, bias=False, dtype=torch.float64).from_linear(linear).to_dense().detach()
         error = first.fit_error(linear, moments, steps=20)
         print(kind, error < 0.98 * float(moments.error(weight - plain)))
 many = OperatorConfig.read("kronecker")
-print("kronecker", [found for found, _ in many.candidate_errors(linear, moments)] == many.sizes(32, 48))
+print("kronecker", [found for found, _ in many.candidate_errors(linear, moments)] == many.candidates(32, 48))
 """
 
 

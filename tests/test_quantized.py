@@ -162,7 +162,7 @@ def test_moments_lower_the_error(kind: str, symmetric: bool) -> None:
         source.weight.data, source.bias.data = linear.weight.data.T.contiguous(), linear.bias.data
     config = relinear.Quantized(group=32, symmetric=symmetric)
     curve = config.candidate_errors(source, moments)
-    assert [entry for entry, _ in curve] == config.sizes(70, 40)
+    assert [entry for entry, _ in curve] == config.candidates(70, 40)
     previous = float("inf")
     for entry, error in curve:
         blind, seeing = (entry.convert(source) for _ in range(2))

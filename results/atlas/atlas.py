@@ -102,7 +102,7 @@ def _curve(
     if type(entry).candidate_errors is not OperatorConfig.candidate_errors:
         return entry.candidate_errors(module, moments)
     dense = size_of(module).parameters
-    sizes = {config: size_of(module, config).parameters for config in entry.sizes(*linear_features(module))}
+    sizes = {config: size_of(module, config).parameters for config in entry.candidates(*linear_features(module))}
     nearest = {min(sizes, key=lambda config: abs(sizes[config] - share * dense)) for share in given.shares if sizes}
     outputs = None if moments.outputs is None else moments.outputs.float()
     single = CalibrationStatistics(moments.inputs.float(), outputs)  # half the time

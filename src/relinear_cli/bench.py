@@ -182,9 +182,9 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path, overwr
     print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [section])}")
 
 
-def _inference(kept: bool) -> str:
+def _inference(cached: bool) -> str:
     return (
         "inference after relinear.for_inference_: layers keep what they compute from their weights"
-        if kept
+        if cached
         else "inference that reads the weights at every call, without relinear.for_inference_"
     )

@@ -66,10 +66,10 @@ def _message(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def exit_code(work: Callable[[], int | None]) -> int:
-    """Run ``work`` and return the exit code of the process, having told the user on stderr what went wrong."""
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Run ``command`` and return the exit code of the process, having told the user on stderr what went wrong."""
     try:
-        return work() or 0
+        return command() or 0
     except KeyboardInterrupt as error:
         return TERMINATED if type(error).__name__ == "Terminated" else INTERRUPTED  # relinear.system.signals'
     except BrokenPipeError:

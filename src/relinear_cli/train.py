@@ -91,5 +91,5 @@ def command(
         print(f"{name:<18} {text}")
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _number(value: float | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)

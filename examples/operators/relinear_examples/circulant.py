@@ -91,6 +91,6 @@ class Circulant(OperatorConfig):
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Self:
         return self.replace(block=max(1, min(round(self.block / ratio), max(in_features, out_features))))
 
-    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+    def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Powers of two."""
         return [self.replace(block=2**power) for power in range(1, min(in_features, out_features).bit_length())]

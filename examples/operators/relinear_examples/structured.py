@@ -174,7 +174,7 @@ class RankedConfig(OperatorConfig):
         above = bisect.bisect_left(ranks, wanted, key=count)
         return self.replace(rank=min(ranks[max(0, above - 1) : above + 1], key=lambda rank: abs(count(rank) - wanted)))
 
-    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+    def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """At most eight ranks that save parameters."""
         try:
             count = self._counts(in_features, out_features)

@@ -96,7 +96,7 @@ def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
     return torch.randn(tokens, widths.pop()) if widths else None
 
 
-def _given(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+def _in_context(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if values is None else context(values.to(dtype))
 
 
@@ -106,11 +106,11 @@ def _relative_error(module: nn.Module, case: Case) -> float:
     for_inference_(module.eval(), case.for_inference)
     x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
     values = _context_values([module], x.shape[0])
-    with _given(values, case.dtype):
+    with _in_context(values, case.dtype):
         got = module(x).double()
     if got.shape != (len(x), case.out_features):
         raise ValueError(f"an output of shape {tuple(got.shape)} where {(len(x), case.out_features)} was expected")
-    with _given(values, torch.float64):
+    with _in_context(values, torch.float64):
         want = deepcopy(module).double()(x.double())
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
@@ -179,7 +179,7 @@ def bench_case(
         modules[name] = module
     torch.manual_seed(2)
     calls = {name: _call(module, case) for name, module in modules.items()}
-    with _given(_context_values(modules.values(), case.tokens), case.dtype):
+    with _in_context(_context_values(modules.values(), case.tokens), case.dtype):
         timings = interleave(calls, DENSE, rounds=rounds)
         peaks = {name: peak_memory(call) for name, call in calls.items()} if case.phase == "step" else {}
     measured = []

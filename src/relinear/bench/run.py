@@ -277,11 +277,11 @@ def slower(recorded: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str
         if row.get("ratio") is None:
             lines.append(f"{case}: not timed any more: {row.get('error')}")
         elif spread_of(row)[0] > spread_of(old)[2]:
-            lines.append(f"{case}: {_told(row)}, recorded {_told(old)}")
+            lines.append(f"{case}: {_as_text(row)}, recorded {_as_text(old)}")
     return lines
 
 
-def _told(row: Mapping[str, Any]) -> str:
+def _as_text(row: Mapping[str, Any]) -> str:
     low, middle, high = spread_of(row)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 

@@ -15,7 +15,7 @@ from relinear.train.settings import TrainSettings
 from relinear.train.trainer import NonFiniteLossError
 
 #: seconds between looks at what runs have written
-_LOOK = 1.0
+_POLL = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,12 @@ def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
     return [results[place] for place in range(len(searches))]
 
 
-def carry_out(search: Search[T], do: Callable[[list[Run]], list[float]]) -> T:
-    """Return what a search finds; ``do`` carries out a round and returns the loss of every run."""
+def run_search(search: Search[T], run_round: Callable[[list[Run]], list[float]]) -> T:
+    """Return what a search finds; ``run_round`` carries out a round and returns the loss of every run."""
     losses: Any = None
     while True:
         try:
-            losses = do(search.send(losses))
+            losses = run_round(search.send(losses))
         except StopIteration as end:
             return end.value
 
@@ -107,7 +107,7 @@ class Engine:
         runs = sum(max(self._planned[stage][0], len(steps)) for stage, steps in asked)
         return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in asked)
 
-    def do(self, runs: list[Run]) -> list[float]:
+    def run_round(self, runs: list[Run]) -> list[float]:
         """Carry out those that have not ended; one that fails ends none of the others.
 
         Returns:
@@ -125,13 +125,14 @@ class Engine:
         for run in runs:
             if run.folder not in losses:
                 if len(pending) < self.at_once:
-                    self._say(run, 0)
+                    self._report(run, 0)
                 future = self.executor.submit(run_once, run.settings.model_dump(mode="json"), str(run.folder))
                 pending[future] = run
                 self._collect(pending, losses, failures, 0)
         while pending:
-            if not self._collect(pending, losses, failures, _LOOK):
-                self._tell([run for future, run in pending.items() if future.running()] or list(pending.values()))
+            if not self._collect(pending, losses, failures, _POLL):
+                running = [run for future, run in pending.items() if future.running()]
+                self._report_running(running or list(pending.values()))
         if failures:
             raise failures[0]
         return [losses[run.folder] for run in runs]
@@ -151,37 +152,39 @@ class Engine:
                 failures.append(error)
                 continue
             self._ended[run.folder] = run.settings.steps
-            self._look(run)
-            self._say(run, run.settings.steps)
+            self._read_metrics(run)
+            self._report(run, run.settings.steps)
         return bool(done)
 
     def call(self, stage: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function returns there."""
-        self.say(stage, what)
+        self.report(stage, what)
         return self.executor.submit(function, *arguments).result()
 
-    def say(self, stage: str, what: str) -> None:
+    def report(self, stage: str, what: str) -> None:
         """Tell of work that is no run."""
         self.on_progress(Progress(what, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
 
-    def _tell(self, going: list[Run]) -> None:
+    def _report_running(self, running: list[Run]) -> None:
         """How far runs are that are at work, by what they have written; the first stands for them."""
-        steps = [(run, self._look(run)) for run in going]
+        steps = [(run, self._read_metrics(run)) for run in running]
         begun = [(run, row) for run, row in steps if row]
         if begun:
             run, row = begun[0]
             done = sum(row["step"] for _, row in begun)
-            self._say(run, row["step"], len(begun) - 1, row, done)
+            self._report(run, row["step"], len(begun) - 1, row, done)
 
-    def _look(self, run: Run) -> dict[str, Any]:
+    def _read_metrics(self, run: Run) -> dict[str, Any]:
         """The last values in the metrics of a run."""
         rows = read_metrics(run.folder / "metrics.jsonl")
         if (known := pace(rows, run.settings)) is not None:
             self._paces[run.folder] = known[0], run.settings.steps
         return {key: value for row in rows for key, value in row.items()}
 
-    def _say(self, run: Run, done: int, others: int = 0, row: Mapping[str, Any] | None = None, partly: int = 0) -> None:
-        what = run.what + (f" and {others} more" if others else "")
+    def _report(
+        self, run: Run, done: int, more: int = 0, row: Mapping[str, Any] | None = None, partly: int = 0
+    ) -> None:
+        what = run.what + (f" and {more} more" if more else "")
         figures: Any = {key: (row or {}).get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
         runs: Any = {"run": len(self._ended), "runs": self._in_all()[0], "seconds_left": self._left(partly)}
         self.on_progress(Progress(what, done, run.settings.steps, run.stage, **figures, **runs))

@@ -51,7 +51,7 @@ def recipe_of(record: Mapping[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def held(
+def claimed_folder(
     recipe: CompareSettings,
     out_dir: Path,
     planned: list[Planned],

@@ -61,7 +61,7 @@ def measure_size(settings: TrainSettings, vocab_size: int | None) -> Size:
 
 
 def matched(
-    settings: TrainSettings, vocab_size: int | None, *, by: str, target: int, how: str, tolerance: float, name: str
+    settings: TrainSettings, vocab_size: int | None, *, by: str, target: int, resizing: str, tolerance: float, name: str
 ) -> tuple[TrainSettings, Size]:
     """``settings`` resized so that the model comes as near to ``target`` as it can.
 
@@ -70,7 +70,7 @@ def matched(
         vocab_size: of the tokenizer.
         by: "parameters", "flops" or "bytes".
         target: how many of them.
-        how: "operator" scales the operators through ``OperatorConfig.scaled``, "width" the model.
+        resizing: "operator" scales the operators through ``OperatorConfig.scaled``, "width" the model.
         tolerance: largest relative deviation allowed.
         name: of the entry, for messages.
 
@@ -85,7 +85,7 @@ def matched(
             tried[key] = (candidate, measure_size(candidate, vocab_size))
         return tried[key][1].of(by)
 
-    if how == "operator":
+    if resizing == "operator":
         _operator_sizes(settings, vocab_size, measure, target, name)
     else:
         _widths(settings, measure, target, name, tolerance if by == "bytes" else None)
@@ -93,9 +93,9 @@ def matched(
     deviation = size.of(by) / target - 1
     if abs(deviation) > tolerance:
         other = f"match.to={name} (its size as the target)" if by != "bytes" else "another --size"
-        other += ", resize: width" * (how == "operator")
+        other += ", resize: width" * (resizing == "operator")
         raise ValueError(
-            f"{name}: no {'operator size' if how == 'operator' else 'model width'} gives {target:,} {by} within "
+            f"{name}: no {'operator size' if resizing == 'operator' else 'model width'} gives {target:,} {by} within "
             f"{tolerance:.1%}; the nearest has {size.of(by):,} ({deviation:+.1%}). "
             f"Set match.tolerance={math.ceil(100 * abs(deviation)) / 100:g}, {other} or resize: fixed"
         )
@@ -294,17 +294,19 @@ def plan_comparison(
         planned = []
         for name, entry in recipe.entries.items():
             settings, size, mismatch = written[name], sizes[name], 0.0 if name == reference else None
-            if name != reference and entry.how != "fixed":
+            if name != reference and entry.resizing != "fixed":
                 on_progress(Progress(f"matching {name} by {match.by}", stage="match"))
-                wanted: Any = {"by": match.by, "target": target, "how": entry.how, "tolerance": match.tolerance}
-                settings, size = matched(settings, vocab_size, **wanted, name=name)
+                wanted: Any = {"by": match.by, "target": target, "tolerance": match.tolerance, "name": name}
+                settings, size = matched(settings, vocab_size, resizing=entry.resizing, **wanted)
                 mismatch = size.of(match.by) / target - 1
             planned.append(Planned(name, settings, size, mismatch))
         return planned
 
     if isinstance(match.to, int):
         return at(match.to)
-    candidates = [str(match.to)] if match.to else [n for n, entry in recipe.entries.items() if entry.how != "fixed"]
+    candidates = (
+        [str(match.to)] if match.to else [n for n, entry in recipe.entries.items() if entry.resizing != "fixed"]
+    )
     if not candidates:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     refused: list[ValueError] = []
@@ -318,13 +320,19 @@ def plan_comparison(
 
 def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback) -> Planned:
     """An entry in all bits in which some width (or scale of its operators) gives a file of the size that is asked."""
-    written, how = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
+    written, resizing = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
     match, target, candidates, refused = recipe.match, recipe.file_sizes[-1], list[Planned](), list[ValueError]()
     for bits in match.bits:
         on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
-        wanted: Any = {"by": "bytes", "target": target, "how": how, "tolerance": match.tolerance, "name": name}
+        wanted: Any = {
+            "by": "bytes",
+            "target": target,
+            "resizing": resizing,
+            "tolerance": match.tolerance,
+            "name": name,
+        }
         try:
-            settings, size = matched(written.updated(bits=bits), vocab_size, **wanted)
+            settings, size = matched(written.updated(bits=bits), vocab_size, resizing=resizing, **wanted)
         except ValueError as error:
             refused.append(error)
         else:

@@ -180,7 +180,7 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> MatchResult:
         return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
     unit = "parameters" if match.by == "parameters" else "FLOPs a token"
     source = f", the size of {reference}" if reference else ""
-    fixed = [name for name, entry in recipe.entries.items() if entry.how == "fixed" and name != reference]
+    fixed = [name for name, entry in recipe.entries.items() if entry.resizing == "fixed" and name != reference]
     keep = "keeps its size" if len(fixed) == 1 else "keep their sizes"
     left = f" {' and '.join(fixed)} {keep}." if fixed else ""
     text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}.{left}"

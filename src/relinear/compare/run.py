@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from relinear.compare.engine import Engine, Run, Search, carry_out, side_by_side
+from relinear.compare.engine import Engine, Run, Search, run_search, side_by_side
 from relinear.compare.executors import executor_at
 from relinear.compare.folder import (
     BUDGETS,
@@ -22,8 +22,8 @@ from relinear.compare.folder import (
     SIZES,
     SPEED,
     TUNING,
+    claimed_folder,
     comparison_folder,
-    held,
     read_losses,
     recipe_of,
 )
@@ -43,7 +43,7 @@ from relinear.compare.results import (
 from relinear.compare.schema import Circumstances, Diverged, Gap, Ngram, Results, Speed, Tuning
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
-from relinear.compare.tune import Trials, beside, grid_search, one_rate
+from relinear.compare.tune import Trials, check_neighbours, grid_search, one_rate
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
@@ -104,15 +104,15 @@ def compare(
     if on_event is not None:
         warnings.warn("compare(on_event=) has a new name: on_progress", DeprecationWarning, stacklevel=2)
         on_progress = on_event
-    work: Any = comparison
+    carried_out: Any = comparison
     if recipe.sizes is not None:
         from relinear.compare.scaling import scaled_up
 
-        work = scaled_up
+        carried_out = scaled_up
     if workers is None:
         workers = runs_at_once(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as place:
-        return work(recipe, out_dir, Engine(place, workers, on_progress), overwrite)
+        return carried_out(recipe, out_dir, Engine(place, workers, on_progress), overwrite)
 
 
 def runs_at_once(recipe: CompareSettings) -> int:
@@ -142,18 +142,18 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
         planned = plan_comparison(part, data.vocab_size, engine.on_progress)
-    with held(recipe, out_dir, planned, data, overwrite) as started:
+    with claimed_folder(recipe, out_dir, planned, data, overwrite) as started:
         found: list[Results] = []
         if len(recipe.file_sizes) > 1:
             for size, part in zip(recipe.file_sizes, _parts(recipe), strict=True):
                 found.append(comparison(part, out_dir / SIZES / str(size), engine))
-            return kept(path, lambda: over_sizes(recipe, found, circumstances(started)))
+            return saved_json(path, lambda: over_sizes(recipe, found, circumstances(started)))
         if recipe.budgets is None:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
         for index, tokens in enumerate(recipe.budgets):
             at_one = at_budget(recipe, index, chosen_by(found))
             found.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
-        return kept(path, lambda: over_budgets(recipe, found, circumstances(started)))
+        return saved_json(path, lambda: over_budgets(recipe, found, circumstances(started)))
 
 
 def _parts(recipe: CompareSettings) -> list[CompareSettings]:
@@ -162,7 +162,7 @@ def _parts(recipe: CompareSettings) -> list[CompareSettings]:
     return [at_file_size(recipe, size) for size in sizes] if len(sizes) > 1 else [recipe]
 
 
-def kept(path: Path, make: Callable[[], T]) -> T:
+def saved_json(path: Path, make: Callable[[], T]) -> T:
     """Return what ``path`` holds, made and written unless it is there."""
     if not path.is_file():
         write_json(path, make())
@@ -227,7 +227,7 @@ class _Comparison:
         """Tune and train all entries, then what is done once all runs have ended."""
         for planned in self.planned:
             self._announce(planned)
-        found = carry_out(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.do)
+        found = run_search(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.run_round)
         diverged = [choice for choice in found if not isinstance(choice, _Choice)]
         chosen = {
             planned.name: choice
@@ -239,10 +239,10 @@ class _Comparison:
             raise ValueError("; ".join(f"{each['name']}: {each['text']}" for each in diverged))
         counted, speed = None, dict[str, Speed]()
         if self.recipe.ngram_order is not None:
-            counted = kept(self.out_dir / NGRAM, self._count)
+            counted = saved_json(self.out_dir / NGRAM, self._count)
         if self.recipe.speed.seconds and self.data.vocab_size is not None:  # timed on tokens
-            speed = kept(self.out_dir / SPEED, lambda: self._speed(chosen))
-        return kept(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
+            speed = saved_json(self.out_dir / SPEED, lambda: self._speed(chosen))
+        return saved_json(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
 
     def _announce(self, planned: Planned) -> None:
         """Tell the engine of the runs of an entry; a search goes on beyond its grid where the best lies at an end."""
@@ -279,7 +279,7 @@ class _Comparison:
         return comparison_result(self.recipe, self.data, self.planned, entries, made, counted, diverged)
 
     def _count(self) -> Ngram:
-        self.engine.say("ngram", f"counting {self.recipe.ngram_order}-grams")
+        self.engine.report("ngram", f"counting {self.recipe.ngram_order}-grams")
         return count_ngrams(self.recipe, self.data, self.out_dir)
 
     def _gaps(self, names: Iterable[str]) -> dict[str, Gap]:
@@ -314,7 +314,7 @@ class _Comparison:
 
     def _tuned(self, planned: Planned, tune: Tune) -> Search[_Choice]:
         """The rate, initialisation, warm-up and bits that are found best, in short runs and in runs of full length."""
-        settings, rate, spread, ratio = planned.settings, planned.settings.learning_rate, None, None
+        settings, rate, init_std, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning: Any = {}
         trials = None
         rates_tuned = self.recipe.tune is not None and self.recipe.entries[planned.name].learning_rate is None
@@ -338,7 +338,7 @@ class _Comparison:
                 raise NonFiniteLossError(
                     f"training diverged at every learning rate of {grid}; lower tune.learning_rates"
                 )
-            rate, spread = found.rate, found.initializer_range
+            rate, init_std = found.rate, found.initializer_range
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
             tuning |= {"initializer_edge": found.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
             if ratio is not None:  # with two of them each is an end
@@ -346,13 +346,13 @@ class _Comparison:
         if tune.check_full_length:
             if trials is None or tune.fraction < 1:  # else tuning's own are of full length
                 trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
-            full = yield from beside(tune, trials, rate, spread)
+            full = yield from check_neighbours(tune, trials, rate, init_std)
             told = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
             # the edge that is told is that of the rate that is used
             tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": told}
             rate = full.rate
-        chosen = _at(_warmed(settings, ratio), rate, spread)
-        return _Choice(chosen, tuning | {"diverged": None, "initializer_range": spread} if tuning else None)
+        chosen = _at(_warmed(settings, ratio), rate, init_std)
+        return _Choice(chosen, tuning | {"diverged": None, "initializer_range": init_std} if tuning else None)
 
     def _given_up(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
@@ -396,9 +396,9 @@ class _Comparison:
         short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
         at = functools.partial(_at, short)
 
-        def run(rate: float, spread: float | None, folder: Path) -> Run:
-            stated = "" if spread is None else f", initializer_range {spread:g}"
-            return Run("tune", f"tuning {study}, learning rate {rate:g}{stated}", at(rate, spread), folder)
+        def run(rate: float, init_std: float | None, folder: Path) -> Run:
+            stated = "" if init_std is None else f", initializer_range {init_std:g}"
+            return Run("tune", f"tuning {study}, learning rate {rate:g}{stated}", at(rate, init_std), folder)
 
         common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
         common |= {} if short.bits is None else {"bits": short.bits}
@@ -418,7 +418,7 @@ class _Comparison:
 
     def _speed(self, chosen: Mapping[str, _Choice]) -> dict[str, Speed]:
         settings = {name: choice.settings.model_dump(mode="json") for name, choice in chosen.items()}
-        full = [name for name in settings if (entry := self.recipe.entries[name]).dense and entry.how == "fixed"]
+        full = [name for name in settings if (entry := self.recipe.entries[name]).dense and entry.resizing == "fixed"]
         reference = full[0] if full else "dense at full size"
         if not full:
             # its warm-up may be longer than the default number of steps, and does not matter here

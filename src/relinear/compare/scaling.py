@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from relinear.compare.engine import Engine
-from relinear.compare.folder import RUNS, SCALE, SIZES, comparison_folder, held, read_losses
+from relinear.compare.folder import RUNS, SCALE, SIZES, claimed_folder, comparison_folder, read_losses
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import at_width, config_of_preset, measure_size, scaled_operators
-from relinear.compare.run import circumstances, comparison, kept
+from relinear.compare.run import circumstances, comparison, saved_json
 from relinear.compare.schema import Results
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
@@ -39,10 +39,10 @@ def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite:
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     widths = recipe.sizes.widths if recipe.sizes else ()
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in widths}
-    with held(recipe, out_dir, [], overwrite=overwrite) as started:
+    with claimed_folder(recipe, out_dir, [], overwrite=overwrite) as started:
         found = {width: comparison(sized, out_dir / SIZES / str(width), engine) for width, sized in recipes.items()}
         head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
-        return kept(out_dir / SCALE, lambda: head | _summary(recipe, out_dir, found) | circumstances(started))
+        return saved_json(out_dir / SCALE, lambda: head | _summary(recipe, out_dir, found) | circumstances(started))
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
@@ -165,11 +165,11 @@ def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, Results
     everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in found.values()))
     names = [entry["name"] for entry in next(iter(found.values()))["entries"] if entry["name"] in everywhere]
     points = {name: [_point(width, results, name) for width, results in found.items()] for name in names}
-    drawn = {name: _drawn(recipe, out_dir, name, points[name]) for name in names}
+    losses = {name: _replicated(recipe, out_dir, name, points[name]) for name in names}
     dense = {e["name"] for e in next(iter(found.values()))["entries"] if e["dense"] and e["name"] in everywhere}
     entries: list[dict[str, Any]] = []
     for name in names:
-        axes = {axis: _axis(name, axis, points, drawn, dense) for axis in AXES}
+        axes = {axis: _axis(name, axis, points, losses, dense) for axis in AXES}
         entries.append({"name": name, "dense": name in dense, "points": points[name]} | axes)
     verdicts = [
         f"{entry['name']} and {other}, by {unit}: {_verdict(meeting)}"
@@ -202,7 +202,7 @@ def _point(width: int, results: Results, name: str) -> dict[str, Any]:
     }
 
 
-def _drawn(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def _replicated(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
 
     Of one seed its mean alone (K, 1): the spread of its text is no interval.
@@ -221,7 +221,7 @@ def _axis(
     name: str,
     axis: str,
     points: Mapping[str, Sequence[Mapping[str, Any]]],
-    drawn: Mapping[str, np.ndarray],
+    losses: Mapping[str, np.ndarray],
     dense: set[str],
 ) -> dict[str, Any] | None:
     """The fit of an entry against one axis, and where it crosses each dense entry; None where the axis is unknown."""
@@ -235,7 +235,7 @@ def _axis(
     for other, place in places.items():
         means = np.asarray([[point["validation_loss"]["mean"]] for point in points[other]])
         x = np.asarray(place, float)
-        fits[other] = fit_power_law(x, means), fit_power_law(x, drawn[other])
+        fits[other] = fit_power_law(x, means), fit_power_law(x, losses[other])
     (log_a, b), replicated = fits[name]
     own: dict[str, Any] = {"log_a": float(log_a[0]), "b": float(b[0])}
     own |= {f"{key}_interval": _interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
@@ -256,8 +256,8 @@ def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: fl
     inside = replicated[np.isfinite(replicated)]
     gaps = {}
     for end, place in (("low", low), ("high", high)):
-        gap, drawn = (_at(a, place) - _at(b, place) for a, b in zip(own, other, strict=True))
-        gaps[end] = {"at": place, "gap": float(gap[0]), "interval": _interval(drawn)}
+        gap, resampled = (_at(a, place) - _at(b, place) for a, b in zip(own, other, strict=True))
+        gaps[end] = {"at": place, "gap": float(gap[0]), "interval": _interval(resampled)}
     return {
         "at": float(middle[0]) if math.isfinite(middle[0]) else None,
         "interval": _interval(inside),

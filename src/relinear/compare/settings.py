@@ -115,7 +115,7 @@ class Entry(Settings):
         return not self.operator and not any(self.operators.values()) and not self.attachments
 
     @property
-    def how(self) -> str:
+    def resizing(self) -> str:
         """``resize`` with its default filled in."""
         return self.resize or ("operator" if self.operator or any(self.operators.values()) else "fixed")
 

@@ -54,7 +54,9 @@ def _calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[s
     dtype = training_dtype(settings, device)
     lowered = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
     shape = (settings.batch_size, settings.data.sequence_length)
-    ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(vocab_size or model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     replayed = settings.compile == "reduce-overhead"
     step = training_step(model, ids, build_optimizer(model, settings), lowered, replayed)
 

@@ -186,7 +186,9 @@ def one_rate(trials: Trials, rate: float) -> Search[Found]:
     return Found(rate, None, loss, False)
 
 
-def beside(settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None) -> Search[Found]:
+def check_neighbours(
+    settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None
+) -> Search[Found]:
     """Find the better of ``rate`` and its neighbours in the grid, and so on up to ``settings.extensions`` times more.
 
     Raises:

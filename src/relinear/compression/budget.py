@@ -149,7 +149,7 @@ class Budget:
         """
         least = 0.0
         for name, module in modules.items():
-            configs = [config for entry in entries for config in entry.sizes(*linear_features(module))]
+            configs = [config for entry in entries for config in entry.candidates(*linear_features(module))]
             least += min(self.cost(name, config) for config in [None, *configs])
         if least > self.limit:
             raise ValueError(

@@ -48,18 +48,18 @@ class SearchSpace:
 
     def sizes(self, shape: tuple[int, int]) -> list[OperatorConfig]:
         """Return the sizes of all operators for a layer of (in_features, out_features)."""
-        return [config for entry in self.entries for config in entry.sizes(*shape)]
+        return [config for entry in self.entries for config in entry.candidates(*shape)]
 
     def check(self, budget: Budget) -> None:
         """Raise ValueError if an operator fits no layer, cannot be fitted or counted, or no choice meets the budget."""
         modules, settings = self.task.modules, self.task.settings
         for entry in self.entries:
-            fitting = [module for module in modules.values() if entry.sizes(*linear_features(module))]
+            fitting = [module for module in modules.values() if entry.candidates(*linear_features(module))]
             if not fitting:
                 shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
                 raise ValueError(f"candidates: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
             smallest = min(fitting, key=lambda module: module.weight.numel())
-            operator = check_fittable(entry.sizes(*linear_features(smallest))[0], smallest, "candidates")
+            operator = check_fittable(entry.candidates(*linear_features(smallest))[0], smallest, "candidates")
             integers = any(buffer.dtype == torch.uint8 for buffer in operator.buffers())
             if settings.by_bytes and not integers:
                 raise ValueError(
@@ -100,7 +100,7 @@ class SearchSpace:
             if known.tokens is not None and known.tokens < sizes[0]:
                 continue  # an expert that hardly saw a token: its moments say nothing
             for at, entry in enumerate(self.entries):
-                if entry.sizes(*sizes):
+                if entry.candidates(*sizes):
                     errors = [error for _, error in entry.candidate_errors(module, known)]
                     found[f"{at} {name}"] = torch.tensor(errors, dtype=torch.float64)
         return found
@@ -171,7 +171,7 @@ def layer_candidates(
     dense = Candidate(None, budget.cost(name, None), 0.0)
     found = [dense]
     for at, known in errors.items():
-        for config, error in zip(entries[at].sizes(*linear_features(module)), known, strict=True):
+        for config, error in zip(entries[at].candidates(*linear_features(module)), known, strict=True):
             cost = budget.cost(name, config)
             if cost < dense.cost:
                 found.append(Candidate(config, cost, 0.5 * error))

@@ -45,8 +45,8 @@ class ParameterCache:
         """
         state = self._state
         if state is not None:
-            places, sources, values = state
-            for slot, name, held in places:
+            slots, sources, values = state
+            for slot, name, held in slots:
                 if slot.get(name) is not held:
                     state = self._state = None
                     break
@@ -59,7 +59,7 @@ class ParameterCache:
             return None
         if state is None:
             # before the computation, so that a change during it is seen afterwards
-            state = self._state = self._places(), [self._source(p) for p in self._owner.parameters()], {}
+            state = self._state = self._slots(), [self._source(p) for p in self._owner.parameters()], {}
         kind = next(self._owner.parameters()).device.type
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
             value = state[2][key] = compute()
@@ -71,7 +71,7 @@ class ParameterCache:
         parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
         return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
 
-    def _places(self) -> list[tuple[dict[str, Any], str, Any]]:
+    def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Every slot of a parameter or a submodule, and what it holds: None where there is no parameter."""
         slots = (slot for module in self._owner.modules() for slot in (module._parameters, module._modules))
         return [(slot, name, held) for slot in slots for name, held in slot.items()]

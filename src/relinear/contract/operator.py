@@ -60,6 +60,7 @@ class OperatorConfig(Config):
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
     error_curve = RenamedHook("candidate_errors")
     resized = RenamedHook("scaled")
+    sizes = RenamedHook("candidates")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,8 +114,8 @@ class OperatorConfig(Config):
         """Return a config of about ``ratio`` times the parameters, to match budgets; None if it has no size."""
         return None
 
-    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """The sizes of this operator that a compressed layer of this shape could have; none where it does not fit.
+    def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+        """Return the sizes of this operator that a layer of this shape could get; none where it does not fit.
 
         Here the one size that this config names.
         """
@@ -129,10 +130,10 @@ class OperatorConfig(Config):
     ) -> list[tuple[OperatorConfig, float]]:
         """Return the candidates for replacing ``linear``, each with its error under ``statistics``.
 
-        The error is that of ``fit_to_calibration``: tr(G (W - W') A (W - W')^T). Here each of ``sizes`` is fitted;
+        The error is that of ``fit_to_calibration``: tr(G (W - W') A (W - W')^T). Here each of ``candidates`` is fitted;
         operators that know the errors of all of them at once override this.
         """
-        return [(config, config.fit_error(linear, statistics)) for config in self.sizes(*linear_features(linear))]
+        return [(config, config.fit_error(linear, statistics)) for config in self.candidates(*linear_features(linear))]
 
     def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:
         """The error of ``fit_to_calibration`` at the size that this config names; ``steps`` as there."""

@@ -61,14 +61,14 @@ class Goal:
 class Course:
     """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
 
-    told_every: steps between two reports of progress. draws: steps of samples drawn at random, in place of passes.
+    report_every: steps between two reports of progress. draws: steps of samples drawn at random, in place of passes.
     """
 
     epochs: int
     batch: int
     learning_rate: float
     seed: int
-    told_every: int = 1
+    report_every: int = 1
     draws: int = 0
 
     def steps(self, samples: int) -> Sequence[Tensor]:
@@ -115,7 +115,7 @@ def improve(
             value.backward()
             optimizer.step()
             schedule.step()
-            if step % course.told_every == 0 or step == len(order):
+            if step % course.report_every == 0 or step == len(order):
                 on_progress(step, len(order), float(value.detach()))
     optimizer.zero_grad()
     together.eval()

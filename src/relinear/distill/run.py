@@ -251,7 +251,7 @@ class _Run:
         mark = self.fingerprint(whole, described, operators)
         self.known_by = {"fingerprint": mark, "operators": operators}
         if earlier is None or "fingerprint" not in earlier:
-            self._note([])
+            self._write_record([])
             return []
         with understood(self.folder.record_path, "not the state of a distillation", "choose another out_dir"):
             done = [[LayerFit(**fit) for fit in fits] for fits in earlier["done"]]
@@ -270,10 +270,10 @@ class _Run:
             weights = safetensors.torch.load_file(path)
             place_(self.model, group, weights)
             load_states_(self.model, self._retrained(group), weights)
-        self._note(done)
+        self._write_record(done)
         return done
 
-    def _note(self, done: list[list[LayerFit]]) -> None:
+    def _write_record(self, done: list[list[LayerFit]]) -> None:
         assert self.folder is not None
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
         self.folder.write(**self.known_by, done=finished, weights=self.weights)
@@ -289,7 +289,7 @@ class _Run:
         with atomic_path(self._weights(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
         self.weights[self._weights(number).name] = fingerprint(self._weights(number))
-        self._note(done)
+        self._write_record(done)
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
         """The operators of a group and the layers that are trained again after it."""
@@ -432,7 +432,7 @@ class _Run:
     def _by_rows(self, learning_rate: float) -> Course:
         """How one module is trained, on recorded tokens."""
         settings = self.settings
-        return Course(settings.epochs, settings.batch_size, learning_rate, settings.seed, told_every=20)
+        return Course(settings.epochs, settings.batch_size, learning_rate, settings.seed, report_every=20)
 
     @property
     def _by_blocks(self) -> Course:

@@ -37,13 +37,13 @@ class _Order:
 
     def interpolate(self, codes: np.ndarray, shorter: np.ndarray, vocab_size: int) -> np.ndarray:
         """Probability of the last token of each n-gram after the others, given that by n-grams one shorter."""
-        kept = np.where(*_found(self.grams, codes, self.kept), 0.0)
-        seen, totals = _found(self.contexts, codes // vocab_size, self.totals)
-        _, spare = _found(self.contexts, codes // vocab_size, self.spare)
+        kept = np.where(*_look_up(self.grams, codes, self.kept), 0.0)
+        seen, totals = _look_up(self.contexts, codes // vocab_size, self.totals)
+        _, spare = _look_up(self.contexts, codes // vocab_size, self.spare)
         return np.where(seen, (kept + spare * shorter) / totals, shorter)
 
 
-def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which of ``wanted`` are among the sorted ``known``, and the values there (any value elsewhere)."""
     places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return known[places] == wanted, values[places]

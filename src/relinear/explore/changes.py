@@ -20,7 +20,7 @@ from relinear.explore.units import values_of
 MOST_NEW_TOKENS = 100
 #: texts that a unit's effect is measured on
 EFFECT_TEXTS = 5
-#: what may be done to a unit: name -> the edit and its argument
+#: what may be done to a unit: name -> the intervention and its argument
 ACTIONS: dict[str, tuple[type[Intervention], str]] = {
     "set": (Patch, "value"),
     "add": (Add, "direction"),
@@ -37,17 +37,18 @@ class Change(NamedTuple):
     action: str
     value: float
 
-    def edits(self) -> dict[str, Intervention]:
+    def interventions(self) -> dict[str, Intervention]:
         """For ``relinear.activations.intervene``. Raises ValueError for an unknown action."""
         if self.action not in ACTIONS:
             raise ValueError(f"unknown action {self.action!r}; there are: {', '.join(ACTIONS)}")
-        edit, argument = ACTIONS[self.action]
-        return {self.site: edit(**{argument: self.value, "dims": [self.unit]})}
+        intervention, argument = ACTIONS[self.action]
+        return {self.site: intervention(**{argument: self.value, "dims": [self.unit]})}
 
     def code(self) -> str:
         """Return the same as Python source."""
-        edit, argument = ACTIONS[self.action]
-        return f"{{{self.site!r}: relinear.activations.{edit.__name__}({argument}={self.value!r}, dims=[{self.unit}])}}"
+        intervention, argument = ACTIONS[self.action]
+        call = f"{intervention.__name__}({argument}={self.value!r}, dims=[{self.unit}])"
+        return f"{{{self.site!r}: relinear.activations.{call}}}"
 
 
 def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
@@ -68,9 +69,9 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
         for side, one in (("before", None), ("after", change), ("control", _alike(subject, change, seed))):
             if one is None and side == "control":
                 continue
-            edits = {} if one is None else one.edits()
-            shares = subject.shares_of(ids[None], edits)[0, -1]
-            written = subject.continued(ids, new, edits) if new else ""
+            interventions = {} if one is None else one.interventions()
+            shares = subject.shares_of(ids[None], interventions)[0, -1]
+            written = subject.continued(ids, new, interventions) if new else ""
             sides[side] = {"shares": shares, "text": written, "change": one and one._asdict()}
     return _side_by_side(subject, sides) | {"code": code(subject, text, change, new)}
 
@@ -120,12 +121,12 @@ def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, A
     places = tensors["most_token"][row][:EFFECT_TEXTS].long()[texts >= 0]
     ids = subject.index.ids.long()[texts[texts >= 0]]
 
-    def shares(edits: Mapping[str, Intervention]) -> Tensor:
+    def shares(interventions: Mapping[str, Intervention]) -> Tensor:
         # a causal model: what comes after the marked token does not matter to it
-        return subject.shares_of(ids, edits)[torch.arange(len(ids)), places]
+        return subject.shares_of(ids, interventions)[torch.arange(len(ids)), places]
 
     def without(one: tuple[str, int]) -> dict[str, Intervention]:
-        return Change(*one, "set", float(tensors["mean"][subject.index.row(*one)])).edits()
+        return Change(*one, "set", float(tensors["mean"][subject.index.row(*one)])).interventions()
 
     control = subject.control_of(site, unit, seed)
     with subject.lock:

@@ -82,10 +82,10 @@ def policy_of(page: str) -> str:
     )
 
 
-def _page(overviews: Sequence[Mapping[str, Any]], how: str, data: Mapping[str, Any]) -> str:
+def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[str, Any]) -> str:
     title = " and ".join(str(overview["path"]) for overview in overviews)
     whole = {"actions": list(ACTIONS), "most_new_tokens": MOST_NEW_TOKENS, **data}
-    return render([Section(title, "explore", [Part(_TEMPLATE, {"how": how, "data": whole})])])
+    return render([Section(title, "explore", [Part(_TEMPLATE, {"how": help_text, "data": whole})])])
 
 
 def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:

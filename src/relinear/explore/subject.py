@@ -22,7 +22,7 @@ from relinear.contract.modes import evaluating
 from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.data.tokenizers import encode, text_start
-from relinear.explore.units import Index, choose_sites, index_folder, index_units, read_index, values_of
+from relinear.explore.units import Index, choose_hook_points, index_folder, index_units, read_index, values_of
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
 from relinear.system.private_cache import check_all_own, check_own
 from relinear.system.progress import ProgressCallback, no_progress
@@ -186,30 +186,30 @@ class Subject:
         }
 
     @contextlib.contextmanager
-    def _running(self, edits: Mapping[str, Intervention]) -> Iterator[None]:
-        """The model as it is run here: in eval mode, without a graph, under the edits."""
-        edited = intervene(self.model, edits) if edits else contextlib.nullcontext()
-        with torch.no_grad(), evaluating(self.model), edited:
+    def _running(self, interventions: Mapping[str, Intervention]) -> Iterator[None]:
+        """The model as it is run here: in eval mode, without a graph, under the interventions."""
+        intervened = intervene(self.model, interventions) if interventions else contextlib.nullcontext()
+        with torch.no_grad(), evaluating(self.model), intervened:
             yield
 
-    def shares_of(self, ids: Tensor, edits: Mapping[str, Intervention]) -> Tensor:
+    def shares_of(self, ids: Tensor, interventions: Mapping[str, Intervention]) -> Tensor:
         """(B, T, V): probabilities of the next token for ids (B, T). The caller holds ``lock``.
 
         Raises:
             ValueError: if they are not finite.
         """
-        with self._running(edits):
+        with self._running(interventions):
             logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
         shares = logits.float().cpu().softmax(-1)
         if not shares.isfinite().all():
             raise ValueError("what the model puts out is not finite; choose a smaller value")
         return shares
 
-    def continued(self, ids: Tensor, new: int, edits: Mapping[str, Intervention]) -> str:
+    def continued(self, ids: Tensor, new: int, interventions: Mapping[str, Intervention]) -> str:
         """Return what the model writes after ids (T,), greedily. The caller holds ``lock``."""
         inputs = ids[None].to(self.model.device)
         settings = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(inputs)}
-        with self._running(edits):
+        with self._running(interventions):
             written = self.model.generate(inputs, pad_token_id=self.padding(), **settings)
         return self.tokenizer.decode(written[0, len(ids) :])
 
@@ -255,7 +255,7 @@ def prepare_subject(
         model, tokenizer: as loaded.
         data: where texts come from; the Python standard library by default.
         sequences, length: how many texts, and the tokens in each.
-        wanted: names of sites (``choose_sites``).
+        wanted: names of sites (``choose_hook_points``).
         folder: where the index is kept; by default ``explore`` in the model's directory, or in the cache for a model
             that has none which this user, and nobody else, can write to.
         on_progress: called with the texts that are done while a new index is made.
@@ -266,7 +266,7 @@ def prepare_subject(
     """
     check_tokenizer_fits(tokenizer, model)
     check_length_fits(length, model)
-    places = choose_sites(model, wanted)
+    places = choose_hook_points(model, wanted)
     data = data or DataSettings()
     ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
     made_from = {

@@ -39,7 +39,7 @@ _SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(_ENDS, (TOP,))
 _SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), ())}
 
 
-def choose_sites(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, HookPoint]:
+def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, HookPoint]:
     """The sites to look at: all latents and gates of ``model``; where it has none, the outputs of its layers' maps.
 
     Args:
@@ -78,7 +78,7 @@ def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteFacts:
+class HookPointFacts:
     """A site in an index: its units are rows ``start`` to ``start + size``; ``layer`` is None outside of all layers."""
 
     name: str
@@ -101,7 +101,7 @@ class Index:
     made_from: JSON values that change whenever the index would.
     """
 
-    sites: Mapping[str, SiteFacts]
+    sites: Mapping[str, HookPointFacts]
     ids: Tensor
     tensors: Mapping[str, Tensor]
     made_from: Mapping[str, Any]
@@ -113,7 +113,7 @@ class Index:
             raise ValueError(f"{site} has units 0 to {facts.size - 1}, got {unit}")
         return facts.start + unit
 
-    def facts(self, site: str) -> SiteFacts:
+    def facts(self, site: str) -> HookPointFacts:
         """Return what is known of a site. Raises ValueError if there is none of this name."""
         if site not in self.sites:
             raise ValueError(f"no site is named {site!r}; {nearest(site, self.sites)}")
@@ -155,7 +155,7 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
         values = read_json(folder / "index.json")
         if values["format"] != FORMAT or values["made_from"] != dict(made_from):
             return None
-        facts = {row["name"]: SiteFacts(**row) for row in values["sites"]}
+        facts = {row["name"]: HookPointFacts(**row) for row in values["sites"]}
         tensors = load_file(folder / "units.safetensors")
         ids = tensors.pop("ids")
     except (OSError, ValueError, LookupError, TypeError, SafetensorError):
@@ -258,7 +258,7 @@ def index_units(
         raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other sites than it")
     layers, facts, first = _layers_of(model, chosen), {}, 0
     for name, site in chosen.items():
-        facts[name] = SiteFacts(name, site.kind, layers[name], site.size, first)
+        facts[name] = HookPointFacts(name, site.kind, layers[name], site.size, first)
         first += site.size
     parts = [one.tensors() for one in running.values()]
     tensors = {key: torch.cat([part[key] for part in parts]) for key in _SHAPES}

@@ -68,29 +68,29 @@ def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
     return np.array([[found[0] for found in places], [found[-1] for found in places]]).ravel()
 
 
-def window_tables(in_features: int, out_features: int, form: NetworkForm, like: Tensor) -> list[Tensor | None]:
+def window_tables(in_features: int, out_features: int, network: NetworkSettings, like: Tensor) -> list[Tensor | None]:
     """``window_coordinates`` of a network's inputs and ``coordinate_places`` of its outputs, as int32 like ``like``.
 
     None stands for windows that divide the size, whose places are the coordinates.
     """
-    spread = form.layout == "spread"
-    sizes = (in_features, form.windows[0], spread), (out_features, form.windows[-1], spread)
+    spread = network.layout == "spread"
+    sizes = (in_features, network.windows[0], spread), (out_features, network.windows[-1], spread)
     return [
         device_table(table, given, like, torch.int32) if given[0] % given[1] else None
         for table, given in zip((window_coordinates, coordinate_places), sizes, strict=True)
     ]
 
 
-def basis_tables(form: NetworkForm, like: Tensor) -> tuple[list[Tensor], list[Tensor], list[int], list[int]]:
+def basis_tables(network: NetworkSettings, like: Tensor) -> tuple[list[Tensor], list[Tensor], list[int], list[int]]:
     """What turns coordinates of blades into those that factors act on, layer by layer; nothing in the spinor basis.
 
     Returns:
         As ``clifford.string_tables``: the blade of every string (V,) and its sign (V,); and K and F of
         ``clifford.spin_shape``.
     """
-    if form.basis == "spinor":
+    if network.basis == "spinor":
         return [], [], [], []
-    dimensions = [window.bit_length() - 1 for window in form.windows]
+    dimensions = [window.bit_length() - 1 for window in network.windows]
     shapes = [clifford.spin_shape(n) for n in dimensions]
     blades, signs = zip(*(clifford.string_tables(n, like)[:2] for n in dimensions), strict=True)
     return list(blades), list(signs), [shape.rows for shape in shapes], [shape.components for shape in shapes]
@@ -305,7 +305,7 @@ def step_order(x: Tensor, branches: int, seed: int, step: int) -> Tensor:
     return device_table(branch_permutation, (x.shape[-1], branches, seed, step), x, torch.int32)
 
 
-class NetworkForm(NamedTuple):
+class NetworkSettings(NamedTuple):
     """What a network of rotor layers is beside its numbers.
 
     Attributes:
@@ -352,7 +352,7 @@ def rotor_network(
     slopes: Tensor,
     mix: Tensor,
     bias: Tensor | None,
-    form: NetworkForm,
+    network: NetworkSettings,
 ) -> Tensor:
     """Layers of rotors with ``mixed_branches`` between them, the B branches of all steps one after another.
 
@@ -366,21 +366,21 @@ def rotor_network(
     Returns:
         (N, out_features).
     """
-    settings, inner = (form.basis, sandwich_windows, form.layout), form.windows[1]
-    of_steps = _of_steps(orders, slopes, mix, [1] * form.after_entry + [len(a) for a in left[1:-1]])
+    settings, inner = (network.basis, sandwich_windows, network.layout), network.windows[1]
+    of_steps = _of_steps(orders, slopes, mix, [1] * network.after_entry + [len(a) for a in left[1:-1]])
 
     def layer(at: int, size: int, y: Tensor) -> Tensor:
         a, b = (factor[at].unsqueeze(0).to(y.dtype) for factor in (left, right))
-        return rotor_layer(y, a, b, size, form.windows[at], *settings)
+        return rotor_layer(y, a, b, size, network.windows[at], *settings)
 
     def step(at: int, y: Tensor) -> Tensor:
-        branches = layer(at, left[at].shape[0] * form.windows[at], y).unflatten(-1, (-1, inner))
-        return mixed_branches(branches, *next(of_steps), form.normalize, form.activation)
+        branches = layer(at, left[at].shape[0] * network.windows[at], y).unflatten(-1, (-1, inner))
+        return mixed_branches(branches, *next(of_steps), network.normalize, network.activation)
 
-    entry = functools.partial(step, 0) if form.after_entry else functools.partial(layer, 0, inner)
+    entry = functools.partial(step, 0) if network.after_entry else functools.partial(layer, 0, inner)
     hidden = [functools.partial(step, at) for at in range(1, len(left) - 1)]
-    exit = functools.partial(layer, len(left) - 1, form.out_features)
-    z = through_network(x, entry, hidden, exit, form.residual)
+    exit = functools.partial(layer, len(left) - 1, network.out_features)
+    z = through_network(x, entry, hidden, exit, network.residual)
     return z if bias is None else z + bias.to(z.dtype)
 
 

@@ -35,7 +35,7 @@ class Dense:
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         """Return whether the kept matrix is the faster form."""
         largest = next((size for most, size in self.kept.get(dtype, ()) if tokens <= most), 0)
-        return _told(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
+        return _log_dense(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
 
 
 def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
@@ -71,10 +71,10 @@ def prefers_dense(
 ) -> bool:
     """Whether a dense matrix is faster than what costs ``factored``, of ``factored_cost``; ``tiled`` as there."""
     dense = dense_cost(in_features, out_features, tokens, dtype.itemsize, tiled) < factored
-    return _told(dense, kind, in_features, out_features, dtype, tokens)
+    return _log_dense(dense, kind, in_features, out_features, dtype, tokens)
 
 
-def _told(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
+def _log_dense(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
     form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
     given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
     log_choice(f"{kind} in inference", form, given, {other: "slower by what was measured"})

@@ -71,42 +71,42 @@ class PreparedNetwork:
 
     Args:
         in_features: size of the inputs.
-        left, right, orders, slopes, mix, form: as for ``rotor_network``.
+        left, right, orders, slopes, mix, network: as for ``rotor_network``.
     """
 
-    def __init__(self, in_features: int, left, right, orders, slopes, mix, form: reference.NetworkForm) -> None:
+    def __init__(self, in_features: int, left, right, orders, slopes, mix, network: reference.NetworkSettings) -> None:
         self.left, self.right = [_ready(factor) for factor in left], [_ready(factor) for factor in right]
-        sizes = zip(form.windows, self.left, self.right, strict=True)
+        sizes = zip(network.windows, self.left, self.right, strict=True)
         self.parts = [window // reference.shared_coordinates(window, a, b) for window, a, b in sizes]
         self.orders = slopes.new_empty(0, dtype=torch.int32) if orders is None else orders.flatten()
         self.numbers = [_ready(values) for values in (slopes, mix)]
-        self.tables = reference.window_tables(in_features, form.out_features, form, slopes)
-        self.form = form
-        sizes_and_basis = form.windows, self.parts, *reference.basis_tables(form, slopes)
+        self.tables = reference.window_tables(in_features, network.out_features, network, slopes)
+        self.network = network
+        sizes_and_basis = network.windows, self.parts, *reference.basis_tables(network, slopes)
         self.layers = self.left, self.right, *sizes_and_basis, self.orders, *self.numbers, *self.tables
-        curved = callable(reference.ACTIVATIONS[form.activation])
-        self.settings = form.normalize, form.after_entry, form.residual, form.activation if curved else "prelu"
+        activation = network.activation if callable(reference.ACTIVATIONS[network.activation]) else "prelu"
+        self.settings = network.normalize, network.after_entry, network.residual, activation
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = x.new_empty(x.shape[0], self.form.out_features)
+        y = x.new_empty(x.shape[0], self.network.out_features)
         given_bias = None if bias is None else _ready(bias)
         native.kernels().rotor_network(y, x.detach().contiguous(), *self.layers, given_bias, *self.settings)
         return y
 
 
-def _network_of_factors(form, orders, x, slopes, mix, bias, *factors) -> Tensor:
+def _network_of_factors(network, orders, x, slopes, mix, bias, *factors) -> Tensor:
     half = len(factors) // 2
-    return reference.rotor_network(x, factors[:half], factors[half:], orders, slopes, mix, bias, form)
+    return reference.rotor_network(x, factors[:half], factors[half:], orders, slopes, mix, bias, network)
 
 
 class _Network(torch.autograd.Function):
     """The network in one pass, of which the backward pass computes everything between input and output again."""
 
     @staticmethod
-    def forward(ctx, form, orders, x, slopes, mix, bias, *factors):
-        save(ctx, (form, orders, x, slopes, mix, bias, *factors))
+    def forward(ctx, network, orders, x, slopes, mix, bias, *factors):
+        save(ctx, (network, orders, x, slopes, mix, bias, *factors))
         half = len(factors) // 2
-        ctx.given = PreparedNetwork(x.shape[1], factors[:half], factors[half:], orders, slopes, mix, form)
+        ctx.given = PreparedNetwork(x.shape[1], factors[:half], factors[half:], orders, slopes, mix, network)
         return ctx.given(x, bias)
 
     @staticmethod
@@ -153,10 +153,10 @@ def takes_network(x: Tensor, sizes: Sequence[int]) -> bool:
     return not _sizes_unsupported(Call(x), sizes)
 
 
-def _in_tiles(x, left, right, orders, slopes, mix, bias, form) -> Tensor:
+def _in_tiles(x, left, right, orders, slopes, mix, bias, network) -> Tensor:
     if torch.is_grad_enabled():
-        return _Network.apply(form, orders, x, slopes, mix, bias, *left, *right)
-    return PreparedNetwork(x.shape[1], left, right, orders, slopes, mix, form)(x, bias)
+        return _Network.apply(network, orders, x, slopes, mix, bias, *left, *right)
+    return PreparedNetwork(x.shape[1], left, right, orders, slopes, mix, network)(x, bias)
 
 
 rotor_network = dispatch(Implementation("tiles of tokens in C++", _network_unsupported, _in_tiles))(

@@ -102,11 +102,11 @@ class RankConfig(OperatorConfig):
     def candidate_errors(
         self, linear: nn.Module, statistics: CalibrationStatistics
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return all ``sizes``, from one decomposition."""
+        """Return all ``candidates``, from one decomposition."""
         weight = dense_weight(linear).detach()
         energies = weighted_spectrum(weight, statistics.inputs, statistics.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
-        sizes = self.sizes(*linear_features(linear))
+        sizes = self.candidates(*linear_features(linear))
         return [(config, errors[config.rank]) for config in sizes]  # type: ignore[attr-defined]
 
 
@@ -127,7 +127,7 @@ class LowRank(RankConfig):
     kind: ClassVar[str] = "low_rank"
     module_class = LowRankLinear
 
-    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+    def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Return ranks that save parameters."""
         below = -(-in_features * out_features // (in_features + out_features))  # from this rank on nothing is saved
         return self.ranks_below(below, in_features, out_features)

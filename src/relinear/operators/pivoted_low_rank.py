@@ -101,6 +101,6 @@ class PivotedLowRank(RankConfig):
     kind: ClassVar[str] = "pivoted_low_rank"
     module_class = PivotedLowRankLinear
 
-    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+    def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Return ranks that are not full."""
         return self.ranks_below(min(in_features, out_features), in_features, out_features)

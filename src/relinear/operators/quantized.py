@@ -198,7 +198,7 @@ class Quantized(OperatorConfig):
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Quantized:
         return self.replace(bits=max(2, min(8, round(self.bits * ratio))))
 
-    def sizes(self, in_features: int, out_features: int) -> list[OperatorConfig]:
+    def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Return all bits, with this group."""
         return [self.replace(bits=bits) for bits in BITS]
 
@@ -211,7 +211,7 @@ class Quantized(OperatorConfig):
     def candidate_errors(
         self, linear: nn.Module, statistics: CalibrationStatistics
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return all ``sizes``, each with the error that is to be expected of GPTQ; only a few rows are rounded.
+        """Return all ``candidates``, each with the error that is to be expected of GPTQ; only a few rows are rounded.
 
         What the descent under G gains beyond that is left out: it holds for the calibration tokens mostly.
         """

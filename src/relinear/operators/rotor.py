@@ -160,8 +160,8 @@ class RotorLinear(Operator):
         if run is not None:
             y = run(tokens, self.bias)
         else:
-            left, right, orders, slopes, mix, form = self._network_numbers()
-            y = rotor_network(tokens, left, right, orders, slopes, mix, self.bias, form)
+            left, right, orders, slopes, mix, network = self._network_numbers()
+            y = rotor_network(tokens, left, right, orders, slopes, mix, self.bias, network)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _network_cache(self, x: Tensor) -> ParameterCache | None:
@@ -189,8 +189,8 @@ class RotorLinear(Operator):
             orders = device_table(reference.branch_orders, steps, self.entry.left, torch.int32)
         windows = tuple(s.window for s in sums)
         settings = config.basis, config.windows, config.normalize, config.activate_entry, config.residual
-        form = reference.NetworkForm(self.out_features, windows, *settings, config.activation)
-        return left, right, orders, torch.cat(slopes), torch.cat(mix), form
+        network = reference.NetworkSettings(self.out_features, windows, *settings, config.activation)
+        return left, right, orders, torch.cat(slopes), torch.cat(mix), network
 
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
         """Those of every stage, from one batch; None where stages know theirs or compute them in another way."""

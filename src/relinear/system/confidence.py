@@ -36,14 +36,14 @@ def half_width(values: Sequence[float]) -> float | None:
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def seeds_needed(effect: float, spread: float) -> int:
+def seeds_needed(effect: float, std: float) -> int:
     """Return the least number of seeds whose half-width is below half of ``effect``.
 
     Args:
         effect: that is looked for.
-        spread: standard deviation over seeds of the paired differences, in the same unit.
+        std: standard deviation over seeds of the paired differences, in the same unit.
     """
     count = 2
-    while student(count - 1) * spread / math.sqrt(count) >= effect / 2:
+    while student(count - 1) * std / math.sqrt(count) >= effect / 2:
         count += 1
     return count

@@ -105,7 +105,7 @@ class RunFolder:
             return None
         if (record := self.claim()) is None:
             return None
-        different = list(differences(self._held(self.settings_of(record)), self._held(settings)))
+        different = list(differences(self._compared(self.settings_of(record)), self._compared(settings)))
         if different:
             more = [f"and {len(different) - _MOST} more"] if different[_MOST:] else []
             lines = "\n  ".join([*different[:_MOST], *more])
@@ -159,7 +159,7 @@ class RunFolder:
             self.write(**self._facts)
         return self.path / name
 
-    def _held(self, settings: Any) -> Any:
+    def _compared(self, settings: Any) -> Any:
         """The settings that must be the same."""
         if not isinstance(settings, Mapping):  # of a record that is damaged: it differs from every setting
             return settings

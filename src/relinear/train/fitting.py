@@ -147,7 +147,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled(model: Any, how: bool | str = True, **options: Any) -> Iterator[None]:
+def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[None]:
     """Run ``model`` through torch.compile within a ``with`` block: its decoder layers and its loss, else all of it.
 
     Layers of one kind share one compilation, so this is ready several times sooner than compiling the model as a whole,
@@ -156,15 +156,15 @@ def compiled(model: Any, how: bool | str = True, **options: Any) -> Iterator[Non
 
     Args:
         model: any model.
-        how: as ``FitSettings.compile``; False does nothing. Before each step of "reduce-overhead"
+        mode: as ``FitSettings.compile``; False does nothing. Before each step of "reduce-overhead"
             ``torch.compiler.cudagraph_mark_step_begin`` is to be called.
         options: for torch.compile.
     """
-    if not how:
+    if not mode:
         yield
         return
-    if how is not True:
-        options["mode"] = how
+    if mode is not True:
+        options["mode"] = mode
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     config: Any = torch._dynamo.config

@@ -250,10 +250,10 @@ class RelinearTrainer(Trainer):
         """Return the model's loss; the auxiliary terms in it are noted by name."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
-            self._note_terms(inputs, num_items_in_batch)
+            self._add_terms(inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _note_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
+    def _add_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         terms = dict(aux_losses(self._plain_model))
         if isinstance(self._plain_model, GuidedTraining):  # "ce" is the remainder when the others are taken off
             terms |= {name: value for name, value in self._plain_model.terms.items() if name != "ce"}
@@ -416,10 +416,10 @@ class RelinearTrainer(Trainer):
             save_model(self.model, Path(output_dir or self.home))
 
 
-def joined(family: str, values: Mapping[str, Tensor], how: Callable[..., Tensor]) -> dict[str, Tensor]:
+def joined(family: str, values: Mapping[str, Tensor], reduce: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Numbers of operators, each () or of every run (R,), under one name each: their sum or mean."""
     found = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
-    return {name: how(torch.stack(members), 0) for name, members in found.items()}
+    return {name: reduce(torch.stack(members), 0) for name, members in found.items()}
 
 
 def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float) -> None:
