@@ -70,6 +70,6 @@ def command(
     with watch(resumable=True) as on_progress:
         replicate(planned, out, overwrite=overwrite, **where, on_progress=on_progress)
     if planned.paper.analyse:
-        analyze_models(trained_in(out / COMPARISON))
+        analyze_models(trained_in(out / COMPARISON), samples=planned.paper.samples)
     report = write_report_of([out])
     print(f"\nreport: {report.resolve()}")

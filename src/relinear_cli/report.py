@@ -75,11 +75,11 @@ def trained_in(run: Path) -> list[Path]:
     return folders
 
 
-def analyze_models(folders: list[Path], overwrite: bool = False) -> None:
+def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 64) -> None:
     """Carry out the analyses that apply to trained models, into ``analysis`` beside each of them.
 
     Args:
-        folders: as ``trained_in`` finds them. overwrite: rename analyses of something else.
+        folders: as ``trained_in`` finds them. overwrite: rename analyses of something else. samples: sequences to read.
 
     Raises:
         ValueError: where a text is too short, or a record damaged.
@@ -94,7 +94,7 @@ def analyze_models(folders: list[Path], overwrite: bool = False) -> None:
         names = applying(model)
         print(f"{folder}: {', '.join(name.replace('_', ' ') for name in names) or 'no analysis applies'}")
         if names:
-            text = HeldOutText(_data_of(folder), fewer=True)
+            text = HeldOutText(_data_of(folder), samples, fewer=True)
             analyze_saved(*(str(folder / "model"), text, folder / "analysis", names), loaded=model, overwrite=overwrite)
 
 

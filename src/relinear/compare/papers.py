@@ -25,14 +25,18 @@ PAPER, SMALL = "paper", "small"
 
 
 class PaperRow(Settings):
-    """A row: the paper's cells, one after another, and the entry that is ours; None where we train none."""
+    """A row: the paper's cells, one after another, and the entry that is ours; None where we train none.
+
+    Where columns are entries, the row is what they are measured by.
+    """
 
     paper: str = ""
     entry: str | None = None
+    measure: str | None = None
 
 
 class PaperTable(Settings):
-    """A table as the paper prints it. ``ours``: column -> what it holds, by its name in ``MEASURES``."""
+    """A table as the paper prints it. ``ours``: column -> measure, or entry where rows are measures."""
 
     title: str
     head: str
@@ -42,16 +46,18 @@ class PaperTable(Settings):
 
 
 class Claim(Settings):
-    """An entry's loss against another's: the paper's values of both, perplexities where that is said."""
+    """An entry's loss against another's: the paper's values of both, if any, perplexities where that is said."""
 
     entry: str
     against: str
-    paper: tuple[float, float]
+    paper: tuple[float, float] | None = None
     perplexity: bool = False
 
     @property
-    def gap(self) -> float:
+    def gap(self) -> float | None:
         """The paper's, in nats a token."""
+        if self.paper is None:
+            return None
         ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
         return ours - other
 
@@ -97,7 +103,7 @@ class Paper(Settings):
         small: changes to it for a small machine.
         fits: what is fitted to a pretrained model, in place of the recipe and what belongs to it.
         data: text where none is named.
-        analyse: entries whose model is saved and looked into.
+        analyse: entries whose model is saved and looked into, on so many ``samples``.
         claims: the first is the page's verdict.
         tables, differences, reading: of the page.
     """
@@ -111,6 +117,7 @@ class Paper(Settings):
     changes: dict[str, Any] = Field(default_factory=dict)
     small: dict[str, Any] = Field(default_factory=dict)
     analyse: list[str] = Field(default_factory=list)
+    samples: PositiveInt = 64
     claims: list[Claim] = Field(min_length=1)
     tables: list[PaperTable] = Field(min_length=1)
     differences: list[str] = Field(default_factory=list)
@@ -150,7 +157,8 @@ def paper_table(table: PaperTable, cell: Callable[[str, str], Cell], palette: Ma
     """Return a table of the paper with our columns behind its own; ``cell`` gives that of an entry and a measure."""
     rows = []
     for name, row in table.rows.items():
-        ours = [Cell("–") if row.entry is None else cell(row.entry, measure) for measure in table.ours.values()]
+        places = [(each, row.measure) if row.measure else (row.entry, each) for each in table.ours.values()]
+        ours = [cell(entry, measure) if entry else Cell("–") for entry, measure in places]
         cells: list[Cell | str] = [name, *map(_printed, row.paper.split()), *ours]
         rows.append(Row(cells, row.entry, palette.get(row.entry or "")))
     return Table([table.head, *table.paper, *(f"here: {name}" for name in table.ours)], rows)
@@ -172,7 +180,8 @@ def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> 
         what = f"{claim.entry} less {claim.against}"
         said = "no figure here, as a run diverged" if here is None else f"{gap_text(here)} here"
         seeds = "" if here is None or here["low"] is not None else " (one seed)"
-        lead = lead or f"{what}: {claim.gap:+.3f} nats a token in the paper, {said}{seeds}."
+        paper = "no loss is given" if claim.gap is None else f"{claim.gap:+.3f} nats a token"
+        lead = lead or f"{what}: {paper} in the paper, {said}{seeds}."
         error = None if here is None else here["standard_error"]
         cells: list[Cell | str] = [what, Cell.of(claim.gap, "+.3f"), Cell(gap_text(here), here and here["mean"])]
         rows.append(Row([*cells, Cell.of(error, ".4f")], claim.entry))

@@ -16,6 +16,7 @@ import numpy as np
 
 from relinear.analysis.report import analyses_blocks
 from relinear.compare.fits import DECODER, FITS, SECOND, FitReplication
+from relinear.compare.folder import RUNS
 from relinear.compare.gaps import gap
 from relinear.compare.match import plan_comparison
 from relinear.compare.papers import (
@@ -137,6 +138,8 @@ class Replication:
         def cell(name: str, measure: str) -> Cell:
             if name not in entries:
                 return Cell("diverged" if name in diverged else "–")
+            if measure in ANALYSED:
+                return _analysed(folder / COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
             value, form = MEASURES[measure]
             return Cell.of(value(entries[name], results["entries"][0]), form)
 
@@ -291,6 +294,25 @@ MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult], float | None], st
     "training_speed": (lambda entry, first: entry["speed"] and entry["speed"]["train_tokens_per_second"], ",.0f"),
     "inference_speed": (lambda entry, first: entry["speed"] and entry["speed"]["inference_tokens_per_second"], ",.0f"),
 }
+
+
+#: what an analysis of an entry's first seed has measured -> where that is, and its format
+ANALYSED = {
+    "base_accuracy": ("cgt_arithmetic", ("accuracy", "dynamic", "answers"), ".1%"),
+    "specialized_accuracy": ("cgt_arithmetic", ("accuracy", "specialized", "answers"), ".1%"),
+    "variation": ("cgt_arithmetic", ("variation",), ".2f"),
+    "probe_error": ("cgt_arithmetic", ("probe", "anywhere", "error"), ".2f"),
+}
+
+
+def _analysed(run: Path, measure: str) -> Cell:
+    """The cell of a measure of ``ANALYSED``; a dash where the analysis is not there, or says nothing of this model."""
+    name, keys, form = ANALYSED[measure]
+    path = run / "analysis" / f"{name}.json"
+    value: Any = read_values(path) if path.is_file() else {}
+    for key in keys:
+        value = value.get(key) or {}
+    return Cell.of(value or None, form)
 
 
 def replicate_section(directory: str | Path) -> Section:
