@@ -15,7 +15,7 @@ from conftest import make_tiny_llama
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.surgery.layer_bias import LayerBias
 from relinear.train import FitSettings, fit
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 from train_helpers import DATA, Gradients, Tokens
 
 SETTINGS = FitSettings(

@@ -16,7 +16,7 @@ from relinear.contract.auxiliary_losses import operator_metrics
 from relinear.contract.config import Config, register
 from relinear.contract.operator import OperatorConfig
 from relinear.operators.low_rank import LowRank, LowRankLinear
-from test_surgery import IDS, llama
+from surgery_helpers import IDS, llama
 
 
 class PenalisedLinear(LowRankLinear):

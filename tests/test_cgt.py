@@ -11,29 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import relinear
 from relinear.functional import cgt as reference
 from relinear.kernels import cgt as fast
-
-
-def make_cgt(**overrides):
-    """A four-layer CGT of width 24 with a context of 12 from layer 2 on, in eval mode, no parameter at a zero."""
-    settings = {
-        "vocab_size": 50,
-        "n_positions": 64,
-        "n_embd": 24,
-        "n_layer": 4,
-        "n_head": 3,
-        "context_layer": 2,
-        "context_size": 12,
-        "context_heads": 2,
-        "rank": 2,
-        "templates": 5,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    model = relinear.CGTForCausalLM(relinear.CGTConfig(**(settings | overrides)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
+from tiny_models import make_cgt
 
 
 @pytest.fixture(scope="module")

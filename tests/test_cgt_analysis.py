@@ -15,7 +15,7 @@ from relinear.data.tasks import ArithmeticTask, RegressionTask, Samples
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.pages.blocks import Chart, Table
 from relinear_cli.main import main
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from relinear.models.cgt.objective import (
     rest_of,
 )
 from relinear.train import FitSettings, fit
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 
 B, T, E = 4, 6, 3
 

@@ -38,7 +38,7 @@ from transformers import (
 
 import relinear
 from relinear.data.tokenizers import load_tokenizer
-from test_surgery import IDS, LOW, gpt2, llama, replaced
+from surgery_helpers import IDS, LOW, gpt2, llama, replaced
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama, mostly_slow
 from relinear.data.tokenizers import load_tokenizer
-from test_surgery import IDS, LOW
+from surgery_helpers import IDS, LOW
 
 HIDDEN = """
 class Hidden:

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from relinear.data.tokenizers import load_tokenizer, vocabulary_size
 from relinear_cli.main import main
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 
 
 def test_specialize_command(tmp_path, capsys, tiny_gpt2):

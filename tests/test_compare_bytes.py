@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import relinear
+from compare_helpers import VOCABULARY, WIDTH, small, text  # noqa: F401  (text is a fixture)
 from relinear.compare.match import matched, measure_size, plan_comparison
 from relinear.compare.report import write_report
 from relinear.compare.run import compare
@@ -16,7 +17,6 @@ from relinear.system.files import read_json
 from relinear.train import TrainSettings, train
 from relinear.train.run import build_model
 from relinear_cli.main import main
-from test_compare_engine import VOCABULARY, WIDTH, small, text  # noqa: F401  (text is a fixture)
 
 PLUGIN = '''
 """An operator of another package: two thin products, in one stack of matrices."""

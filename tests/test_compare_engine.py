@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import relinear
+from compare_helpers import VOCABULARY, WIDTH, losses, made, small, trials_in
 from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
@@ -23,55 +24,15 @@ from relinear.compare.results import at_budget, gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import at_size, crossing, fit_power_law
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.tune import Trials, check_neighbours, grid_search
+from relinear.compare.tune import check_neighbours, grid_search
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
-from relinear.system.files import write_json
 from relinear.system.lock import LOCK
-from relinear.train import TrainResult
-from relinear.train.run import build_model, read_outcome
+from relinear.train.run import build_model
 from relinear.train.settings import TrainSettings
 from relinear.train.trainer import SteadySampler
 from relinear_cli.main import main
 from relinear_cli.terminal import print_results
-
-VOCABULARY = 258
-WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(600)))
-    return path
-
-
-def small(text, **changes):
-    """A comparison of three entries that takes a second or two."""
-    train = {
-        "model": "tiny",
-        "model_overrides": WIDTH,
-        "data": {"data": str(text), "sequence_length": 32, "max_validation_tokens": 640},
-        "steps": 4,
-        "batch_size": 2,
-        "eval_every": 2,
-        "dtype": "float32",
-        "threads": 1,
-    }
-    recipe = {
-        "name": "small",
-        "entries": {"dense": "dense", "low_rank": "low_rank:rank=4", "hdpl": "hdpl:rank=4,blocks=8"},
-        "train": train,
-        "seeds": [0, 1],
-        "match": "parameters",
-        "speed": {"seconds": 0},
-    }
-    return recipe | changes
-
-
-def losses(results):
-    return {e["name"]: [run["validation_loss"] for run in e["runs"]] for e in results["entries"]}
-
 
 # Sizes
 
@@ -165,22 +126,6 @@ def test_entries_may_differ_in_any_setting():
 
 
 # Tuning
-
-
-def trials_in(folder, evaluate, prefix=""):
-    """Trials whose runs come to what ``evaluate`` says (None where one diverges), and leave what runs leave."""
-    return Trials(folder, lambda rate, spread, place: (lambda: evaluate(rate, spread), place), prefix)
-
-
-def made(runs):
-    """What carries out the runs of ``trials_in``, unless they have ended."""
-    for evaluate, place in runs:
-        if read_outcome(place) is None:
-            loss = evaluate()
-            result = TrainResult(loss, None, None, 0, 0, None, 0, {}, 1, None, []).to_dict()
-            ended = {"status": "done", "result": result} if loss is not None else {"status": "failed", "diverged": True}
-            write_json(place / "run.json", {"settings": {}} | ended)
-    return [read_outcome(place) for _, place in runs]
 
 
 def by_rate(settings, folder, evaluate):

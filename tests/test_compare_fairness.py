@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from compare_helpers import made, trials_in
 from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.results import at_budget, comparison_result, over_budgets
@@ -21,7 +22,6 @@ from relinear.system.timing import Timing
 from relinear.train.run import read_result
 from relinear.train.settings import TrainSettings
 from relinear_cli.main import main
-from test_compare_engine import made, trials_in
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TRAIN = {"model": "tiny", "batch_size": 8, "data": {"sequence_length": 32}}

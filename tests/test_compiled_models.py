@@ -27,7 +27,7 @@ from relinear.surgery.layer_bias import LayerBias
 from relinear.train import FitSettings, fit
 from relinear.train.fitting import checkpointing, compiled
 from relinear.train.settings import TrainSettings
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 from train_helpers import DATA, Tokens
 
 fit_file = importlib.import_module("relinear.train.fitting")

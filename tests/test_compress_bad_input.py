@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, BatchEncoding, T5Config
 
+from compress_helpers import SETTINGS, tiny, tokens
 from relinear.compression import compress
-from test_compress import SETTINGS, tiny, tokens
 
 
 def spoilt(value: float):

@@ -8,19 +8,15 @@ import pytest
 import torch
 
 import relinear
+from compress_helpers import modules, tiny, tokens
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Budget
 from relinear.compression.evaluation import like_before, measure_speed, observe
 from relinear.compression.report import write_page
 from relinear.contract.operator import Operator, is_linear, linear_features
-from test_compress import in_layers, tiny, tokens
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "candidates": ("low_rank",)}
 LOW = relinear.LowRank
-
-
-def modules(model) -> dict[str, torch.nn.Module]:
-    return {name: module for group in in_layers(model).values() for name, module in group.items()}
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.8])

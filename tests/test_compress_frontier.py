@@ -8,13 +8,12 @@ import torch
 from safetensors import safe_open
 
 import relinear
+from compress_helpers import SETTINGS, modules, tiny, tokens
 from relinear.compression import CompressSettings, compress, evaluation
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import layer_candidates
 from relinear.compression.evaluation import observe
 from relinear.compression.report import write_page
-from test_compress import SETTINGS, tiny, tokens
-from test_compress_budget import modules
 
 LOW = {"candidates": ("low_rank",)}
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import relinear
+from compress_helpers import SETTINGS, calibrate, moments_of, tiny, tokens
 from relinear.compression import CompressSettings, compress
 from relinear.compression.corpus import read_corpus, read_elsewhere
 from relinear.compression.evaluation import Reading
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill.record import token_blocks
 from relinear.system.confidence import student
-from test_compress import SETTINGS, calibrate, moments_of, tiny, tokens
 from tiny_models import starting_tokenizer
 
 SHORT = CompressSettings(tokens=128, sequence_length=16, evaluation_tokens=96)

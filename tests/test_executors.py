@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from compare_helpers import losses, small, text  # noqa: F401  a fixture
 from conftest import mostly_slow
 from relinear.compare import executors
 from relinear.compare.executors import Processes, executor_at
 from relinear.compare.run import compare
 from relinear_cli.errors import is_user_error
-from test_compare_engine import losses, small, text  # noqa: F401  a fixture
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),

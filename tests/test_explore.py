@@ -19,8 +19,7 @@ from relinear.explore.server import LARGEST_BODY, make_server
 from relinear.explore.subject import prepare_subject
 from relinear.explore.units import BINS, TOP, choose_hook_points, index_units, read_index, values_of
 from relinear_cli.main import main
-from test_cgt import make_cgt
-from tiny_models import starting_tokenizer
+from tiny_models import make_cgt, starting_tokenizer
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>{{ 7 * 7 }}"
 Q0 = "model.layers.0.self_attn.q_proj"

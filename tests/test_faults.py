@@ -24,8 +24,7 @@ from relinear.system.lock import only_process_in
 from relinear.system.signals import Terminated
 from relinear.train import FitSettings, fit, train
 from relinear_cli.main import main
-from test_train_resume import DATA, FIT, RUN, corpus, dropout_model, run_settings  # noqa: F401  a fixture
-from train_helpers import Tokens
+from train_helpers import DATA, FIT, RUN, Tokens, corpus, dropout_model, run_settings  # noqa: F401  a fixture
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs flock, fork and signals")
 

@@ -14,9 +14,8 @@ from relinear.contract.settings import Settings
 from relinear.train import FitSettings, TrainSettings, fit, read_metrics, train
 from relinear.train.distill import Distill, divergence
 from relinear_cli.main import main
-from test_cgt import make_cgt
-from test_train_resume import Interrupt, corpus, run_settings, stop_at  # noqa: F401  (corpus is a fixture)
-from train_helpers import Gradients, Padded, Tokens, probe_model
+from tiny_models import make_cgt
+from train_helpers import Gradients, Interrupt, Padded, Tokens, corpus, probe_model, run_settings, stop_at  # noqa: F401  (corpus is a fixture)
 
 FIT = FitSettings(
     steps=1, batch_size=32, warmup_steps=0, dtype="float32", max_grad_norm=0, threads=1, device="cpu", log_every=1

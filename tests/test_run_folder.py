@@ -18,7 +18,7 @@ from relinear.system.run_folder import RunFolder, differences, overwriting, set_
 from relinear.train import fit, train
 from relinear.train.fitting import remove_checkpoints
 from relinear_cli.main import main
-from test_train_resume import DATA, FIT, Interrupt, dropout_model, stop_at
+from train_helpers import DATA, FIT, Interrupt, dropout_model, stop_at
 
 FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"
 MINE = "mine, and irreplaceable"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
 import relinear
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 
 
 @pytest.fixture(params=[{}, {"mixing": "softmax"}, {"tie_word_embeddings": False}, {"n_inner": 40, "context_layer": 1}])

@@ -12,7 +12,7 @@ from relinear import LowRank, replace_
 from relinear.contract.operator import ParamRole
 from relinear.train import FitSettings
 from relinear.train.optim import build_optimizer, build_schedule, parameter_groups, parameter_roles
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 
 SETTINGS = FitSettings(steps=100, learning_rate=1e-2, warmup_steps=10, weight_decay=0.3)
 

@@ -14,45 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import mostly_slow
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result, train
-from test_cgt import make_cgt
-from train_helpers import Tokens, probe_model
-
-FIT = FitSettings(
-    steps=9,
-    batch_size=4,
-    accumulation=2,
-    eval_every=4,
-    log_every=2,
-    save_every=3,
-    warmup_steps=2,
-    threads=1,
-    device="cpu",
-)
-
-
-DATA = (Tokens(samples=24), Tokens(samples=8, seed=1))  # three steps go through the data once
-
-
-class Interrupt(Exception):
-    pass
-
-
-def stop_at(step):
-    def on_progress(progress):
-        if progress.done == step and progress.stage == "train":
-            raise Interrupt
-
-    return on_progress
-
-
-def dropout_model():
-    """With dropout, so that the state of the random generator matters."""
-    model = probe_model("gpt2", torch.float32)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1
-    return model
+from relinear.train import fit, read_metrics, read_result, train
+from tiny_models import make_cgt
+from train_helpers import DATA, FIT, Interrupt, dropout_model, run_settings, stop_at
 
 
 def comparable(rows):
@@ -156,32 +120,6 @@ def test_every_part_of_a_checkpoint_is_held_to_its_manifest(tmp_path):
             fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
         part.write_bytes(content)
     assert fit(dropout_model(), DATA, FIT, out_dir=tmp_path).steps == FIT.steps
-
-
-RUN = {
-    "model": "tiny",
-    "model_overrides": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    "operators": {"up_proj": "low_rank:rank=4"},
-    "steps": 12,
-    "batch_size": 2,
-    "save_every": 5,
-    "eval_every": 5,
-    "log_every": 2,
-    "threads": 1,
-}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(f"The {number}th text says {number * 7} times: hello, world. " * 30)
-    return folder
-
-
-def run_settings(corpus, **changes):
-    data = {"data": str(corpus), "sequence_length": 32, "max_validation_tokens": 256}
-    return TrainSettings.load(RUN | {"data": data} | changes)
 
 
 KILLED = """

@@ -12,8 +12,7 @@ from conftest import make_tiny_llama
 from relinear import LowRank, from_pretrained, replace_
 from relinear.train import FitSettings, NonFiniteLossError, fit, read_metrics, train
 from relinear.train.trainer import SteadySampler
-from test_train_resume import RUN, corpus, run_settings  # noqa: F401  (corpus is a fixture)
-from train_helpers import Tokens
+from train_helpers import RUN, Tokens, corpus, run_settings  # noqa: F401  (corpus is a fixture)
 
 FIT = FitSettings(steps=4, batch_size=4, warmup_steps=0, threads=1, device="cpu", log_every=2)
 

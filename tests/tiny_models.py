@@ -13,6 +13,7 @@ __all__ = [
     "LAYERS",
     "MORE_DECODERS",
     "VOCABULARY",
+    "make_cgt",
     "make_family",
     "starting_tokenizer",
 ]
@@ -130,3 +131,28 @@ def starting_tokenizer() -> Any:
         single=f"{PAD} $A", special_tokens=[(PAD, 257)]
     )
     return tokenizer
+
+
+def make_cgt(**overrides):
+    """A four-layer CGT of width 24 with a context of 12 from layer 2 on, in eval mode, no parameter at a zero."""
+    import relinear
+
+    settings = {
+        "vocab_size": 50,
+        "n_positions": 64,
+        "n_embd": 24,
+        "n_layer": 4,
+        "n_head": 3,
+        "context_layer": 2,
+        "context_size": 12,
+        "context_heads": 2,
+        "rank": 2,
+        "templates": 5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    model = relinear.CGTForCausalLM(relinear.CGTConfig(**(settings | overrides)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
@@ -11,6 +12,7 @@ from relinear import replace_
 from relinear.contract.config import register
 from relinear.contract.operator import OperatorConfig
 from relinear.operators.low_rank import LowRankLinear
+from relinear.train import FitSettings, TrainSettings
 
 MODELS = {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}
 TARGETS = {"llama": "up_proj", "gpt2": "c_fc"}
@@ -77,3 +79,66 @@ class Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if not self.found:
             self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+FIT = FitSettings(
+    steps=9,
+    batch_size=4,
+    accumulation=2,
+    eval_every=4,
+    log_every=2,
+    save_every=3,
+    warmup_steps=2,
+    threads=1,
+    device="cpu",
+)
+
+
+DATA = (Tokens(samples=24), Tokens(samples=8, seed=1))  # three steps go through the data once
+
+
+class Interrupt(Exception):
+    pass
+
+
+def stop_at(step):
+    def on_progress(progress):
+        if progress.done == step and progress.stage == "train":
+            raise Interrupt
+
+    return on_progress
+
+
+def dropout_model():
+    """With dropout, so that the state of the random generator matters."""
+    model = probe_model("gpt2", torch.float32)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+RUN = {
+    "model": "tiny",
+    "model_overrides": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    "operators": {"up_proj": "low_rank:rank=4"},
+    "steps": 12,
+    "batch_size": 2,
+    "save_every": 5,
+    "eval_every": 5,
+    "log_every": 2,
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"The {number}th text says {number * 7} times: hello, world. " * 30)
+    return folder
+
+
+def run_settings(corpus, **changes):
+    data = {"data": str(corpus), "sequence_length": 32, "max_validation_tokens": 256}
+    return TrainSettings.load(RUN | {"data": data} | changes)

@@ -11,7 +11,7 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.models.cgt import objective
 from relinear.train import FitSettings, fit
-from test_cgt import make_cgt
+from tiny_models import make_cgt
 from train_helpers import DATA, Gradients, probe_model
 
 

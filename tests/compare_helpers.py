@@ -1,0 +1,63 @@
+"""A small comparison, its text and what its runs lost, for several files of tests."""
+
+import pytest
+
+from relinear.compare.tune import Trials
+from relinear.system.files import write_json
+from relinear.train import TrainResult
+from relinear.train.run import read_outcome
+
+VOCABULARY = 258
+
+
+WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(600)))
+    return path
+
+
+def small(text, **changes):
+    """A comparison of three entries that takes a second or two."""
+    train = {
+        "model": "tiny",
+        "model_overrides": WIDTH,
+        "data": {"data": str(text), "sequence_length": 32, "max_validation_tokens": 640},
+        "steps": 4,
+        "batch_size": 2,
+        "eval_every": 2,
+        "dtype": "float32",
+        "threads": 1,
+    }
+    recipe = {
+        "name": "small",
+        "entries": {"dense": "dense", "low_rank": "low_rank:rank=4", "hdpl": "hdpl:rank=4,blocks=8"},
+        "train": train,
+        "seeds": [0, 1],
+        "match": "parameters",
+        "speed": {"seconds": 0},
+    }
+    return recipe | changes
+
+
+def losses(results):
+    return {e["name"]: [run["validation_loss"] for run in e["runs"]] for e in results["entries"]}
+
+
+def trials_in(folder, evaluate, prefix=""):
+    """Trials whose runs come to what ``evaluate`` says (None where one diverges), and leave what runs leave."""
+    return Trials(folder, lambda rate, spread, place: (lambda: evaluate(rate, spread), place), prefix)
+
+
+def made(runs):
+    """What carries out the runs of ``trials_in``, unless they have ended."""
+    for evaluate, place in runs:
+        if read_outcome(place) is None:
+            loss = evaluate()
+            result = TrainResult(loss, None, None, 0, 0, None, 0, {}, 1, None, []).to_dict()
+            ended = {"status": "done", "result": result} if loss is not None else {"status": "failed", "diverged": True}
+            write_json(place / "run.json", {"settings": {}} | ended)
+    return [read_outcome(place) for _, place in runs]

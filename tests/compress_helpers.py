@@ -1,0 +1,57 @@
+"""A small pretrained model, its tokens and settings, for tests of compression."""
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from relinear.compression.calibrate import Calibration
+from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.contract.operator import is_linear
+
+SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False}
+
+
+def tiny(kind: str = "llama"):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=2, n_positions=32)
+    else:
+        config = LlamaConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+        )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tokens(count: int = 512) -> list[torch.Tensor]:
+    # a sequence with structure, so that moments are far from white
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 50, (count,), generator=generator).cumsum(0) % 50]
+
+
+def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
+    from relinear.hf.model_layout import layer_index
+
+    found: dict[int, dict[str, torch.nn.Module]] = {}
+    for name, module in model.named_modules():
+        if is_linear(module) and (index := layer_index(model, name)) is not None:
+            found.setdefault(index, {})[name] = module
+    return found
+
+
+def moments_of(calibration: Calibration) -> dict[str, CalibrationStatistics]:
+    found: dict[str, CalibrationStatistics] = {}
+    calibration.each("candidates", "all", lambda statistics: found.update(statistics) or {})
+    return found
+
+
+def modules(model) -> dict[str, torch.nn.Module]:
+    return {name: module for group in in_layers(model).values() for name, module in group.items()}
+
+
+def calibrate(model, blocks, folder, **more) -> Calibration:
+    return Calibration(model, blocks, in_layers(model), folder, **({"batch": 4} | more))
