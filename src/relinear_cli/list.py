@@ -83,7 +83,7 @@ def listed(what: str) -> dict[str, Any]:
     if what == "analyses":
         return {name: analysis(name) for name in known_analyses()}
     if what == "tasks":
-        return dict(Task.kinds())
+        return {kind.replace("_", "-"): task for kind, task in Task.kinds().items()}
     family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(what, AttachmentConfig)
     for name in plugins.offered(family.family):
         plugins.find(family.family, name)

@@ -41,8 +41,8 @@ def command(
 
     with reading_config(model):
         config = AutoConfig.from_pretrained(model)
-    if not isinstance(config, CGTConfig):
-        raise ValueError(f"{model} holds no CGT; only a relinear.CGTForCausalLM can be specialised")
+    if not isinstance(config, CGTConfig) or config.input_features:  # which relinear.specialize takes, with vectors
+        raise ValueError(f"{model} holds no CGT of text; only a relinear.CGTForCausalLM can be specialised here")
     encoder = load_model_tokenizer(str(model), tokenizer)
     loaded = from_pretrained(model).eval()
     ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)

@@ -91,11 +91,15 @@ def run(subject: Subject) -> Result:
     """Return variation, dot products, spectrum, a trace and an embedding of y over the subject's texts."""
     y, names = subject.model.context(subject.ids).float(), subject.sources
     length, vectors = y.shape[1], y[:, -LAST:].mean(1)
+    variation = context_variation(y, slice(0, length // 2), slice(length // 2, length))
+    if len(names) > 1:  # a text of two sources, joined in the middle, shows whether y turns there
+        halves = subject.ids[:, : length // 2]
+        y = subject.model.context(torch.cat([halves[:-1], halves[1:]], 1)).float()
     step, order = max(1, length // POSITIONS), y[0].std(0).argsort(descending=True)[:COMPONENTS]
     points, how = embedded(vectors)
-    classes = [index % len(names) for index in range(len(y))]
+    classes = [index % len(names) for index in range(len(vectors))]
     found: dict[str, Any] = {
-        "variation": context_variation(y, slice(0, length // 2), slice(length // 2, length)),
+        "variation": variation,
         "products": dot_products(y)[::step, ::step].tolist(),
         "step": step,
         "spectrum": spectrum(y).tolist(),
@@ -147,7 +151,12 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     position, beside = Axis(title="position"), True
     return [
         Table(["measure", "value"], rows),
-        Chart("Dot products of normalised y.", Panel([heat], position, position), stem="cgt_products", beside=beside),
+        Chart(
+            "Dot products of normalised y; texts of two sources are joined in the middle.",
+            Panel([heat], position, position),
+            stem="cgt_products",
+            beside=beside,
+        ),
         Chart(
             "Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(log=True)), stem="cgt_spectrum", beside=beside
         ),

@@ -115,8 +115,11 @@ class ArithmeticTask(Task):
     ``012*023=-00028`` from -28.5) is cut towards zero.
 
     Args:
-        tasks, examples, digits: sizes; by default the paper's.
-        a, b: intervals of the coefficients, drawn uniformly.
+        tasks: in a sample. This and the other defaults are the paper's.
+        examples: in a task.
+        digits: of the two integers.
+        a: interval of the coefficient, drawn uniformly.
+        b: the same.
         integers: draw whole coefficients (both ends of the intervals included), an easier task.
         answers_only: labels of everything but the answers are -100, so that no loss is spent on random digits.
     """
@@ -207,7 +210,8 @@ class RegressionTask(Task):
     Every component is standard normal; U and b are drawn for each sample. A model reads vectors, not tokens.
 
     Args:
-        inputs, outputs: d_in and d_out; 16 and 1 in the paper.
+        inputs: features of x, d_in. This and the other defaults are the paper's.
+        outputs: features of y, d_out.
         pairs: N.
         noise: eps.
         layout: ``shared``: a vector has as many features as the longer of x and y, and both begin at the first; only
@@ -259,8 +263,9 @@ class MixtureTask(Task):
 
     Args:
         of: sources as ``data`` takes them, with "+" between them: each is equally often the source of an excerpt.
-        start, finish: where the first excerpt ends, uniformly between these shares of ``sequence_length``; 0.5 and
-            0.75, of 512, in the paper.
+        start: the first excerpt ends uniformly between this share of ``sequence_length`` and ``finish``; in the paper
+            between 0.5 and 0.75 of 512.
+        finish: see ``start``.
         single: take single excerpts (Figure 15).
     """
 
