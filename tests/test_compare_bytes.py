@@ -132,7 +132,7 @@ def test_the_size_that_is_planned_is_that_of_the_file(tmp_path) -> None:
 def test_operators_may_be_sized_in_place_of_widths() -> None:
     settings = TrainSettings(model_overrides=WIDTH, operators={"all-linear": "low_rank:rank=4"}, bits=8)
     wanted = {"by": "bytes", "target": 40_000, "tolerance": 0.02, "name": "low_rank"}
-    scaled, size = matched(settings, VOCABULARY, how="operator", **wanted)
+    scaled, size = matched(settings, VOCABULARY, resizing="operator", **wanted)
     assert scaled.model_overrides == settings.model_overrides
     assert size.bytes == pytest.approx(40_000, rel=0.02)
     assert scaled.operators["all-linear"]["rank"] > 4

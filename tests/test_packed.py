@@ -11,17 +11,25 @@ from transformers import AutoModelForCausalLM
 import relinear
 from cases import CASES, model_with
 from conftest import make_tiny_llama
-from relinear.surgery.packed import SUFFIX, packed_bytes, packed_state, unpacked
+from relinear.surgery.packed import SUFFIX, gradient_moments, packed, packed_bytes, packed_state, unpacked
 from tiny_models import make_family
+
+
+class Identity(torch.nn.Linear):
+    """A layer whose loss is the sum of its outputs."""
+
+    def forward(self, x):
+        return {"loss": super().forward(x).sum()}
+
 
 KINDS = list({case.config.kind: case for case in reversed(CASES)}.values())
 
 
-def check_round_trip(model, folder, bits, load=relinear.from_pretrained):
+def check_round_trip(model, folder, bits, load=relinear.from_pretrained, moments=None):
     """Saved and loaded, a model has the stored values to the last bit, in a file of the size that was foretold."""
-    relinear.save_pretrained(model, folder, bits=bits)
+    relinear.save_pretrained(model, folder, bits=bits, moments=moments)
     assert (folder / "model.safetensors").stat().st_size == packed_bytes(model, bits)
-    stored, loaded = packed_state(model, bits), load(folder)
+    stored, loaded = packed_state(model, bits, moments), load(folder)
     assert any(name.endswith(SUFFIX) for name in stored)
     found = loaded.state_dict()
     for name, value in stored.items():
@@ -34,7 +42,11 @@ def check_round_trip(model, folder, bits, load=relinear.from_pretrained):
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 def test_matrices_of_an_operator_come_back_as_they_were_stored(case, tmp_path) -> None:
-    loaded = check_round_trip(model_with(case), tmp_path / "model", 3)
+    model = model_with(case)
+    ids = torch.arange(7)[None]
+    moments = gradient_moments(model, [{"input_ids": ids, "labels": ids}])
+    assert moments.keys() >= {name.removesuffix(SUFFIX) for name in packed_state(model, 3) if name.endswith(SUFFIX)}
+    loaded = check_round_trip(model, tmp_path / "model", 3, moments=moments)
     relinear.save_pretrained(loaded, tmp_path / "again")  # an ordinary model again, which is stored in floats
     again = relinear.from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(value, again[name]) for name, value in loaded.state_dict().items())
@@ -49,6 +61,21 @@ def test_a_model_without_operators_loads_as_any_other(bits, tied, tmp_path) -> N
     assert loaded.config.tie_word_embeddings == (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     missed = (loaded.lm_head.weight - model.lm_head.weight).norm() / model.lm_head.weight.norm()
     assert missed < 1.5 / 2**bits  # a range of five deviations, in 2^B steps, each missed by 1 / sqrt(12) of it
+
+
+def test_moments_of_gradients_are_those_of_inputs_and_lower_the_loss_of_rounding() -> None:
+    """Where what comes back is the same for all, they are the second moment of what enters."""
+    layer = Identity(16, 4)
+    samples = [{"x": torch.randn(1, 16)} for _ in range(5)]
+    moments = gradient_moments(layer, samples)["weight"]
+    inputs = torch.cat([sample["x"] for sample in samples])
+    assert torch.allclose(moments, 4 * (inputs.T @ inputs)[None], atol=1e-5)
+    x = torch.randn(256, 16) @ torch.randn(16, 64)  # correlated, as inputs are
+    weight = torch.randn(3, 32, 64)
+    rounded = [unpacked(packed(weight, 3, m), 3, weight.shape) for m in (None, (x.T @ x).expand(3, -1, -1))]
+    nearest, made_up = (((value - weight) @ x.T).norm() for value in rounded)
+    assert made_up < 0.7 * nearest
+    assert torch.equal(packed(weight, 3, torch.zeros(3, 64, 64)), packed(weight, 3))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
@@ -93,8 +120,8 @@ def test_a_damaged_record_of_bits_is_refused(tmp_path) -> None:
     relinear.replace_(model, {"q_proj": relinear.LowRank(rank=4)})
     relinear.save_pretrained(model, tmp_path, bits=4)
     path = tmp_path / "config.json"
-    for packed, said in (({"bits": 4, "group": 32}, "packed must be like"), ({"bits": 5, "group": 64}, "does not fit")):
-        text = re.sub(r'"packed": \{[^}]*\}', f'"packed": {json.dumps(packed)}', path.read_text())
+    for record, said in (({"bits": 4, "group": 32}, "packed must be like"), ({"bits": 5, "group": 64}, "does not fit")):
+        text = re.sub(r'"packed": \{[^}]*\}', f'"packed": {json.dumps(record)}', path.read_text())
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             relinear.from_pretrained(tmp_path)

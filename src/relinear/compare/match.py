@@ -324,13 +324,7 @@ def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_pro
     match, target, candidates, refused = recipe.match, recipe.file_sizes[-1], list[Planned](), list[ValueError]()
     for bits in match.bits:
         on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
-        wanted: Any = {
-            "by": "bytes",
-            "target": target,
-            "resizing": resizing,
-            "tolerance": match.tolerance,
-            "name": name,
-        }
+        wanted: Any = {"by": "bytes", "target": target, "tolerance": match.tolerance, "name": name}
         try:
             settings, size = matched(written.updated(bits=bits), vocab_size, resizing=resizing, **wanted)
         except ValueError as error:

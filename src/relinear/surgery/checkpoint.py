@@ -417,7 +417,13 @@ _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 def save_pretrained(
-    model: Any, directory: str | Path, *, tokenizer: Any = None, bits: int | None = None, **kwargs: Any
+    model: Any,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    bits: int | None = None,
+    moments: Mapping[str, torch.Tensor] | None = None,
+    **kwargs: Any,
 ) -> Path:
     """Save a model, its tokenizer and a model card: all of it or nothing.
 
@@ -432,6 +438,8 @@ def save_pretrained(
         bits: 2 to 8 store every matrix, the embedding among them, in integers of so many bits that share a scale in
             groups of 64 inputs, and all other floats in 16 bits. The checkpoint loads as any other, as floats that
             have exactly the stored values; ``model`` keeps its own.
+        moments: with ``bits``, what ``relinear.surgery.packed.gradient_moments`` measured on some text: matrices are
+            then rounded so that errors make up for each other. None rounds them to nearest.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
 
     Returns:
@@ -451,7 +459,7 @@ def save_pretrained(
     if bits is not None:
         check_packable(model, bits)
         # under the model's own names: those of its class may stand for parts of a matrix
-        kwargs |= {"state_dict": packed_state(model, bits), "save_original_format": False}
+        kwargs |= {"state_dict": packed_state(model, bits, moments), "save_original_format": False}
     with model_directory(directory) as temporary:
         sync_record(model)
         if tokenizer is not None:

@@ -1,8 +1,8 @@
 """Checkpoints whose matrices, of whatever operator, are stored as integers of a few bits and loaded as floats."""
 
-# Legend: O rows, I inputs, B bits, K groups of a row
+# Legend: S matrices of a stack, O rows, I inputs, B bits, K groups of a row
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,15 +10,18 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from relinear.contract.modes import evaluating
 from relinear.contract.modules import unwrapped
 from relinear.contract.operator import named_operators
 from relinear.functional.quantized import dequantized, group_count, pack, packed_width
-from relinear.functional.rounding import nearest, nearest_grid
+from relinear.functional.rounding import gptq, nearest, nearest_grid, steadied
 
 #: neighbouring inputs that share a scale and a zero point
 GROUP = 64
 #: after the name of a parameter: its integers, scales and zero points, one tensor, as a name takes a hundred bytes
 SUFFIX = ".packed"
+#: share by which moments are drawn to their diagonals
+_SHRINKAGE = 0.05
 
 
 def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
@@ -26,19 +29,53 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
     return torch.Size(shape[:-1]).numel(), packed_width(shape[-1], bits) + 3 * group_count(shape[-1], GROUP)
 
 
+def gradient_moments(model: nn.Module, samples: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return sums over samples of G^T G (S, I, I) by name of every matrix (..., O, I): G is a sample's gradient there.
+
+    The gradient of y = x W^T is a sum of products of what comes back and what enters: G^T G is a second moment of the
+    inputs, those that matter most first. It needs no knowledge of the operator that a matrix is in. (It is the right
+    factor of Shampoo, Gupta et al. 2018.)
+
+    Args:
+        model: returns ``loss`` for a sample.
+        samples: batches, each of which counts as one.
+    """
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad}
+    moments = {n: torch.zeros(p[..., 0, 0].numel(), *p.shape[-1:] * 2, device=p.device) for n, p in matrices.items()}
+    with evaluating(model), torch.enable_grad():
+        for sample in samples:
+            gradients = torch.autograd.grad(model(**sample)["loss"], list(matrices.values()), allow_unused=True)
+            for moment, gradient in zip(moments.values(), gradients, strict=True):
+                if gradient is not None:
+                    stack = gradient.reshape(-1, *gradient.shape[-2:]).float()
+                    moment += stack.mT @ stack
+    return moments
+
+
 @torch.no_grad()
-def packed(value: Tensor, bits: int) -> Tensor:
-    """Return a parameter (..., O, I) rounded to the nearest of 2^B values a group, as bytes (rows, bytes).
+def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
+    """Return a parameter (..., O, I), rounded to 2^B values a group, as bytes (rows, bytes).
+
+    Args:
+        value: the parameter.
+        bits: B.
+        moments: (S, I, I), under which GPTQ makes errors up for each other; None rounds to nearest.
 
     Raises:
         ValueError: if a value is NaN or infinite.
     """
     if not bool(torch.isfinite(value).all()):
         raise ValueError("a weight is NaN or infinite; integers hold finite numbers")
+    if moments is not None and value.ndim > 2:
+        stack = value.reshape(-1, *value.shape[-2:])
+        return torch.cat([packed(one, bits, m[None]) for one, m in zip(stack, moments, strict=True)])
     rows = value.float().flatten(0, -2)
-    grid = nearest_grid(rows, bits, GROUP, symmetric=False)
+    # without a gradient, as of what only training uses, there is no moment
+    moment = None if moments is None or not bool(moments.any()) else steadied(moments[0], _SHRINKAGE)
+    grid = nearest_grid(rows, bits, GROUP, symmetric=False, importance=None if moment is None else moment.diagonal())
+    codes = nearest(rows, grid, GROUP) if moment is None else gptq(rows, grid, GROUP, moment)
     scales, zeros = grid.scale.bfloat16().view(torch.uint8), (grid.zero * 2 ** (8 - bits)).to(torch.uint8)
-    return torch.cat([pack(nearest(rows, grid, GROUP), bits), scales, zeros], 1)
+    return torch.cat([pack(codes, bits), scales, zeros], 1)
 
 
 def unpacked(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
@@ -72,8 +109,10 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
         yield name, value, matrix and packed_shape(value.shape, bits)[1] < 2 * value.shape[-1]
 
 
-def packed_state(model: nn.Module, bits: int) -> dict[str, Tensor]:
+def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return what a checkpoint of ``model`` holds in ``bits`` bits; floats that are not packed have 16.
+
+    ``moments`` are those of ``gradient_moments``; a matrix without any is rounded to nearest.
 
     Raises:
         ValueError: if a weight is NaN or infinite; names it.
@@ -81,7 +120,8 @@ def packed_state(model: nn.Module, bits: int) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, value, is_packed in _parts(model, bits):
         try:
-            state |= {name + SUFFIX: packed(value, bits)} if is_packed else {name: _half(value)}
+            known = (moments or {}).get(name)
+            state |= {name + SUFFIX: packed(value, bits, known)} if is_packed else {name: _half(value)}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return state

@@ -20,10 +20,11 @@ from relinear.data.tasks import RegressionTask, task_of
 from relinear.hf.vocabulary import check_length_fits
 from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
+from relinear.surgery.packed import gradient_moments
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
 from relinear.system.files import read_json, understood
-from relinear.system.machine import is_first_rank
+from relinear.system.machine import is_first_rank, on_threads
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
 from relinear.train.callbacks import read_metrics
@@ -257,12 +258,20 @@ def train(
         return result
 
 
+#: training sequences, spread over the text, that the moments for rounding are measured on
+_SAMPLES = 64
+
+
 def _stored(model: Any, data: Any, settings: TrainSettings, result: TrainResult) -> TrainResult:
     """``result`` of a run with the loss of the model as it is stored in ``settings.bits``."""
     out_dir: Any = result.out_dir
+    places = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
+    samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in places)
+    with on_threads(settings.threads):
+        moments = gradient_moments(model, samples)
     with contextlib.nullcontext(out_dir) if settings.save_model else tempfile.TemporaryDirectory() as home:
         place = Path(home) / "model"
-        checkpoint_room.save_pretrained(model, place, tokenizer=data.tokenizer, bits=settings.bits)
+        checkpoint_room.save_pretrained(model, place, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
         size = sum(path.stat().st_size for path in place.glob("*.safetensors"))
         read = checkpoint_room.from_pretrained(place)
     loss = evaluate(read, data, settings, out_dir)
