@@ -30,6 +30,7 @@ def test_a_papers_file_names_what_exists(name):
             assert len(row.paper.split()) == len(table.paper), row
             shown |= {row.entry, *(table.ours.values() if row.measure else ())}
             assert ({row.measure} if row.measure else set(table.ours.values())) <= measures
+    assert {each for claim in paper.claims for each in (claim.measure, claim.than)} - {""} <= set(measures)
     named = {each for claim in paper.claims for each in (claim.entry, claim.against)}
     assert named | set(paper.analyse) <= set(entries)
     assert shown - {None} == set(entries)  # nothing is trained for no cell
@@ -87,7 +88,7 @@ def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
     assert main(arguments) == 0
     page = (tmp_path / "runs" / "hdpl" / "report.html").read_text()
     for said in (
-        "hybrid less baseline: -0.037 nats a token in the paper",
+        "Loss of hybrid less baseline: -0.037 nats a token in the paper",
         "256.02",
         "here: Min Val Loss",
         "fineweb-edu",
@@ -107,7 +108,7 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
     values["fits"]["decoder"] |= {"model_overrides": sizes | {"num_key_value_heads": 2}}
     values["fits"]["methods"] = {name: values["fits"]["methods"][name] for name in ("lr1", "rotor")}
     values["fits"]["projections"] = {"Q": ["q_proj"], "QV": ["q_proj", "v_proj"]}
-    values["fits"]["settings"] |= {"validation_tokens": 128, "epochs": 1}
+    values["fits"]["settings"] = {"epochs": 1}
     values["claims"] = [{"entry": "rotor", "against": "lr1", "paper": [2.721, 3.700]}]
     values["tables"] = [
         {"title": "Both", "head": "Method", "paper": ["Q"], "ours": {"Q": "1:Q", "QV": "2:QV", "Error": "error:Q"}}
@@ -122,7 +123,7 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
     assert main(["replicate", "rotor", "--data", "text.txt", "--budget", "0.001", "--seeds", "0,1"]) == 0
     page = (tmp_path / "runs" / "rotor" / "report.html").read_text()
     for said in (
-        "rotor less lr1: -0.979 nats a token in the paper",
+        "Loss of rotor less lr1: -0.979 nats a token in the paper",
         "tiny, trained here",
         "Python&#39;s documentation",
     ):

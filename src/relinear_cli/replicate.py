@@ -47,6 +47,8 @@ def command(
 
     **Example:** `relinear replicate hdpl`
 
+    **Example:** `relinear replicate rotor --model models/smollm2 --plan`
+
     **Example:** `relinear replicate hdpl --budget paper --executor slurm --out runs/hdpl-paper`
     """
     from relinear.compare.papers import COMPARISON

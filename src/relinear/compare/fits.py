@@ -13,7 +13,7 @@ from typing import Any
 
 from relinear.compare.engine import run_once
 from relinear.compare.executors import executor_at
-from relinear.compare.papers import PAPER, SMALL, Claim, Fits, Paper, claims_table, duration, paper_table
+from relinear.compare.papers import PAPER, SMALL, Claim, Fits, Paper, claims_table, duration, paper_table, point_gap
 from relinear.compare.report import number
 from relinear.compare.schema import Gap
 from relinear.compare.speed import measure_speed
@@ -27,7 +27,6 @@ from relinear.pages.blocks import Block, Cell, Section, Text
 from relinear.pages.figures import colours
 from relinear.pages.records import read_values, what_ran
 from relinear.surgery.checkpoint import from_pretrained
-from relinear.system.confidence import half_width
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import on_threads
 from relinear.system.progress import Progress, ProgressCallback
@@ -36,8 +35,10 @@ from relinear.train.settings import TrainSettings
 #: names in the folder: the model that stands in, one file a fit, the text that stands in for a second one
 DECODER, FITS, SECOND = "decoder", "fits", "second.txt"
 ORIGINAL = "original"
-#: of a fit, which a plan times
-_TIMED = 8
+#: a plan times a fit on this share of the tokens
+_TIMED = 1 / 8
+#: tokens of a sequence
+_LENGTH = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class FitReplication:
         """How the model that stands in is trained; None where one is named."""
         if self.request["model"] != SMALL:
             return None
-        data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": 128}
+        data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}
         settings = TrainSettings.load({"data": data, "seed": self.request["seeds"][0], **self.fits.decoder}, self.name)
         tokens = self.request["budget"] * self.fits.decoder_tokens
         steps = max(2, round(tokens / settings.tokens_per_step))
@@ -74,11 +75,13 @@ class FitReplication:
         data, second = self.request["data"], self.request["evaluate_on"]
         return self.fits.data if data == PAPER else data, self.fits.second if second == PAPER else second
 
-    def _jobs(self) -> dict[str, dict[str, Any]]:
-        """Name of the file -> what ``fit`` is to do beside model and texts."""
-        share, length = self.request["budget"], int(self.fits.settings.get("sequence_length", 256))
-        budget = {"evaluation": max(2 * length, round(share * self.fits.evaluation))}
-        settings = self.fits.settings | {"tokens": max(length, round(share * self.fits.tokens))}
+    def _jobs(self, part: float = 1.0) -> dict[str, dict[str, Any]]:
+        """Name of the file -> what ``fit`` is to do beside model and texts, at a part of the budget."""
+        share = part * self.request["budget"]
+        tokens = max(_LENGTH, round(share * self.fits.tokens))
+        budget = {"evaluation": max(2 * _LENGTH, round(share * self.fits.evaluation))}
+        settings = self.fits.settings | {"sequence_length": _LENGTH, "tokens": tokens}
+        settings |= {"validation_tokens": max(_LENGTH, tokens // 8)}
         jobs: dict[str, dict[str, Any]] = {ORIGINAL: budget}
         for seed in self.request["seeds"]:
             for method, about in self.fits.methods.items():
@@ -97,7 +100,7 @@ class FitReplication:
             ValueError, OSError: for a model or text that is not there.
         """
         jobs, trained, at_once = self._jobs(), self.decoder, workers or _at_once()
-        seconds, first = 0.0, list(jobs.values())[-1]
+        seconds, first, short = 0.0, *(list(each.values())[-1] for each in (jobs, self._jobs(_TIMED)))
         if trained is None:
             folder = model_folder(self._model)
             model, tokenizer = from_pretrained(folder), load_tokenizer(self.request["tokenizer"] or folder)
@@ -108,12 +111,10 @@ class FitReplication:
             tokenizer = load_tokenizer(trained.data.tokenizer)
             speed = measure_speed({"": trained.model_dump(mode="json")}, "", vocabulary, 2, 3)[""]
             seconds = trained.steps * trained.tokens_per_step / speed["train_tokens_per_second"]
-        length = int(self.fits.settings.get("sequence_length", 256))
-        short = first["settings"] | {"tokens": max(length, first["settings"]["tokens"] // _TIMED)}
         before = time.perf_counter()
-        text, rest = self._texts[0], max(2 * length, first["evaluation"] // _TIMED)
-        fitted(model, tokenizer, [text, text], first | {"settings": short, "evaluation": rest})
-        seconds += _TIMED * (time.perf_counter() - before) * len(jobs) / at_once
+        fitted(model, tokenizer, [self._texts[0]] * 2, short)
+        longer = first["settings"]["tokens"] / short["settings"]["tokens"]
+        seconds += longer * (time.perf_counter() - before) * len(jobs) / at_once
         count, tokens = sum(p.numel() for p in model.parameters()), first["settings"]["tokens"]
         also = "" if trained is None else f"; {number(trained.steps * trained.tokens_per_step)} to train the decoder"
         return {
@@ -183,10 +184,7 @@ class FitReplication:
                 return [fmean(each) for each in zip(*(values(method, one) for one in single), strict=True)]
 
             pairs = zip(over_seeds(claim.entry), over_seeds(claim.against), strict=True)
-            differences = [ours - other for ours, other in pairs]
-            mean, half = fmean(differences), half_width(differences)
-            gap: Any = {"mean": mean, "values": differences, "standard_error": None, "blocks": 1}
-            return gap | {"low": None if half is None else mean - half, "high": None if half is None else mean + half}
+            return point_gap([ours - other for ours, other in pairs])
 
         palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
         claims, lead = claims_table(self.paper.claims, gap_of)
@@ -258,5 +256,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
     losses = []
     for text, split in zip(texts, ("validation", "all"), strict=True):
         documents = iter_texts(DataSettings(data=text), split)
-        losses.append(perplexity(model, documents, tokenizer, sequence_length=128, max_tokens=job["evaluation"]).loss)
+        losses.append(
+            perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job["evaluation"]).loss
+        )
     return found | {"losses": losses}

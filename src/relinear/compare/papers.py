@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import Field
@@ -16,6 +17,7 @@ from relinear.compare.schema import Gap
 from relinear.contract.config import nearest
 from relinear.contract.settings import PositiveInt, Settings
 from relinear.pages.blocks import Cell, Row, Table
+from relinear.system.confidence import half_width
 
 PAPERS = Path(__file__).parent / "papers"
 #: names of what a replication leaves
@@ -46,20 +48,31 @@ class PaperTable(Settings):
 
 
 class Claim(Settings):
-    """An entry's loss against another's: the paper's values of both, if any, perplexities where that is said."""
+    """An entry's loss against another's: the paper's values of both, if any, perplexities where that is said.
+
+    Or what an entry measures by ``measure`` against what the other does by ``than``.
+    """
 
     entry: str
     against: str
     paper: tuple[float, float] | None = None
     perplexity: bool = False
+    measure: str = ""
+    than: str = ""
 
     @property
     def gap(self) -> float | None:
-        """The paper's, in nats a token."""
+        """The paper's, in nats a token or in what is measured."""
         if self.paper is None:
             return None
         ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
         return ours - other
+
+    def __str__(self) -> str:
+        if self.measure:
+            ours, other = (each.replace("_", " ") for each in (self.measure, self.than))
+            return f"{ours} of {self.entry} less {other} of {self.against}"
+        return f"loss of {self.entry} less {self.against}"
 
 
 class Method(Settings):
@@ -172,17 +185,22 @@ def _printed(text: str) -> Cell:
     return Cell(text, value)
 
 
+def point_gap(differences: list[float]) -> Gap:
+    """Return the gap of one difference a seed, with Student's interval where there are several."""
+    mean, half = fmean(differences), half_width(differences)
+    low, high = (None, None) if half is None else (mean - half, mean + half)
+    return {"mean": mean, "low": low, "high": high, "values": differences, "standard_error": None, "blocks": 1}
+
+
 def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> tuple[Table, str]:
     """Return the table of gaps, and the first of them as a sentence; a gap is None where there are no results."""
     rows, lead = [], ""
     for claim in claims:
         here = gap_of(claim)
-        what = f"{claim.entry} less {claim.against}"
-        said = "no figure here, as a run diverged" if here is None else f"{gap_text(here)} here"
-        seeds = "" if here is None or here["low"] is not None else " (one seed)"
-        paper = "no loss is given" if claim.gap is None else f"{claim.gap:+.3f} nats a token"
-        lead = lead or f"{what}: {paper} in the paper, {said}{seeds}."
-        error = None if here is None else here["standard_error"]
-        cells: list[Cell | str] = [what, Cell.of(claim.gap, "+.3f"), Cell(gap_text(here), here and here["mean"])]
-        rows.append(Row([*cells, Cell.of(error, ".4f")], claim.entry))
-    return Table(["loss (nats a token)", "in the paper", "here", "error of the evaluation"], rows), lead
+        cells: list[Cell | str] = [str(claim), Cell.of(claim.gap, "+.3f"), Cell(gap_text(here), here and here["mean"])]
+        rows.append(Row([*cells, Cell.of(here and here["standard_error"], ".4f")], claim.entry))
+        said = "no figure" if here is None else gap_text(here)
+        seeds = " (one seed)" if here and here["low"] is None else ""
+        paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}{'' if claim.measure else ' nats a token'}"
+        lead = lead or f"{str(claim).capitalize()}: {paper} in the paper, {said} here{seeds}."
+    return Table(["difference (losses: nats a token)", "in the paper", "here", "error of the evaluation"], rows), lead

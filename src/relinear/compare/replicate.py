@@ -25,10 +25,12 @@ from relinear.compare.papers import (
     RECORD,
     REPORT,
     SMALL,
+    Claim,
     Paper,
     claims_table,
     duration,
     paper_table,
+    point_gap,
     read_paper,
     share_of,
 )
@@ -143,9 +145,13 @@ class Replication:
             value, form = MEASURES[measure]
             return Cell.of(value(entries[name], results["entries"][0]), form)
 
-        claims, lead = claims_table(
-            self.paper.claims, lambda claim: _gap(entries.get(claim.entry), entries.get(claim.against))
-        )
+        def gap_of(claim: Claim) -> Gap | None:
+            if not claim.measure:
+                return _gap(entries.get(claim.entry), entries.get(claim.against))
+            ours, other = cell(claim.entry, claim.measure).value, cell(claim.against, claim.than).value
+            return None if ours is None or other is None else point_gap([ours - other])
+
+        claims, lead = claims_table(self.paper.claims, gap_of)
         blocks: list[Block] = [Text(lead, lead=True), Text(_scale(self, results))]
         for table in self.paper.tables:
             blocks += [Text(table.title, heading=True), paper_table(table, cell, below.entries)]
@@ -385,7 +391,7 @@ def _reading(plan: Replication) -> list[str]:
         said.append("One seed says little: --seeds 0,1,2 gives intervals.")
     if plan.share < 1:
         said.append(
-            "Perplexities here are of another text, tokenizer and budget than the paper's: compare the gaps, not the "
+            "Losses here are of another text, tokenizer and budget than the paper's: compare the gaps, not the "
             "values. The order of two operators in short training need not be that of the paper's budget; "
             "--budget takes a larger share, --budget paper all of it."
         )
