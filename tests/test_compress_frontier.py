@@ -99,6 +99,7 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     for repeated, more in ((0.16, "16% of 4-grams (the original 15%)"), (0.15, "itself no more than the original")):
         alike = dataclasses.replace(report, evaluation=found | {"repeated": repeated}).verdict
         assert alike.endswith(f"repeats {more}")
+    assert ", +0.00 nats on text" in dataclasses.replace(report, evaluation=found | {"nats": -0.001}).verdict
     worse = dataclasses.replace(report, evaluation=found | {"repeated": 0.48}).verdict
     assert worse.startswith("Its greedy text repeats itself (48% of 4-grams, the original's 15%): ")
     assert "off by more than half" in " ".join(

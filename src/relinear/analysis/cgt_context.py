@@ -158,10 +158,16 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
             beside=beside,
         ),
         Chart(
-            "Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(log=True)), stem="cgt_spectrum", beside=beside
+            "Power by harmonic k.",
+            Panel([wave], Axis(title="k"), Axis(title="power", log=True)),
+            stem="cgt_spectrum",
+            beside=beside,
         ),
         Chart(
-            "The components of y that vary most in one text.", Panel(trace, position), stem="cgt_trace", beside=beside
+            "The components of y that vary most in one text.",
+            Panel(trace, position, Axis(title="value")),
+            stem="cgt_trace",
+            beside=beside,
         ),
         Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", beside=beside),
     ]

@@ -20,6 +20,7 @@ from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, picture_of, what_ran
 from relinear.system.confidence import half_width
 from relinear.system.files import read_json
+from relinear.train.settings import TrainSettings
 
 RESULTS, SCALE = "results.json", "scale.json"
 REPORT = "report.html"
@@ -104,10 +105,15 @@ def results_section(directory: str | Path) -> Section:
     if (by_size := size_table(results)) is not None:
         blocks += [Text("Loss by bytes", heading=True), by_size]
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
-    blocks += [Text("Entries", heading=True), _operators(results, palette), Text("Every setting", heading=True)]
+    blocks += [
+        Text("Entries", heading=True),
+        _operators(results, palette),
+        Text("Settings other than the defaults", heading=True),
+    ]
     if results.get("recipe"):
         blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
-    blocks += [Listing(f"{entry['name']}, in full", as_yaml(entry["settings"])) for entry in entries]
+    defaults = TrainSettings().model_dump(mode="json")
+    blocks += [Listing(entry["name"], as_yaml(_changed(entry["settings"], defaults))) for entry in entries]
     seeds = ", ".join(str(run.get("seed")) for run in entries[0]["runs"])
     ran = what_ran(results, {"recipe": results["name"], "budget": results["budget"], "seeds": seeds})
     blocks += [Listing("data", as_yaml(results["data"])), *ran]
@@ -118,23 +124,68 @@ def results_section(directory: str | Path) -> Section:
 
 
 def verdict(results: Results) -> str:
-    """Return what a comparison came to, in a sentence, with how sure it is; counting is named where it is ahead."""
+    """Return what a comparison came to, in a sentence or two, with how sure it is; counting is named where it is ahead.
+
+    Entries of other sizes than the dense one do not win against one of its size.
+    """
     entries = sorted(results["entries"], key=lambda entry: entry["validation_loss"]["mean"])
-    base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
-    first, *others = entries[1:] + entries[:1] if entries[0] is base else entries
+    base = next((entry for entry in entries if entry["name"] == _dense(results)), entries[0])
+    others = [entry for entry in entries if entry is not base]
     if not others:
-        return f"{first['name']} came to a validation loss of {_of_seeds(first['validation_loss'], 3).text}."
-    second = base or others[0]
-    gap, half = _paired(first, second)
-    share = first["parameters"] / second["parameters"]
-    who = first["name"] + ("" if 0.95 < share < 1.05 else f", with {share:.2g} times the parameters,")
-    said = f"{who} is {'ahead of' if gap > 0 else 'behind'} {second['name']} by {abs(gap):.3f} nats a token"
-    sure = half is not None and abs(gap) > half
-    how = "one seed" if half is None else f"95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}"
-    said += f"; {how}{'' if sure else ', so this may be chance'}."
+        return f"{base['name']} came to a validation loss of {_of_seeds(base['validation_loss'], 3).text}."
+    first = next((entry for entry in others if _alike(entry, base, results)), others[0])
+    gap, half = _paired(first, base)
+    flaws = ["one seed"] * (half is None) + ["untuned learning rate"] * (not first["tuning"])
+    alike = _alike(first, base, results)
+    if not alike:
+        times, what = _ratio_of_sizes(base, first, results), _size(base, results)[1]
+        flaws.append(f"{base['name']} has {times:.2g} times the {what}")
+    who, ahead = f"{first['name']} is", f"{'ahead of' if gap > 0 else 'behind'} {base['name']}"
+    unit = _unit(results)
+    by = f"by {abs(gap):.3f} nats a {unit}"
+    if half is None or not alike:
+        said = f"Illustration only: {', '.join(flaws)}. Here {who} {ahead} {by}."
+    elif abs(gap) <= half:
+        low, high = -gap - half, -gap + half
+        said = f"Inconclusive: no difference can be told between {first['name']} and {base['name']}. "
+        said += f"Their gap is {-gap:+z.3f} nats a {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
+    else:
+        said = f"{who} {ahead} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
+        said += f" With {flaws[0]}." if flaws else ""
     if (counted := results.get("ngram")) and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
         said += f" Counting {counted['order']}-grams is still ahead of them all: train longer."
     return said
+
+
+def _size(entry: EntryResult, results: Results) -> tuple[float, str]:
+    """What entries are matched by, or else parameters: how much of it an entry has, and its name."""
+    by = results["match"]["by"]
+    if by == "bytes" and (stored := _stored(entry)):
+        return stored[0]["bytes"], "bytes"
+    return (entry["flops_per_token"], "FLOPs") if by == "flops" else (entry["parameters"], "parameters")
+
+
+def _ratio_of_sizes(first: EntryResult, second: EntryResult, results: Results) -> float:
+    return _size(first, results)[0] / _size(second, results)[0]
+
+
+def _alike(first: EntryResult, second: EntryResult, results: Results) -> bool:
+    return 0.95 < _ratio_of_sizes(first, second, results) < 1.05
+
+
+def _unit(results: Results) -> str:
+    """What losses and perplexities are stated of."""
+    trained = results["entries"][0]["settings"].get("data") or {}
+    return "byte" if trained.get("tokenizer") == "bytes" else "token"
+
+
+def _changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not defaults."""
+    return {
+        name: _changed(value, inner) if isinstance(value, dict) and isinstance(inner, dict) else value
+        for name, value in settings.items()
+        if value != (inner := defaults.get(name))
+    }
 
 
 def _paired(first: EntryResult, second: EntryResult) -> tuple[float, float | None]:
@@ -185,27 +236,30 @@ def results_table(results: Results) -> Table:
     entries, reference = results["entries"], results.get("reference")  # older comparisons have none
     palette = _palette(results)
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
-    leader, *others = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
+    # an entry of another size than the dense one does not win
+    ranked = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
+    leader, *others = [entry for entry in ranked if base is None or _alike(entry, base, results)]
     lead, half = _paired(leader, others[0]) if others else (0.0, None)
-    to = reference or (base and others and base["name"])
-    stored = any(_stored(entry) for entry in entries)
-    head = ["entry", "validation loss", *([f"gap to {to}"] if to else [])]
+    to = reference or (base and len(entries) > 1 and base["name"])
+    stored, unit = any(_stored(entry) for entry in entries), _unit(results)
+    head = ["entry", f"validation loss, nats a {unit}", *([f"gap to {to}"] if to else [])]
     head += ["bits", "bytes", "before storing"] if stored else []
-    head += ["parameters", "training speed"]
-    head += ["inference speed", "perplexity", "at step 0", "FLOPs / token", "peak memory", "learning rate"]
+    head += ["parameters", "training speed", "inference speed", f"perplexity a {unit}", "at step 0"]
+    head += ["FLOPs / token", "peak memory", "learning rate"]
     rows = []
     for entry in entries:
-        cells: list[Cell | str] = [entry["name"], _of_seeds(entry["validation_loss"], 3)]
-        if reference:
-            cells.append(Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"]))
-        elif to and base:
-            cells.append(Cell.of(None if entry is base else -_paired(entry, base)[0], "+.3f"))
-        if stored:
-            cells += _stored_cells(_stored(entry))
         size, flops = (
             Cell(number(entry[key]), entry[key], _ratio(entry[key], base and base[key]))
             for key in ("parameters", "flops_per_token")
         )
+        name = Cell(entry["name"], None, f"{size.text} parameters")  # a telephone shows the first columns alone
+        cells: list[Cell | str] = [name, _of_seeds(entry["validation_loss"], 3)]
+        if reference:
+            cells.append(Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"]))
+        elif to and base:
+            cells.append(Cell.of(None if entry is base else -_paired(entry, base)[0], "+z.3f"))
+        if stored:
+            cells += _stored_cells(_stored(entry))
         speed = entry["speed"]
         ratios = [speed["train_ratio"], speed["inference_ratio"]] if speed else [None, None]
         cells += [size, *(Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios)]
@@ -219,8 +273,9 @@ def results_table(results: Results) -> Table:
     counted = results.get("ngram")
     if counted:
         loss = counted["validation_loss"]
-        gap = [Cell.of(loss - base["validation_loss"]["mean"] if base else None, "+.3f")] if to else []
-        cells = [f"{counted['order']}-grams", Cell.of(loss), *gap, "", "", "", Cell.of(counted["perplexity"], ".2f")]
+        gap = [Cell.of(loss - base["validation_loss"]["mean"] if base else None, "+z.3f")] if to else []
+        cells = [f"{counted['order']}-grams", Cell.of(loss), *gap, *[""] * (6 if stored else 3)]
+        cells.append(Cell.of(counted["perplexity"], ".2f"))
         rows.append(Row([*cells, *[""] * (len(head) - len(cells))]))
     return Table(head, rows)
 
@@ -333,8 +388,8 @@ def gap_text(gap: Gap | None) -> str:
     """Return a gap with its interval: -0.120 [-0.131, -0.108]."""
     if gap is None:
         return "–"
-    mean = f"{gap['mean']:+.3f}"
-    return mean if gap["low"] is None else f"{mean} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+    mean = f"{gap['mean']:+z.3f}"
+    return mean if gap["low"] is None else f"{mean} [{gap['low']:+z.3f}, {gap['high']:+z.3f}]"
 
 
 def budget_table(results: Results) -> Table | None:

@@ -66,11 +66,11 @@ class CompressReport:
         said = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
         if self.evaluation is None:
             nats = self.plan.nats
-            return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+.2f} nats predicted"])
+            return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+z.2f} nats predicted"])
         found = self.evaluation
         said.append(f"{found['speed']['decode']['ratio']:.1f} times as fast")
-        said.append(f"{found['nats']:+.2f} nats on text like yours")
-        said += [f"{other['nats']:+.2f} on {name}" for name, other in found["elsewhere"].items()]
+        said.append(f"{found['nats']:+z.2f} nats on text like yours")
+        said += [f"{other['nats']:+z.2f} on {name}" for name, other in found["elsewhere"].items()]
         before, after = found["repeated_before"], found["repeated"]
         if before is None:
             return ", ".join(said)
@@ -89,7 +89,7 @@ class CompressReport:
         nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 5e-4)  # less is not printed
         if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
             found.append(
-                f"the plan's prediction of {predicted:+.3f} nats is off by more than half: {nats:+.3f} were measured"
+                f"the plan's prediction of {predicted:+z.3f} nats is off by more than half: {nats:+z.3f} were measured"
             )
         return found
 
@@ -131,23 +131,24 @@ def _plus_minus(found: Mapping[str, Any]) -> str:
 
 def _budget_line(row: Mapping[str, Any]) -> str:
     measured = "".join(
-        f", {found['nats']:+.3f} ± {found['interval'] or 0:.3f} measured on {name}"
+        f", {found['nats']:+z.3f} ± {found['interval'] or 0:.3f} measured on {name}"
         for name, found in ({"the corpus": row["measured"]} | row["elsewhere"] if "measured" in row else {}).items()
     )
     share = f"{row['bits']:.2f} bits a weight ({row['share_of_bytes']:.2f} of the bytes)"
-    return f"{share}: {row['predicted']:+.3f} nats predicted{measured}"
+    return f"{share}: {row['predicted']:+z.3f} nats predicted{measured}"
 
 
 def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
     where = "tokens that calibration has not seen" if found["unseen"] else "tokens of the calibration"
-    expected = "" if predicted is None else f", predicted {predicted:+.3f}"
+    expected = "" if predicted is None else f", predicted {predicted:+z.3f}"
     speeds = [f"{what} {found['speed'][what]['ratio']:.2f}" for what in ("prefill", "decode")]
     return [
         f"loss on {found['tokens']:,} {where}: {found['loss_before']:.3f} -> {found['loss']:.3f} "
-        f"({found['nats']:+.3f}{_plus_minus(found)}{expected}); next token as the original's: {found['agreement']:.1%}",
+        f"({found['nats']:+z.3f}{_plus_minus(found)}{expected}); next token as the original's: "
+        f"{found['agreement']:.1%}",
         *(
             f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} "
-            f"({other['nats']:+.3f}{_plus_minus(other)})"
+            f"({other['nats']:+z.3f}{_plus_minus(other)})"
             for name, other in found["elsewhere"].items()
         ),
         f"times the original's speed, measured at batch {found['speed']['batch']}: {', '.join(speeds)}",
@@ -219,7 +220,7 @@ def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         kept = layer["bits"] / 8 if in_bits else layer["parameters"] / layer["parameters_before"]
         told = f"{layer['bits']:.2f} bits a weight" if in_bits else f"{kept:.0%} kept"
         operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
-        nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+.4f} nats"
+        nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+z.4f} nats"
         title = f"{name}: {'stays dense' if operator is None else operator}, {told}{nats}"
         fill = None if operator is None else blend(_DARK, _LIGHT, kept)
         number = "" if fill is None else f"{layer['bits'] if in_bits else 100 * kept:.0f}"
