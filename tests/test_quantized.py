@@ -263,9 +263,9 @@ def test_checkpoints_hold_the_codes_and_refuse_other_ones(tmp_path) -> None:
     [
         ({"bits": 1}, "bits must be at least 2, got 1"),
         ({"bits": 9}, "bits must be at most 8, got 9"),
-        ({"bits": 2.5}, "bits must be int"),
+        ({"bits": 2.5}, "bits must be a whole number"),
         ({"group": 0}, "group must be at least 1"),
-        ({"symmetric": 1}, "symmetric must be bool"),
+        ({"symmetric": 1}, "symmetric must be true or false"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict, message: str) -> None:

@@ -88,7 +88,7 @@ def test_conv1d_that_is_not_square_is_read_transposed():
         ({"q_proj": LOW}, {"layers": [3]}, "layer 3 does not exist: the model has 3 layers"),
         ({"q_proj": LOW}, {"layers": []}, "nothing to replace"),
         ({"q_proj": LOW}, {"exclude": ".*"}, "nothing to replace"),
-        ({"q_proj": LOW}, {"init": "zero"}, "init must be one of fresh, from_weight"),
+        ({"q_proj": LOW}, {"init": "zero"}, "init must be one of 'fresh' or 'from_weight'"),
         ({"q_proj": LOW, "v_proj": relinear.LowRank(rank=9)}, {}, r"layers.0.self_attn.v_proj: rank=9 exceeds"),
     ],
 )

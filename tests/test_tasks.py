@@ -121,7 +121,7 @@ def test_mixture_joins_two_documents():
         ("cgt-arithmetic:digit=2", "unknown setting 'digit'; did you mean 'digits'"),
         ("cgt-arithmetic:a=3", "a must be two numbers"),
         ("cgt-arithmetic:digits=2,a=[0,95]", "answers of more than 4 digits"),
-        ("cgt-regression:layout=stacked", "layout must be one of shared, separate"),
+        ("cgt-regression:layout=stacked", "layout must be one of 'shared' or 'separate'"),
         ("cgt-mixture:start=0.9", "must satisfy 0 < start"),
     ],
 )

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from relinear.contract import plugins
-from relinear.system.text import cut
+from relinear.system.text import cut, requirement
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
@@ -298,15 +298,14 @@ def _check_hint(name: str, value: Any, hint: Any) -> None:
     elif hint in (bool, int, float, str):
         check_type(name, value, hint)
         if hint is float and not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
+            raise _refused(name, value, "finite_number")
 
 
-def check_type(name: str, value: Any, *types: type) -> None:
-    """Raise ValueError unless ``value`` is one of ``types`` (a bool is no number, an int is a float)."""
-    allowed = types + ((int,) if float in types else ())
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in types):
-        wanted = " or ".join("None" if t is type(None) else t.__name__ for t in types)
-        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raise ValueError unless ``value`` is a ``kind`` (a bool is no number, an int is a float)."""
+    allowed = (kind, int) if kind is float else kind
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise _refused(name, value, _FAULTS[kind])
 
 
 def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool = True, most: int = _LARGEST) -> None:
@@ -314,16 +313,27 @@ def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool
     ``minimum``."""
     check_type(name, value, int if integer else float)
     if not value >= minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
-    if value > most if integer else not math.isfinite(value):
-        raise ValueError(f"{name} must be {f'at most {most:,}' if integer else 'finite'}, got {shown(value)}")
+        raise _refused(name, value, "greater_than_equal", ge=minimum)
+    if not integer and not math.isfinite(value):
+        raise _refused(name, value, "finite_number")
+    if integer and value > most:
+        raise _refused(name, value, "less_than_equal", le=f"{most:,}")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
+        *first, last = map(repr, choices)
+        raise _refused(name, value, "literal_error", expected=f"{', '.join(first)} or {last}")
+
+
+#: of values -> the fault of another one, as pydantic names it: its settings and these have one set of messages
+_FAULTS = {int: "int_type", float: "float_type", bool: "bool_type", str: "string_type", tuple: "tuple_type"}
+
+
+def _refused(name: str, value: Any, fault: str, **limits: Any) -> ValueError:
+    return ValueError(f"{name} {requirement(fault, shown(value), limits)}")
 
 
 def check_fits(name: str, value: int, in_features: int, out_features: int) -> None:

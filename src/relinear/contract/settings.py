@@ -96,7 +96,7 @@ def readable(error: ValidationError) -> str:
     for fault in faults[:_TOLD]:
         where = cut(".".join(map(str, fault["loc"])))
         value, limits = fault["input"], fault.get("ctx", {})
-        what = requirement(fault["type"], value, limits, shown(value))
+        what = requirement(fault["type"], shown(value), limits)
         if fault["type"] == "missing":
             lines.append(f"{where} is missing: give it a value")
         elif what is None:

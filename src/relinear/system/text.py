@@ -42,13 +42,13 @@ _MUST_BE = {
 }
 
 
-def requirement(fault: str, value: Any, limits: Mapping[str, Any], shown: str) -> str | None:
-    """Return what a setting must be instead of ``value``, as ``must be below 1, got 80; for 80 % write 0.8``.
+def requirement(fault: str, shown: str, limits: Mapping[str, Any]) -> str | None:
+    """Return what a setting must be instead of a value, as ``must be below 1, got 80; for 80 % write 0.8``.
 
     Args:
         fault: its kind, as pydantic names it.
-        limits: what it states beside that.
         shown: the value as text.
+        limits: what pydantic states beside that.
 
     Returns:
         None for a kind that is not known here.
@@ -57,7 +57,7 @@ def requirement(fault: str, value: Any, limits: Mapping[str, Any], shown: str) -
     if must_be is None:
         return None
     text = f"must be {must_be.format_map(limits)}, got {shown}"
-    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?(%?)", str(value)[:20])
+    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?(%?)", shown.strip("'"))
     if share and (share[2] or limits.get("lt", limits.get("le")) == 1) and 1 < float(share[1]) <= 100:
         text += f"; for {float(share[1]):g} % write {float(share[1]) / 100:g}"
     return text
