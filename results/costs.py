@@ -26,7 +26,7 @@ from biased import FITTED, FRESH  # noqa: E402
 from relinear.compare import CompareSettings, compare  # noqa: E402
 from relinear.compare.match import measure_size, plan_comparison  # noqa: E402
 from relinear.compare.recipe import read_recipe  # noqa: E402
-from relinear.compare.settings import planned  # noqa: E402
+from relinear.compare.settings import read_plan  # noqa: E402
 from relinear.system.files import read_json, write_json  # noqa: E402
 from relinear.system.machine import describe_machine  # noqa: E402
 
@@ -43,7 +43,7 @@ _KEPT = ("parameters", "flops_per_token", "speed")
 
 def costs(name: str) -> dict[str, dict]:
     """Arm -> parameters, FLOPs of a forward pass, and the speeds of training and inference over the reference's."""
-    recipe = planned(HERE / "plans" / f"{name}.yaml").model_dump(mode="json", exclude_unset=True)
+    recipe = read_plan(HERE / "plans" / f"{name}.yaml").comparison.model_dump(mode="json", exclude_unset=True)
     train = recipe["train"]
     tokens = 2 * train["batch_size"] * train["data"]["sequence_length"]
     recipe = {key: value for key, value in recipe.items() if key not in ("tune", "budgets", "speed")}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from conftest import REPOSITORY
 from relinear.compare import gaps
 from relinear.compare.figures import budgets
-from relinear.compare.settings import Plan, planned
+from relinear.compare.settings import Plan
 from relinear.system.confidence import half_width, seeds_needed, student
 
 #: two-sided 95 %, by degrees of freedom
@@ -126,27 +126,16 @@ def test_a_plan_is_carried_out_as_it_is_written(more, tmp_path):
     assert "--plan goes with --out, --workers and --executor alone" in str(found.exception)
 
 
-def test_a_plan_has_a_comparison_or_the_study_of_a_script(tmp_path):
-    study = {"arms": {"gpt2": "a plain GPT-2", "aux": "CGT"}, "settings": {}, "grid": {}, "seeds": [0, 1, 2]}
-    by_script = {key: value for key, value in PLAN.items() if key != "comparison"} | {"study": study}
-    path = tmp_path / "plan.yaml"
-    path.write_text(json.dumps(by_script))
-    with pytest.raises(ValueError, match="carried out by a script: relinear compare"):
-        planned(path)
-    with pytest.raises(ValueError, match="one of them"):
-        Plan.load(by_script | PLAN)
-
-
 @pytest.fixture(scope="module")
 def committed() -> dict[str, tuple[str, dict]]:
-    """Name -> command, and the comparison or {}, of every committed plan.
+    """Name -> command, and the comparison of every committed plan.
 
     Read in a process of its own: an operator of results/ is no operator of the library.
     """
     asked = (
         "import json, sys; from pathlib import Path; from relinear.compare.settings import read_plan; "
         "plans = {path.stem: read_plan(path) for path in Path(sys.argv[1]).glob('*.yaml')}; "
-        "told = {name: (plan.command, plan.comparison and plan.comparison.model_dump(mode='json')) "
+        "told = {name: (plan.command, plan.comparison.model_dump(mode='json')) "
         "for name, plan in plans.items()}; print(json.dumps(told))"
     )
     places = [str(REPOSITORY / "results" / folder) for folder in ("rotor", "fair", "hdpl")]
@@ -159,7 +148,7 @@ def committed() -> dict[str, tuple[str, dict]]:
 def test_the_committed_plans_are_plans(committed):
     assert len(committed) >= 13
     for name, (command, _) in committed.items():
-        assert f"--plan results/plans/{name}.yaml" in command or "--recipe cgt" in command
+        assert f"--plan results/plans/{name}.yaml" in command
 
 
 class _Started:
@@ -193,8 +182,7 @@ def test_plans_of_a_gpu_are_a_queue_that_the_next_call_goes_on_with(tmp_path, mo
 
     def start(command, cwd):
         begun.append(Path(command[-1]).name)
-        own = (cwd / command[1]).is_file() and command[2] == "plan"  # a script, which its plan names
-        assert own or command[: len(gpu_evidence.RELINEAR)] == gpu_evidence.RELINEAR
+        assert command[: len(gpu_evidence.RELINEAR)] == gpu_evidence.RELINEAR
         assert Path(command[command.index("--plan") + 1]).is_file()
         return _Started(stopped, command, needed=1e9 if begun == [gpu_evidence.QUEUE[0], long] else 0)
 

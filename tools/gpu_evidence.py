@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.compare import CompareSettings, compare
-from relinear.compare.recipe import read_yaml
-from relinear.compare.settings import planned
+from relinear.compare.settings import read_plan
 from relinear.contract.plugins import VARIABLE, import_named
 
 __all__ = ["QUEUE", "carry_out", "rehearse"]
@@ -43,21 +42,12 @@ SHORT = {"batch_size": 2, "device": "cpu", "dtype": "float32", "threads": 1, "ev
 
 
 def _finished(out: Path) -> bool:
-    return any((out / name).is_file() for name in ("results.json", "report.json"))
-
-
-def _script(plan: Path) -> str:
-    """The script that carries out a plan of a study; "" for a comparison, whose operators need not be known here."""
-    said = read_yaml(plan)
-    return said["command"].split()[1] if "study" in said else ""
+    return (out / "results.json").is_file()
 
 
 def _command(name: str, out: Path, workers: int) -> list[str]:
-    """What carries a plan out: ``relinear compare``, or the script that the plan names."""
-    path = PLANS / f"{name}.yaml"
-    if script := _script(path):
-        return [sys.executable, script, "plan", "--plan", str(path), "--out", str(out)]
-    return [*RELINEAR, "compare", "--plan", str(path), "--workers", str(workers), "--out", str(out)]
+    """What carries a plan out."""
+    return [*RELINEAR, "compare", "--plan", str(PLANS / f"{name}.yaml"), "--workers", str(workers), "--out", str(out)]
 
 
 def _stop(running: Any) -> None:
@@ -115,15 +105,11 @@ def _tiny(settings: CompareSettings, text: str) -> CompareSettings:
 
 
 def rehearse(out: Path, text: str) -> list[str]:
-    """Take every plan of a comparison through its steps; return the names of those that did not end.
-
-    A script's plan is taken through them by its test.
-    """
-    queue = [name for name in QUEUE if not _script(PLANS / f"{name}.yaml")]
-    for name in queue:
-        compare(_tiny(planned(PLANS / f"{name}.yaml"), text), out / name, workers=0)
+    """Take every plan through its steps; return the names of those that did not end."""
+    for name in QUEUE:
+        compare(_tiny(read_plan(PLANS / f"{name}.yaml").comparison, text), out / name, workers=0)
         print(f"{name}: every step is there", flush=True)
-    return [name for name in queue if not _finished(out / name)]
+    return [name for name in QUEUE if not _finished(out / name)]
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ def command(
     from relinear.compare.recipe import apply_overrides, change_recipe, parse_overrides, read_recipe
     from relinear.compare.report import write_report
     from relinear.compare.run import compare
-    from relinear.compare.settings import CompareSettings, planned
+    from relinear.compare.settings import CompareSettings, read_plan
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_results, print_scale
 
@@ -91,7 +91,7 @@ def command(
     if tune and not values.get("tune"):  # else as the recipe tunes
         changes = {"tune": True} | changes
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
-    settings = CompareSettings.load(values, recipe or "settings") if plan is None else planned(plan)
+    settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
     options.prepare_process()
     where: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:

@@ -406,22 +406,6 @@ def lasting(settings: TrainSettings, fraction: float) -> TrainSettings:
 _Said = Field(min_length=1)
 
 
-class Study(Settings):
-    """What a script of results/ trains, where ``relinear compare`` cannot.
-
-    Attributes:
-        arms: name -> what it is.
-        settings: that all arms share, as the script takes them.
-        grid: name of a setting -> values that are tried for every arm.
-        seeds: a run of every arm for each.
-    """
-
-    arms: dict[str, str] = Field(min_length=2)
-    settings: dict[str, Any]
-    grid: dict[str, tuple[Any, ...]]
-    seeds: tuple[Seed, ...] = Field(min_length=1)
-
-
 class Plan(Settings):
     """A planned comparison. Gaps are in nats a token.
 
@@ -436,7 +420,6 @@ class Plan(Settings):
         stopping: when the runs end, and what counts if they are cut off.
         without_power: why there are fewer seeds than effect and spread take; the rows then say "no power".
         comparison: the recipe: arms, settings, grid and seeds.
-        study: the same for a script, in place of a comparison.
     """
 
     question: str = _Said
@@ -448,15 +431,11 @@ class Plan(Settings):
     budget: str = _Said
     stopping: str = _Said
     without_power: str = ""
-    comparison: CompareSettings | None = None
-    study: Study | None = None
+    comparison: CompareSettings
 
     @model_validator(mode="after")
     def _has_power(self) -> Plan:
-        planned = self.comparison or self.study
-        if planned is None or (self.comparison is not None and self.study is not None):
-            raise ValueError("a plan has a comparison, or the study of a script: one of them")
-        count = len(planned.seeds)
+        count = len(self.comparison.seeds)
         if count < self.seeds_needed and not self.without_power:
             raise ValueError(
                 f"{count} seeds cannot tell an effect of {self.effect:g} from none at a spread of {self.spread:g}: it "
@@ -481,11 +460,3 @@ def read_plan(path: str | Path) -> Plan:
     if isinstance(recipe := values.get("comparison"), dict):
         values["comparison"] = {"name": Path(path).stem} | recipe
     return Plan.load(values, str(path))
-
-
-def planned(path: str | Path) -> CompareSettings:
-    """Return the comparison of a plan. Raises as ``read_plan``, and ValueError where a script carries it out."""
-    plan = read_plan(path)
-    if plan.comparison is None:
-        raise ValueError(f"{path} is carried out by a script: {plan.command}")
-    return plan.comparison
