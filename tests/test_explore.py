@@ -177,7 +177,7 @@ def test_an_index_is_kept_and_made_again_where_anything_changed(subject, tmp_pat
 
 def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
     model = make_tiny_llama().eval()
-    with pytest.raises(ValueError, match=r"no site .* 'q_porj'"):
+    with pytest.raises(ValueError, match=r"no hook point .* 'q_porj'"):
         choose_hook_points(model, ["q_porj"])
     monkeypatch.setattr(units_module, "_MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="too many for one index"):
@@ -380,7 +380,7 @@ def test_the_command_says_what_is_wrong(tmp_path, texts, capsys) -> None:
     fine = [str(model), "--data", str(texts), "--sequences", "2", "--length", "8", "--static", str(tmp_path / "x.html")]
     for given, words in [
         ([str(tmp_path / "nothing"), *fine[1:]], "nothing"),
-        ([*fine, "--sites", "k_prj"], "k_prj"),
+        ([*fine, "--hook-points", "k_prj"], "k_prj"),
         ([*fine[:2], str(tmp_path / "empty.txt"), *fine[3:]], "empty.txt|no text|0 sequences"),
         ([*fine, "--length", "4000"], "too long for this model"),
         ([*fine, "--tokenizer", str(tmp_path)], "no tokenizer"),
@@ -412,7 +412,7 @@ def test_text_of_corpus_and_file_names_is_escaped_in_the_file(subject) -> None:
 def test_a_file_beyond_the_limit_is_refused(subject, monkeypatch) -> None:
     monkeypatch.setattr("relinear.explore.page.LIMIT", 10_000)
     measured = []
-    with pytest.raises(ValueError, match="--sites"):
+    with pytest.raises(ValueError, match="--hook-points"):
         static_page([subject], effects=2, on_progress=lambda progress: measured.append((progress.done, progress.total)))
     assert not measured
 
@@ -511,7 +511,7 @@ def test_the_file_shows_units_without_a_server(browser, subject, tmp_path) -> No
     before = unit.inner_text()
     view.get_by_label("texts in which it is").first.select_option("least")
     assert unit.inner_text() != before
-    view.get_by_label("site").first.select_option(index=1)
+    view.get_by_label("hook point").first.select_option(index=1)
     view.wait_for_function("text => document.querySelector('[data-role=unit]').innerText !== text", arg=before)
     fits(view)
     assert wrong == []

@@ -17,9 +17,12 @@ def command(
     text_column: TextColumn = None,
     sequences: Annotated[int, typer.Option(min=1, help="Texts to look at.")] = 256,
     length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
-    sites: Annotated[
+    hook_points: Annotated[
         str | None,
-        typer.Option(help="Where to look, such as up_proj.basis_gate,q_proj; by default every latent and gate."),
+        typer.Option(
+            *("--hook-points", "--sites"),  # its name in 0.2
+            help="Where to look, such as up_proj.basis_gate,q_proj; by default every latent and gate.",
+        ),
     ] = None,
     tokenizer: Tokenizer = None,
     index: Annotated[Path | None, typer.Option(help="Where the index is kept; by default DIR/explore.")] = None,
@@ -49,7 +52,7 @@ def command(
         check_page(static, overwrite)
     text = DataSettings(data=data, text_column=text_column)
     prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
-    names = [name.strip() for name in (sites or "").split(",") if name.strip()]
+    names = [name.strip() for name in (hook_points or "").split(",") if name.strip()]
     wanted: Any = {"data": text, "sequences": sequences, "length": length, "wanted": names}
     folders = [index] if second is None else [index and index / one for one in ("first", "second")]
     named = zip(filter(None, [model, second]), folders, strict=True)

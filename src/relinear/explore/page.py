@@ -20,9 +20,9 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 _TEMPLATE = "explore/explore.html"
 _LIVE = (
-    "A unit is one dimension of a site: a gate, a dimension of a latent, a channel of what a layer puts out. Look "
-    "whether its texts have something in common that those of the random unit beside it have not, and whether changing "
-    "it does more than changing that one."
+    "A unit is one dimension of a hook point: a gate, a dimension of a latent, a channel of what a layer puts out. "
+    "Look whether its texts have something in common that those of the random unit beside it have not, and whether "
+    "changing it does more than changing that one."
 )
 _STATIC = (
     _LIVE
@@ -66,8 +66,8 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
 def _checked(page: str) -> str:
     if len(page.encode()) > LIMIT:
         raise ValueError(
-            f"the file would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}: name fewer sites "
-            "with --sites, or take fewer or shorter texts"
+            f"the file would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}: name fewer hook "
+            "points with --hook-points, or take fewer or shorter texts"
         )
     return page
 

@@ -40,11 +40,11 @@ _SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), 
 
 
 def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, HookPoint]:
-    """The sites to look at: all latents and gates of ``model``; where it has none, the outputs of its layers' maps.
+    """Return the hook points to look at: all latents and gates; where there are none, the outputs of layers' maps.
 
     Args:
         model: any model.
-        wanted: names of sites, exact or dotted suffixes as in ``relinear.activations.intervene``, in place of these.
+        wanted: names, exact or dotted suffixes as in ``relinear.activations.intervene``, in place of these.
 
     Raises:
         ValueError: if nothing is found, or the index would take more than a GiB.
@@ -56,7 +56,7 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
         found = {name: site for name, site in every.items() if name == pattern or name.endswith(f".{pattern}")}
         if not found:
             ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in inside or every)
-            raise ValueError(f"no site of this model is named {pattern!r}; {nearest(pattern, ends)}")
+            raise ValueError(f"no hook point of this model is named {pattern!r}; {nearest(pattern, ends)}")
         chosen |= found
     if not wanted:
         chosen = inside or _outputs_of_layers(model, every)
@@ -64,7 +64,9 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
         raise ValueError(f"{type(model).__name__} has no units: no latent, no gate and no layer with a linear map")
     units = sum(site.size for site in chosen.values())
     if units * _BYTES > _MOST_BYTES:
-        raise ValueError(f"{units:,} units are too many for one index; name some sites, such as {next(iter(chosen))!r}")
+        raise ValueError(
+            f"{units:,} units are too many for one index; name hook points, such as {next(iter(chosen))!r}"
+        )
     return chosen
 
 
@@ -79,7 +81,7 @@ def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class HookPointFacts:
-    """A site in an index: its units are rows ``start`` to ``start + size``; ``layer`` is None outside of all layers."""
+    """A hook point in an index: its units are rows ``start`` to ``start + size``; layer: None outside of all."""
 
     name: str
     kind: str
@@ -114,9 +116,9 @@ class Index:
         return facts.start + unit
 
     def facts(self, site: str) -> HookPointFacts:
-        """Return what is known of a site. Raises ValueError if there is none of this name."""
+        """Return what is known of a hook point. Raises ValueError if there is none of this name."""
         if site not in self.sites:
-            raise ValueError(f"no site is named {site!r}; {nearest(site, self.sites)}")
+            raise ValueError(f"no hook point is named {site!r}; {nearest(site, self.sites)}")
         return self.sites[site]
 
     def unit_at(self, row: int) -> tuple[str, int]:
@@ -255,7 +257,7 @@ def index_units(
         on_progress(Progress("indexing", min(start + BATCH, len(ids)), len(ids)))
     silent = [name for name, one in running.items() if one.seen != ids.numel()]
     if silent:
-        raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other sites than it")
+        raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other hook points")
     layers, facts, first = _layers_of(model, chosen), {}, 0
     for name, site in chosen.items():
         facts[name] = HookPointFacts(name, site.kind, layers[name], site.size, first)
