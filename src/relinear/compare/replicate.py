@@ -48,11 +48,12 @@ from relinear.pages.page import write_page
 from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
+from relinear.train.fitting import training_device
 
 #: evaluations while training, and validation tokens at least and at most, below the paper's budget
 _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
-#: operations of the steps that a plan times
-_TIMED = 2e10
+#: operations of the steps that a plan times, by kind of device
+_TIMED = {"cpu": 2e10, "cuda": 2e13}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +229,10 @@ def replication(
 
 
 def _timed(settings: Any, flops: int) -> Any:
-    """Settings of which a step takes about a second on a core."""
+    """Settings of which a step takes about a second."""
     length = min(settings.data.sequence_length, 256)
-    batch = max(1, min(settings.batch_size, round(_TIMED / (3 * flops * length))))
+    operations = _TIMED.get(training_device(settings).type, _TIMED["cpu"])
+    batch = max(1, min(settings.batch_size, round(operations / (3 * flops * length))))
     data = settings.data.updated(sequence_length=length)
     return settings.updated(batch_size=batch, accumulation=1, data=data.model_dump()).model_dump(mode="json")
 
@@ -317,8 +319,8 @@ def _analysed(run: Path, measure: str) -> Cell:
     path = run / "analysis" / f"{name}.json"
     value: Any = read_values(path) if path.is_file() else {}
     for key in keys:
-        value = value.get(key) or {}
-    return Cell.of(value or None, form)
+        value = value.get(key, {})
+    return Cell.of(None if value == {} else value, form)
 
 
 def replicate_section(directory: str | Path) -> Section:
