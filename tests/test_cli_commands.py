@@ -284,10 +284,14 @@ def test_what_a_recipe_says_of_entries_goes_with_them(monkeypatch, tmp_path, cap
     for name in ("quick", "hdpl-claims", "ccl-parameters"):
         assert main(["compare", "--recipe", name, *two]) == 2
         assert capfd.readouterr().err == "error: enough\n"
-    quick, claims, counted = asked
+    assert main(["compare", "-o", "dense", "-o", "low_rank:rank=48", "--match", "parameters"]) == 2
+    quick, claims, counted, equal = asked
     assert (quick.match.by, quick.match.to) == ("parameters", None)
     assert (claims.match.to, claims.reference) == ("hdpl", "dense")
     assert counted.match.to == 983_168
+    dense, low_rank = (planned.size.parameters for planned in plan_comparison(equal, 258))
+    assert low_rank == 632_448, "operators are the target"
+    assert dense == pytest.approx(low_rank, rel=0.02)
 
 
 def test_entries_are_named_by_kind_or_by_setting():

@@ -17,7 +17,10 @@ def command(
     ] = None,
     match: Annotated[
         Literal["width", "parameters", "flops", "bytes"] | None,
-        typer.Option(help="`width` keeps every entry as written, the others resize them.", show_default="width"),
+        typer.Option(
+            help="`width` keeps every entry as written, the others resize them, dense by its width.",
+            show_default="width",
+        ),
     ] = None,
     size: Annotated[
         str | None, typer.Option(help="Of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB.")
@@ -84,7 +87,10 @@ def command(
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
     if operators:  # the recipe's entries go, and with them what is to be like one of them
-        changes = {"entries": (entries := options.named_entries(operators))} | changes
+        entries: dict[str, Any] = dict(options.named_entries(operators))
+        if match in ("parameters", "flops"):  # dense is a control at the size of the others
+            entries |= {name: {"resize": "width"} for name, setting in entries.items() if setting == "dense"}
+        changes = {"entries": entries} | changes
         for place, key in ((values, "reference"), (values.get("match"), "to")):
             if isinstance(place, dict) and isinstance(named := place.get(key), str) and named not in entries:
                 del place[key]

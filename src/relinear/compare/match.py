@@ -304,9 +304,9 @@ def plan_comparison(
 
     if isinstance(match.to, int):
         return at(match.to)
-    candidates = (
-        [str(match.to)] if match.to else [n for n, entry in recipe.entries.items() if entry.resizing != "fixed"]
-    )
+    resizable = [name for name, entry in recipe.entries.items() if entry.resizing != "fixed"]
+    with_operators_first = sorted(resizable, key=lambda name: not written[name].operators)
+    candidates = [str(match.to)] if match.to else with_operators_first
     if not candidates:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     refused: list[ValueError] = []

@@ -279,7 +279,7 @@ def _counting_notes(counted: Ngram | None, entries: list[EntryResult]) -> list[s
     lost = f" Behind it: {', '.join(behind)}." if behind else " No entry is behind it."
     return [
         f"Kneser-Ney {counted['order']}-grams, counted in {counted['tokens']:,} of the tokens that the entries see, "
-        f"come to {loss:.3f} on the same blocks.{lost}"
+        f"have a loss of {loss:.3f} on the same blocks.{lost}"
     ]
 
 
