@@ -63,6 +63,13 @@ def test_specialised_accuracy_is_the_specialised_models(samples):
                 guess = stock(rest[None]).logits[0, :-1].argmax(-1)
             right.append((guess == rest[1:])[task.answer_mask()[1:18]])
     assert result[:, 0].mean().item() == pytest.approx(torch.stack(right).float().mean().item())
+    twins = cgt_arithmetic.answer_accuracy(model, task, ids[:1].expand(4, -1))
+    assert torch.equal(twins["another"], twins["specialized"])
+    with torch.no_grad():
+        for modulator in model.modulators():
+            modulator.left.mul_(100)  # so that answers follow y
+    found = cgt_arithmetic.answer_accuracy(model, task, samples.batch(range(40))["input_ids"])
+    assert not torch.equal(found["another"], found["specialized"])
 
 
 def test_specialised_accuracy_with_the_examples_in_context(samples):
@@ -107,7 +114,7 @@ def test_report_probes_each_place_with_samples_held_out(samples):
     subject = Subject(model, ids, data=data)
     assert torch.equal(ids, subject.samples.batch(range(60))["input_ids"])
     numbers = cgt_arithmetic.run(subject).numbers
-    assert set(numbers["accuracy"]) == {"dynamic", "specialized", "specialized_ctx"}
+    assert set(numbers["accuracy"]) == {"dynamic", "specialized", "specialized_ctx", "another"}
     read = cgt_arithmetic.probe_features(model.context(ids), samples.task).double().reshape(120, -1).numpy()
     hidden = np.concatenate([subject.samples.drawn(index)["coefficients"] for index in range(60)])
     x = (read - read[:60].mean(0)) / read[:60].std(0, ddof=1)

@@ -25,6 +25,7 @@ KINDS = {
     "dynamic": "y computed, examples in context",
     "specialized": "y frozen, examples removed",
     "specialized_ctx": "y frozen, examples in context",
+    "another": "y frozen, of another sample, examples removed",
 }
 #: where a probe reads y: at one drawn position of the second half (Section 4.2), its mean there (Figure 3b), at the end
 PLACES: tuple[Literal["anywhere", "average", "last"], ...] = ("anywhere", "average", "last")
@@ -48,7 +49,8 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
         Kind -> (B, 2), shares of symbols and of whole answers. ``dynamic``: the whole sample in context, y computed for
         each token. Of a CGT also ``specialized``: y frozen at the end of the first half, whose examples are then taken
         out of the context; and ``specialized_ctx``: the same y, for all tokens of the task, with its examples in the
-        context ("ctx" in Figure 9; Figures 7 and 8).
+        context ("ctx" in Figure 9; Figures 7 and 8); and ``another``, the control: y of another sample, other
+        coefficients, in place of its own.
     """
     second = task.examples // 2
     if second < 1:
@@ -59,12 +61,18 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
         if not hasattr(model, "context"):
             return found
         y = model.context(ids)
-        parts: dict[str, list[Tensor]] = {"specialized": [], "specialized_ctx": []}
+        parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS if kind != "dynamic"}
         for start in range(0, task.length, task.task_length):
             middle, end = start + (task.examples - second) * task.example_length, start + task.task_length
-            for kind, begin in (("specialized", middle), ("specialized_ctx", start)):
+            frozen = y[:, middle - 1]
+            other = frozen.roll(1, 0)
+            for kind, begin, given in (
+                ("specialized", middle, frozen),
+                ("specialized_ctx", start, frozen),
+                ("another", middle, other),
+            ):
                 rest = ids[:, begin:end]
-                logits = model(input_ids=rest, frozen_context=y[:, middle - 1]).logits
+                logits = model(input_ids=rest, frozen_context=given).logits
                 parts[kind].append(_right(logits, rest, answers[begin:end], second))
     return found | {kind: torch.stack(values).mean(0) for kind, values in parts.items()}
 
