@@ -76,7 +76,7 @@ def options_in(printed):
 FIELDS = {
     "train": (TrainSettings, "model data.data data.tokenizer steps batch_size learning_rate seed"),
     "distill": (DistillSettings, "tokens epochs learning_rate loss target seed"),
-    "compress": (CompressSettings, "budget_of candidates tokens fisher heal_tokens heal evaluate"),
+    "compress": (CompressSettings, "reader tokens heal_tokens heal evaluate"),
     "bench": (BenchSettings, "shapes tokens dtypes modes rounds repeats for_inference peers untuned"),
 }
 

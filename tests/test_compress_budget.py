@@ -20,23 +20,14 @@ LOW = relinear.LowRank
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.8])
-@pytest.mark.parametrize("budget_of", ["layers", "model", "bytes"])
-def test_budgets_are_met_and_spent(budget_of: str, keep: float, tmp_path) -> None:
+def test_budgets_are_met_and_spent(keep: float, tmp_path) -> None:
     model = tiny()
 
     def cost() -> float:
-        layers = modules(model).values()
-        state = {t.data_ptr(): t for t in model.state_dict().values()}.values()
-        return {
-            "layers": lambda: sum(p.numel() for m in layers for p in m.parameters()),
-            "model": lambda: sum(p.numel() for p in model.parameters()),
-            "bytes": lambda: sum(t.numel() * min(t.element_size(), 2) for t in state),  # as saved, at half precision
-        }[budget_of]()
+        return sum(p.numel() for m in modules(model).values() for p in m.parameters())
 
-    before, settings = cost(), SETTINGS | {"budget_of": budget_of}
-    if budget_of == "bytes":
-        del settings["candidates"]  # integers are the default
-    report = compress(model, tokens(), keep=keep, settings=settings, out_dir=tmp_path)
+    before = cost()
+    report = compress(model, tokens(), keep=keep, settings=SETTINGS, out_dir=tmp_path)
     assert 0.97 * keep * before < cost() <= keep * before
     assert json.loads((tmp_path / "report.json").read_text())["budget"]["unit"] == report.budget.unit
 
@@ -44,19 +35,14 @@ def test_budgets_are_met_and_spent(budget_of: str, keep: float, tmp_path) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep": 0.01}, r"keep=0.01 \(budget_of=layers\) cannot be met: of 27,648 parameters"),
-        ({"keep": 0.1, "budget_of": "model"}, r"of the model's 31,072 parameters is less than the 3,424 outside"),
-        ({"keep": 0.13, "budget_of": "model"}, r"cannot be met: .* it allows 615, and .* take 2,784"),
-        ({"keep": 0.01, "budget_of": "bytes"}, r"of the model's [\d,]+ bytes is less than the [\d,]+ outside"),
-        ({"keep": 0.5, "bits": 4}, "keep and bits are two budgets"),
-        ({"budget_of": "model", "bits": 4}, "and bits is no share"),
+        ({"keep": 0.01}, r"keep=0.01 cannot be met: of 27,648 parameters"),
+        ({"keep": 0.5, "bits": 4}, "keep and bits are 2 budgets"),
         (
             {"bits": 4, "candidates": ("low_rank:rank=1",)},
             r"LowRank\(rank=1\) stores no integers.*give candidates=quantized",
         ),
         ({"candidates": ("quantized",)}, r"Quantized\(.*\) stores integers, which a count of parameters leaves out"),
         ({"candidates": ("neurons",)}, "neurons"),
-        ({"budget_of": "watts"}, "budget_of must be one of 'layers', 'model' or 'bytes'"),
         (
             {"candidates": ("monarch:blocks=40",)},
             r"Monarch\(blocks=40\) fits none of the layers.*\(32, 16\)",

@@ -96,7 +96,7 @@ def test_a_plan_of_integers_becomes_blocks_mixed_by_layer(tmp_path) -> None:
     stored = gguf.GGUFReader(tmp_path / "model.gguf").tensors
     assert len(held) > 1
     assert {tensor.tensor_type.name for tensor in stored} == held | {"F32"}, "norms alone stay as they were"
-    assert {t.tensor_type.name for t in stored if t.name in ("token_embd.weight", "output.weight")} == {"Q8_0"}
+    assert "F32" not in {t.tensor_type.name for t in stored if t.name in ("token_embd.weight", "output.weight")}
     assert_same(tmp_path / "model.gguf", model)
 
 
@@ -225,8 +225,7 @@ def test_refusals_before_anything_is_computed(tmp_path) -> None:
         assert not (tmp_path / "calibration").exists()
 
     refused("a product of matrices", llama(), tokenizer_of())
-    by_bits = {"candidates": ("quantized",), "bits": 4.25, "embedding": None}
-    refused("of more than 5 bits with zero points", llama(hidden_size=64), tokenizer_of(), **by_bits)
+    refused("bits=4.25 cannot be met", llama(hidden_size=64), tokenizer_of(), bits=4.25)
     refused("holds the tokenizer", llama(), None)
     refused("cut text as GPT-2's or SmolLM's", llama(), byte_tokenizer())
     refused("attention_bias", llama(attention_bias=True), tokenizer_of())

@@ -122,7 +122,7 @@ def main() -> None:
     corpora = {Path(path).parent.name: texts(path) for path in given.calibrate}
     draws = []
     for seed in (0, 1):
-        settings = CompressSettings(tokens=given.tokens, seed=seed, evaluate=False, embedding=None)
+        settings = CompressSettings(tokens=given.tokens, seed=seed, evaluate=False)
         blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
         state = given.state / Path(given.model).name / f"seed-{seed}"
         state.mkdir(parents=True, exist_ok=True)

@@ -15,22 +15,25 @@ def command(
     model: options.PretrainedModel,
     data: Corpora,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
-    bits: Annotated[
-        float | None, typer.Option(help="Of a weight on average, scales included; in place of --keep.")
-    ] = None,
+    bits: Annotated[float | None, typer.Option(help="Of a weight, embedding too; in place of --keep.")] = None,
     keep: Annotated[
-        float | None, typer.Option(help="Share that is left; by default 0.8 where no --bits are given.")
+        float | None, typer.Option(help="Share of the parameters, by low rank; 0.8 where no other budget is given.")
     ] = None,
-    budget_of: Annotated[
-        Literal["layers", "model", "bytes"] | None,
-        typer.Option(help="What --keep is a share of: parameters or stored bytes.", show_default="layers"),
+    size: Annotated[
+        str | None, typer.Option(help="Of the file at most, in place of --bits: 90MB, or a share such as 0.3.")
+    ] = None,
+    reader: Annotated[
+        Literal["relinear", "llama.cpp", "vllm"] | None,
+        typer.Option(
+            "--for", help="Program that will run the model: its types and its bytes.", show_default="relinear"
+        ),
     ] = None,
     candidates: Annotated[
         list[str] | None,
         typer.Option(
             *("--candidates", "--menu"),  # its name in 0.2
             help="Operators that a layer may become; may be repeated.",
-            show_default="pivoted_low_rank",
+            show_default="what the reader stores; pivoted_low_rank with --keep",
         ),
     ] = None,
     target: Annotated[list[str] | None, typer.Option(help="Pattern of layers to replace; by default all.")] = None,
@@ -68,10 +71,10 @@ def command(
 ) -> None:
     """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
 
-    Statistics are kept in DIR/calibration, so that another budget needs no second measurement. Killed and started
-    again with the same arguments, it goes on from where it was. The model is saved in DIR/model.
+    Predictions are kept in DIR/calibration, so that another budget plans at once. Killed and started again with the
+    same arguments, it goes on from where it was. The model is saved in DIR/model, and as --for reads it.
 
-    **Example:** `relinear compress models/smollm2 --bits 4.25 --data stdlib --out runs/compress`
+    **Example:** `relinear compress models/smollm2 --for llama.cpp --size 90MB --data stdlib --out runs/compress`
     """
     from relinear.compression import CompressSettings, compress
     from relinear.compression.plan import read_layers
@@ -81,7 +84,8 @@ def command(
     written = {
         "bits": bits,
         "keep": keep,
-        "budget_of": budget_of,
+        "size": size,
+        "reader": reader,
         "candidates": candidates,
         "tokens": tokens,
         "heal_tokens": heal_tokens,
@@ -94,12 +98,12 @@ def command(
     if plan is not None:
         read_layers(plan)
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
-    reader = options.load_model_tokenizer(model, tokenizer)
+    text_reader = options.load_model_tokenizer(model, tokenizer)
     which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings}
     what: Any = {"plan_file": plan, "plan_only": plan_only, "frontier": frontier, "export": export, "out_dir": out}
     what["overwrite"] = overwrite
     loaded = options.load_model(model)
-    texts: Any = {"tokenizer": reader, "evaluate_on": _read(judges)}
+    texts: Any = {"tokenizer": text_reader, "evaluate_on": _read(judges)}
     with watch(resumable=True) as on_progress:
         report = compress(loaded, _read(corpora), **texts, **which, **what, on_progress=on_progress)
     print(report)

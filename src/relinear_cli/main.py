@@ -34,7 +34,7 @@ _GROUPS = {
     "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "evaluate",
-    "Budget": "bits keep budget_of batch steps tokens trials seeds widths base_width "
+    "Budget": "bits size keep reader batch steps tokens trials seeds widths base_width "
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only frontier as_json report index static check",
     "Cases": "shapes dtypes modes passes inference_batches",

@@ -3,14 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from relinear.compression.settings import CompressSettings
 from relinear.contract.operator import OperatorConfig, linear_features
 from relinear.surgery.summary import module_parameters
 
@@ -127,14 +125,14 @@ class Budget:
     """What the layers that may be replaced may cost together, and what each does.
 
     what: in words, with the setting that says so. unit: of costs. limit: at most so much. whole: what they cost as they
-    are. cost: of a layer by name, as an operator or, for None, as it is.
+    are. cost: of a layer by name, as an operator or, for None, as it is; None where it cannot be that.
     """
 
     what: str
     unit: str
     limit: float
     whole: float
-    cost: Callable[[str, OperatorConfig | None], float]
+    cost: Callable[[str, OperatorConfig | None], float | None]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -150,63 +148,14 @@ class Budget:
         least = 0.0
         for name, module in modules.items():
             configs = [config for entry in entries for config in entry.candidates(*linear_features(module))]
-            least += min(self.cost(name, config) for config in [None, *configs])
+            costs = [self.cost(name, config) for config in [None, *configs]]
+            least += min(cost for cost in costs if cost is not None)
         if least > self.limit:
             raise ValueError(
                 f"{self.what} cannot be met: of {self.whole:,.0f} {self.unit} of the layers that may be replaced "
                 f"it allows {self.limit:,.0f}, and the smallest candidates take {least:,.0f}; ask for less, replace "
                 "more layers, or give other candidates"
             )
-
-
-#: what is counted -> the unit, and where a size holds it
-_UNITS = {
-    "layers": ("parameters", "parameters"),
-    "model": ("parameters", "parameters"),
-    "bytes": ("bytes", "stored"),
-}
-
-
-def budget_of(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    settings: CompressSettings,
-    saved: int = 0,
-) -> Budget:
-    """Return the budget that ``settings`` ask for.
-
-    Args:
-        model: the original.
-        modules: the layers that may be replaced, by name.
-        settings: of the compression.
-        saved: bytes by which what lies outside of the layers becomes smaller.
-
-    Raises:
-        ValueError: if what lies outside of the layers already exceeds the budget.
-    """
-    counted = "bytes" if settings.bits else settings.budget_of
-    unit, number = _UNITS[counted]
-
-    def cost(name: str, config: OperatorConfig | None) -> float:
-        return getattr(size_of(modules[name], config), number)
-
-    layers = sum(cost(name, None) for name in modules)
-    if settings.bits is not None:
-        weights = sum(math.prod(linear_features(module)) for module in modules.values())
-        limit = settings.bits / 8 * weights + layers - 2 * weights  # biases as they are
-        return Budget(f"bits={settings.bits}", unit, limit, layers, cost)
-    assert settings.keep is not None  # set where there is no other
-    what, limit = f"keep={settings.keep} (budget_of={counted})", settings.keep * layers
-    if counted in ("model", "bytes"):
-        total = module_parameters(model) if counted == "model" else stored_bytes(model)
-        others = total - layers - (saved if counted == "bytes" else 0)
-        limit = settings.keep * total - others
-        if limit <= 0:
-            raise ValueError(
-                f"{what} of the model's {total:,.0f} {unit} is less than the {others:,.0f} outside of the layers "
-                "that may be replaced (embeddings, head, norms); keep more, or give budget_of=layers"
-            )
-    return Budget(what, unit, limit, layers, cost)
 
 
 # At half precision

@@ -29,6 +29,7 @@ from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.modes import frozen, watching
 from relinear.contract.operator import linear_features
 from relinear.distill.record import fingerprint_of
+from relinear.surgery.tied import tied_head
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import remove_temporaries
 
@@ -36,7 +37,7 @@ from relinear.system.files import remove_temporaries
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 
 #: what a calibration leaves beside its fingerprint
-_LEFT = ("loss.json", "candidates-*", "fit-*", "hidden-*", "gradient-*")
+_LEFT = ("loss.json", "head.safetensors", "candidates-*", "fit-*", "hidden-*", "gradient-*")
 
 #: told the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]
@@ -114,7 +115,7 @@ class Calibration:
     Args:
         model: in eval mode.
         blocks: token ids (N, T).
-        targets: index of a decoder layer -> name -> linear layer in it.
+        targets: index of a decoder layer -> name -> linear layer in it; at -1 embedding and head.
         folder: of the calibration; one model, corpus and set of targets each. What is there is gone on from.
         batch: blocks a pass.
         seed: of the next tokens that the model draws; gradients are those of their summed log-likelihood.
@@ -236,14 +237,21 @@ class Calibration:
         their moments overrate what an error costs (results/compress).
         """
         draws = torch.Generator(self.parts[0].device).manual_seed(self.seed)
+        head, inputs = self.model.get_output_embeddings(), dict[str, Tensor]()
+        variances: Any = 0.0
         for ids, states in zip(self.parts, self.streams.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
-            with frozen(self.model), torch.enable_grad():
+            with frozen(self.model), watching_inputs(head, inputs), torch.enable_grad():
                 for at, piece, logits, labels in self.layers.next_tokens(states, ids):
                     losses.append(float(F.cross_entropy(logits.detach(), labels, reduction="sum")))
-                    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=draws).flatten()
+                    likely = logits.detach().softmax(-1)
+                    drawn = torch.multinomial(likely, 1, generator=draws).flatten()
+                    variances = variances + (likely * (1 - likely)).sum(0)
                     (grad[:, at],) = torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), piece)
             yield grad
+        count = sum(ids[:, 1:].numel() for ids in self.parts)
+        moments = {name: value / count for name, value in (inputs | {"outputs": variances}).items()}
+        save_tensors(self.folder / "head.safetensors", moments)
 
     def _backward(self, phase: str, kind: str, last: bool) -> Iterator[tuple[int, Statistics]]:
         """Yield every decoder layer of the targets, the last one first, and the moments of its linear layers.
@@ -252,8 +260,8 @@ class Calibration:
         layer whose moments it gave last.
         """
         self._prepare()
-        total, there = len(self.layers), self.streams.indices(kind)
-        for index in reversed(range(min(self.targets), there[-1] if there else total)):
+        total, there, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
+        for index in reversed(range(lowest, there[-1] if there else total)):
             self._find(index)
             sums, group = Sums(), self.targets.get(index, {})
             with frozen(self.model), watched(group, sums):
@@ -266,7 +274,24 @@ class Calibration:
                 self.streams.remove("hidden", index)
             release_freed_memory()
             self.on_layer(phase, total - index, total)
-        self.streams.remove(kind, min(self.targets))
+        if -1 in self.targets:
+            yield -1, self._of_tables(kind)
+        self.streams.remove(kind, lowest)
+
+    def _of_tables(self, kind: str) -> Statistics:
+        """The moments of embedding and head.
+
+        Those of the head's outputs, tokens' variances, stand for how often tokens are looked up, too.
+        """
+        head = load_tensors(self.folder / "head.safetensors")[0]
+        squares = sum(grad.double().square().sum((0, 1)) for grad in self.streams.read(kind, 0)) / self.tokens
+        found, table = {}, self.model.get_input_embeddings()
+        for name, module in self.targets[-1].items():
+            inputs = squares.diag() if module is table else torch.zeros_like(head["inputs"])
+            if module is not table or tied_head(self.model, table) is not None:
+                inputs = inputs + head["inputs"]
+            found[name] = CalibrationStatistics(inputs, head["outputs"], self.tokens)
+        return found
 
     def _before(self, index: int, behind: Iterator[Tensor], sums: Sums) -> Iterator[Tensor]:
         """The gradients at the input of layer ``index``, batch by batch, from those behind it."""
@@ -277,6 +302,14 @@ class Calibration:
                 output = self.layers.layer(index, states)
                 (grad,) = torch.autograd.grad(output, states, gradient)
             yield grad
+
+
+@contextlib.contextmanager
+def watching_inputs(module: nn.Module | None, sums: dict[str, Tensor]) -> Iterator[None]:
+    """Within the block, the second moment of what goes into ``module`` is summed as ``sums["inputs"]``."""
+    seen = [] if module is None else [("inputs", module)]
+    with watching(seen, lambda name, _, args, output: _add(sums, name, args[0])):
+        yield
 
 
 @contextlib.contextmanager

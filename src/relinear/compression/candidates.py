@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from relinear.compression.calibrate import Calibration, Statistics
 from relinear.compression.corpus import Corpus
 from relinear.compression.evaluation import read
 from relinear.compression.plan import CompressPlan, LayerPlan, check_fittable
+from relinear.compression.readers import READERS
 from relinear.compression.task import Task
 from relinear.contract.operator import OperatorConfig, dense_bias, dense_weight, linear_features, linear_of
 from relinear.surgery.plan import plan
@@ -38,13 +40,15 @@ BUDGETS, MEASURED_NEAR = 32, (0.01, 0.03, 0.1, 0.2, 0.4)
 class SearchSpace:
     """Operators of the setting ``candidates``, each at every size that it has, for each layer apart.
 
-    candidates: those of the last plan, by layer.
+    candidates: those of the last plan, by layer or by what has several layers become the same.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.candidates: Mapping[str, list[Candidate]] = {}
-        self.entries = tuple(OperatorConfig.read(text) for text in task.settings.candidates)
+        self.reader = READERS[task.settings.reader]
+        default = self.reader.candidates if task.settings.by_bytes else ("pivoted_low_rank",)
+        self.entries = tuple(OperatorConfig.read(text) for text in task.settings.candidates or default)
 
     def sizes(self, shape: tuple[int, int]) -> list[OperatorConfig]:
         """Return the sizes of all operators for a layer of (in_features, out_features)."""
@@ -64,12 +68,11 @@ class SearchSpace:
             if settings.by_bytes and not integers:
                 raise ValueError(
                     f"candidates: {entry} stores no integers, which a budget of bytes is met by: give "
-                    "candidates=quantized, or keep with budget_of=layers"
+                    "candidates=quantized, or keep in place of bits or size"
                 )
             if integers and not settings.by_bytes:
                 raise ValueError(
-                    f"candidates: {entry} stores integers, which a count of {budget.unit} leaves out: give bits or "
-                    "budget_of=bytes"
+                    f"candidates: {entry} stores integers, which a count of {budget.unit} leaves out: give bits or size"
                 )
         budget.check(modules, self.entries)
 
@@ -85,11 +88,24 @@ class SearchSpace:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
         modules = self.task.modules
         errors = calibration.each("candidates", _mark([entry.to_dict() for entry in self.entries]), self._errors)
-        self.candidates = {}
-        for name, module in modules.items():
-            known = {at: errors[f"{at} {name}"].tolist() for at in range(len(self.entries)) if f"{at} {name}" in errors}
-            self.candidates[name] = layer_candidates(module, name, self.entries, known, budget)
-        return make_plan(self.task, self.candidates, budget)
+        self.nats = {name: layer_nats(module, name, self.entries, errors) for name, module in modules.items()}
+        self.candidates = {
+            key: group_candidates([(name, self.nats[name]) for name in names], budget)
+            for key, names in self.reader.groups(modules).items()
+        }
+        return self.choose(budget)
+
+    def choose(self, budget: Budget) -> CompressPlan:
+        """Return the best plan among ``candidates``. Raises ValueError if the budget cannot be met."""
+        chosen, layers = allocate(self.candidates, budget.limit, budget.unit), dict[str, LayerPlan]()
+        for key, names in self.reader.groups(self.task.modules).items():
+            for name in names:
+                config, stored = chosen[key].config, None
+                if budget.unit == "bytes":
+                    stored = budget.cost(name, config)
+                nats = 0.0 if config is None else self.nats[name][config]
+                layers[name] = LayerPlan.of(self.task.modules[name], config, nats, stored)
+        return CompressPlan.of(self.task.model, {name: layers[name] for name in self.task.modules})
 
     def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
         """The errors of all sizes of the entries for layers, by the entry's number and the layer's name."""
@@ -120,7 +136,7 @@ class SearchSpace:
         rows: dict[float, tuple[dict[str, Any], CompressPlan]] = {}
         before = stored_bytes(task.model)
         for limit in limits:
-            whole = make_plan(task, candidates, dataclasses.replace(budget, limit=limit))
+            whole = self.choose(dataclasses.replace(budget, limit=limit))
             row = self._row(whole, before)
             rows.setdefault(row["bytes"], (row, whole))
         lossy = [row for row, _ in rows.values() if row["predicted"] > 0 and task.settings.evaluate]
@@ -131,7 +147,6 @@ class SearchSpace:
         fits = fit_layers(task, [whole for _, whole in chosen], calibration) if chosen else []
         for done, ((row, whole), fitted) in enumerate(zip(chosen, fits, strict=True), start=1):
             copied = task.on_a_copy()
-            copied.round_tables_()
             replace_layers_(copied, whole, fitted)
             if task.settings.by_bytes:
                 round_to_half_(copied.model)
@@ -143,7 +158,7 @@ class SearchSpace:
     def _row(self, whole: CompressPlan, before: int) -> dict[str, Any]:
         """A budget's row; ``before``: bytes of the whole original."""
         modules, replaced = self.task.modules, whole.replaced
-        remaining = before - saved_bytes(modules, replaced) - self.task.bytes_of_tables
+        remaining = before - saved_bytes(modules, replaced)
         after = sum(size_of(module, replaced.get(name)).stored for name, module in modules.items())
         weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules.values()))
         return {
@@ -155,27 +170,40 @@ class SearchSpace:
         }
 
 
-def layer_candidates(
-    module: Any, name: str, entries: Sequence[OperatorConfig], errors: Mapping[int, Sequence[float]], budget: Budget
-) -> list[Candidate]:
-    """Return what the linear layer ``module`` could become, at what cost in the budget's unit; itself among it.
+def layer_nats(
+    module: Any, name: str, entries: Sequence[OperatorConfig], errors: Mapping[str, Tensor]
+) -> dict[OperatorConfig, float]:
+    """Return what the linear layer ``module`` could become, and the predicted rise of the loss per token.
 
-    The nats are the second-order estimate 0.5 tr(G (W - W') A (W - W')^T) of the loss's increase per token.
+    That is the second-order estimate 0.5 tr(G (W - W') A (W - W')^T).
 
     Args:
         module: called ``name``.
         entries: operators, each at all its sizes.
-        errors: of the sizes, by the number of the entry; of some there may be none.
-        budget: in whose unit costs are.
+        errors: of the sizes, by the number of the entry and the name; of some there may be none.
     """
-    dense = Candidate(None, budget.cost(name, None), 0.0)
-    found = [dense]
-    for at, known in errors.items():
-        for config, error in zip(entries[at].candidates(*linear_features(module)), known, strict=True):
-            cost = budget.cost(name, config)
-            if cost < dense.cost:
-                found.append(Candidate(config, cost, 0.5 * error))
+    found = dict[OperatorConfig, float]()
+    for at, entry in enumerate(entries):
+        if (known := errors.get(f"{at} {name}")) is not None:
+            found |= zip(entry.candidates(*linear_features(module)), (0.5 * known).tolist(), strict=True)
+    return found
+
+
+def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]], budget: Budget) -> list[Candidate]:
+    """Return what layers, by name and with the nats of what each could be, can become together; themselves first."""
+    found = [Candidate(None, _cost(layers, None, budget), 0.0)]
+    for config in layers[0][1]:
+        if all(config in nats for _, nats in layers):
+            cost = _cost(layers, config, budget)
+            if cost < found[0].cost:
+                found.append(Candidate(config, cost, sum(nats[config] for _, nats in layers)))
     return _useful(found)
+
+
+def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budget: Budget) -> float:
+    """What layers cost together; infinite where one cannot be that."""
+    costs = [budget.cost(name, config) for name, _ in layers]
+    return sum(math.inf if cost is None else cost for cost in costs)
 
 
 def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -185,13 +213,6 @@ def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
         if not found or candidate.nats < found[-1].nats:
             found.append(candidate)
     return found[::-1]
-
-
-def make_plan(task: Task, candidates: Mapping[str, list[Candidate]], budget: Budget) -> CompressPlan:
-    """Return the best plan under the budget. Raises ValueError if it cannot be met."""
-    chosen = allocate(candidates, budget.limit, budget.unit)
-    layers = {name: LayerPlan.of(task.modules[name], one.config, one.nats) for name, one in chosen.items()}
-    return CompressPlan.of(task.model, layers)
 
 
 def fit_layers(

@@ -136,14 +136,15 @@ def check_packable(model: Any, becomes: Iterable[tuple[str, OperatorConfig]]) ->
     experts = any("experts" in name and value.ndim > 2 for name, value in model.named_parameters())
     if experts or model.config.model_type == "falcon":
         raise ValueError(f"transformers reads no {type(model).__name__} of compressed-tensors; export it as plain")
-    if not any(_packs(model, model.get_submodule(name), config) for name, config in becomes):
+    if not any(packs(model, model.get_submodule(name), config) for name, config in becomes):
         raise ValueError(
             "compressed-tensors packs linear layers of integers whose group divides their inputs, and there is none. "
             "Give candidates=quantized:symmetric=true and a budget of bits, or export the model as plain"
         )
 
 
-def _packs(model: Any, layer: Any, config: Any) -> bool:
+def packs(model: Any, layer: Any, config: Any) -> bool:
+    """Return whether compressed-tensors holds ``layer`` of ``model``, once it is an operator of ``config``, packed."""
     if embeds(layer) or layer is model.get_output_embeddings():  # vLLM reads them dense alone
         return False
     transposed, inputs = is_conv1d(layer) or getattr(layer, "replaces_conv1d", False), linear_features(layer)[0]
@@ -171,7 +172,7 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
     stock = copy.deepcopy(model)
     with at_half_precision(stock):
         operators, own = dict[str, Any](named_operators(stock)), stored_bytes(stock)
-        packed = {name: one.packed() for name, one in operators.items() if _packs(stock, one, one.config)}
+        packed = {name: one.packed() for name, one in operators.items() if packs(stock, one, one.config)}
         fold_(stock, verbose=False)
         state, groups = stock.state_dict(), dict[str, Any]()
         for name, (scheme, parts) in packed.items():

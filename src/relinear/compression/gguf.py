@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,20 @@ def _added_around(tokenizer: Any) -> tuple[bool, bool]:
         f"the tokenizer makes {ids} of a text whose tokens are {plain}. A GGUF file can only say that the BOS token "
         f"({bos[0]}) stands before a text and the EOS token ({eos[0]}) behind it; export the model as plain"
     )
+
+
+def header_bytes(model: Any, tokenizer: Any) -> int:
+    """Return bytes at most of what stands before the tensors of ``model``'s file."""
+    from gguf import GGUFWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = GGUFWriter(path := Path(folder) / "header.gguf", _ARCHITECTURE)
+        _write_config(writer, model.config)
+        _write_tokenizer(writer, tokenizer, model.config.vocab_size)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return path.stat().st_size + sum(len(name) + 64 for name, _ in model.named_parameters())
 
 
 @torch.no_grad()

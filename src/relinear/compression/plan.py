@@ -11,7 +11,14 @@ from typing import Any, Self
 from relinear.compression.budget import size_of
 from relinear.compression.checksums import write_record
 from relinear.contract.config import parse_setting, shown
-from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_linear, linear_features
+from relinear.contract.operator import (
+    NotLinearError,
+    Operator,
+    OperatorConfig,
+    is_embedding,
+    is_linear,
+    linear_features,
+)
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import read_json, understood
 from relinear.system.grouped import grouped
@@ -34,10 +41,10 @@ class LayerPlan:
     bits: float | None = None
 
     @classmethod
-    def of(cls, module: Any, operator: OperatorConfig | None, nats: float | None) -> Self:
-        """Return what the linear layer ``module`` becomes."""
+    def of(cls, module: Any, operator: OperatorConfig | None, nats: float | None, stored: float | None = None) -> Self:
+        """Return what the linear layer ``module`` becomes; ``stored`` bytes, where its reader takes others than we."""
         size, before = size_of(module, operator), module_parameters(module)
-        return cls(operator, size.parameters, before, nats, 8 * size.stored / before)
+        return cls(operator, size.parameters, before, nats, 8 * (size.stored if stored is None else stored) / before)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -117,7 +124,7 @@ class CompressPlan:
         stated = read_layers(path)
         for name, layer in stated.items():
             module = modules.get(name)
-            if module is None or not is_linear(module) or isinstance(module, Operator):
+            if not (is_linear(module) or is_embedding(module)) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
             try:
                 written = layer.get("operator")

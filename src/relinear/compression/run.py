@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from relinear.compression.budget import Budget, at_half_precision, budget_of, round_to_half_, saved_bytes, stored_bytes
+from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
 from relinear.compression.calibrate import Calibration
 from relinear.compression.candidates import SearchSpace, fit_layers, replace_layers_
 from relinear.compression.checksums import is_edited
@@ -22,10 +22,11 @@ from relinear.compression.evaluation import Observation, compared, like_before, 
 from relinear.compression.export import check_packable, check_stock, export_compressed_tensors, export_plain
 from relinear.compression.gguf import check_gguf, check_gguf_operator, export_gguf
 from relinear.compression.healing import HealReport, check_heal, check_healable, heal, original_copy
-from relinear.compression.plan import CompressPlan
+from relinear.compression.plan import CompressPlan, LayerPlan
+from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
-from relinear.compression.task import Task, check_ids, check_model, linear_layers
+from relinear.compression.task import Task, check_ids, check_model, linear_layers, tables_of
 from relinear.contract.config import check_choice
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import linear_features
@@ -120,9 +121,14 @@ def compress(
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
     chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
     check_heal(chosen)
+    named = {reader.export: name for name, reader in READERS.items()}
+    if chosen.by_bytes and export is not None and export in named:
+        chosen = chosen.updated(reader=named[export])
+    reader = READERS[chosen.reader]
+    export = export or reader.export  # type: ignore[assignment]
     if export is not None and out_dir is None:
         by = EXPORTS[export].__name__
-        raise ValueError(f"export={export!r} writes into out_dir, and none is given: give it, or {by}(model, ...)")
+        raise ValueError(f"{export} is written into out_dir, and none is given: give it, or {by}(model, ...)")
     if export == "gguf":
         check_gguf(model, tokenizer)
     elif export is not None:
@@ -133,6 +139,8 @@ def compress(
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
     modules = linear_layers(model, targets, exclude)
+    if chosen.by_bytes and reader.tables and targets == ALL_LINEAR:
+        modules |= tables_of(model, exclude)
     check_model(model, chosen.sequence_length)
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -144,13 +152,15 @@ def compress(
         def report_progress(stage: str, done: int, total: int) -> None:
             on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
 
-        job = _Job(Task(model, modules, chosen, folder, report_progress), export, kept, (record or {}).get("made"))
+        job = _Job(
+            Task(model, modules, chosen, folder, report_progress), export, kept, (record or {}).get("made"), tokenizer
+        )
         if frontier and plan_file is not None:
             raise ValueError("frontier weighs operators by budgets: leave out plan_file")
         plan_only = plan_only or frontier
         given_plan = None if plan_file is None else job.space.load_plan(plan_file)
         if given_plan is None:
-            job.space.check(job.budget())
+            job.space.check(job.budget)
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
         corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
         own = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
@@ -192,10 +202,11 @@ def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
 class _Job:
     """One compression: its search space and the steps."""
 
-    def __init__(self, task: Task, export: str | None, kept: RunFolder | None, made: Any) -> None:
+    def __init__(self, task: Task, export: str | None, kept: RunFolder | None, made: Any, tokenizer: Any) -> None:
         self.task, self.export, self._kept, self._made = task, export, kept, made
         self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
         self.space = SearchSpace(task)
+        self.budget = budget_of(self.model, self.modules, self.settings, tokenizer)
         #: when each phase ended
         self.ends: dict[str, float] = {}
 
@@ -209,7 +220,7 @@ class _Job:
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.start()
         self._lap("")
-        bytes_before, tables_saved = stored_bytes(self.model), self.task.bytes_of_tables
+        bytes_before = stored_bytes(self.model)
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self.export is not None:
             self._check_export(given_plan)
@@ -218,7 +229,7 @@ class _Job:
         self._lap("calibration")
         budget, budgets = None, list[dict[str, Any]]()
         if given_plan is None:
-            budget = self.budget()
+            budget = self.budget
             whole = self.space.plan(calibration, budget)
             if frontier:
                 budgets = self.space.frontier(budget, calibration, corpus)
@@ -230,7 +241,7 @@ class _Job:
         whole.save(place)
         self._lap("plan")
         healing, evaluation = None, None
-        if not plan_only and (whole.replaced or self.task.tables):
+        if not plan_only and whole.replaced:
             healing, evaluation = self._make(corpus, calibration, whole, tokenizer)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
             self._rename_others(place)
@@ -246,7 +257,7 @@ class _Job:
             budget=budget,
             budgets=tuple(budgets),
             bytes_before=bytes_before,
-            bytes=bytes_before - saved_bytes(self.modules, whole.replaced) - tables_saved,
+            bytes=bytes_before - sum(map(self._saved_bytes, whole.layers.values())),
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
@@ -268,12 +279,25 @@ class _Job:
                         set_aside(self.folder / name)
             self._kept.write(made=made)
 
+    @staticmethod
+    def _saved_bytes(layer: LayerPlan) -> int:
+        """By how much a layer becomes smaller, in its reader's file."""
+        return round(layer.parameters_before * (16 - (layer.bits or 16)) / 8)
+
     def _check_export(self, given_plan: CompressPlan | None) -> None:
-        """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them."""
-        offered = ((n, c) for n, layer in self.modules.items() for c in self.space.sizes(linear_features(layer)))
-        becomes = offered if given_plan is None else given_plan.replaced.items()
+        """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them.
+
+        Candidates of a budget of bytes are those that it holds.
+        """
+        if given_plan is not None:
+            becomes = list(given_plan.replaced.items())
+        elif self.settings.by_bytes:
+            return
+        else:
+            offered = ((n, c) for n, layer in self.modules.items() for c in self.space.sizes(linear_features(layer)))
+            becomes = list(offered)
         if self.export == "gguf":
-            for name, config in itertools.chain(self.task.tables.items(), becomes):
+            for name, config in becomes:
                 check_gguf_operator(name, config, linear_features(self.model.get_submodule(name)))
         elif self.export == "compressed-tensors":
             check_packable(self.model, becomes)
@@ -282,18 +306,17 @@ class _Job:
         self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Carry the plan out and heal; compare the result with the original where that is asked for."""
-        dense = [name for name in self.modules if name not in whole.replaced]
+        dense = [name for name in self.modules if name not in whole.replaced and name not in self.task.tables]
         if self.settings.heal_tokens:
             check_healable(self.settings, len(whole.replaced), len(dense))
         original = self._observe("original", corpus, tokenizer)
-        ends = [self.model.get_submodule(name) for name in self.task.tables]
+        ends = list(self.task.tables.values())
         ends += [head for table in ends if (head := tied_head(self.model, table)) is not None]
         changed = {**self.modules, **{name: one for name, one in self.model.named_modules() if one in ends}}
         layers = {name: copy.deepcopy(one).to("meta") for name, one in changed.items()}
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
         (states,) = fit_layers(self.task, [whole], calibration, last=True)
-        self.task.round_tables_()
         replace_layers_(self.task, whole, states)
         self._lap("fit")
         healing = None
@@ -314,10 +337,6 @@ class _Job:
         speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch, corpus.evaluation)
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen, speed)
-
-    def budget(self) -> Budget:
-        """Return what the plan may cost."""
-        return budget_of(self.model, self.modules, self.settings, self.task.bytes_of_tables)
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
         """What the model does, as it now is; None where nothing is to be evaluated."""

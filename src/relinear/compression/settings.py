@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,10 +13,8 @@ from relinear.contract.settings import Batch, Seed, Settings
 from relinear.deprecated import with_new_keys
 from relinear.distill.settings import check_whole_blocks
 
-#: what layers may become where bytes are the budget
-BYTES_CANDIDATES = ("quantized", "quantized:group=256")
-#: what embedding and head become there
-BYTES_EMBEDDING = "quantized:bits=8,symmetric=true"
+#: bytes of a unit
+_UNITS = {"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: share that is kept where no budget is given
 KEEP = 0.8
 
@@ -24,19 +23,20 @@ class CompressSettings(Settings):
     """Hold the settings of ``compress``; unknown keys and values out of range are errors.
 
     Args:
-        keep: share that is left, between 0 and 1; 0.8 where no ``bits`` are asked for.
-        budget_of: what ``keep`` is a share of: the parameters of the ``layers`` that may be replaced, those of the
-            whole ``model``, or its stored ``bytes`` (at no more than half precision, as it is saved).
-        bits: in place of ``keep``, how many bits a weight of these layers takes on average, below 16, scales included.
+        keep: share of the parameters of the linear layers, between 0 and 1, by low rank; 0.8 where no budget is given.
+        bits: in place of ``keep``, how many bits a weight takes on average, below 16, scales included: of linear
+            layers, embedding and head, as ``reader`` stores them.
+        size: likewise, what the weights' file takes at most: "90MB", bytes, or a share of the original's bytes at half
+            precision.
+        reader: the program that will run the model, and decides what layers can become: "relinear", "llama.cpp"
+            (GGUF) or "vllm" (compressed-tensors).
         speed_batch: sequences at once where ``evaluate`` measures speeds.
         tokens: how many calibrate: excerpts of the corpus that are spread over documents.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
         candidates: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. Where bytes are the budget these store
-            integers, by default ``quantized`` in groups of 64 and of 256.
-        embedding: operator that the embedding becomes, and the output head, where they can be replaced, as text; None
-            leaves them. Where bytes are the budget it is ``quantized:bits=8,symmetric=true`` by default.
+            integers, by default whatever ``reader`` does.
         seed: of the excerpts, of the next tokens that the model draws, and of the order of blocks in
             healing.
         heal_tokens: how many train the compressed model as a whole to give the original's logits, of the corpus behind
@@ -64,14 +64,14 @@ class CompressSettings(Settings):
     """
 
     keep: float | None = Field(default=None, gt=0, lt=1)
-    budget_of: Literal["layers", "model", "bytes"] = "layers"
     bits: float | None = Field(default=None, gt=0, lt=16)
+    size: float | str | None = None
+    reader: Literal["relinear", "llama.cpp", "vllm"] = "relinear"
     speed_batch: Batch = 1
     tokens: int = Field(default=32768, ge=2, le=10**12)
     sequence_length: int = Field(default=512, ge=2)
     batch_size: Batch = 2
-    candidates: tuple[str, ...] = ("pivoted_low_rank",)
-    embedding: str | None = None
+    candidates: tuple[str, ...] = ()
     seed: Seed = 0
     heal_tokens: int = Field(default=0, ge=0)
     heal: Literal["operators", "all", "lora"] = "operators"
@@ -95,10 +95,8 @@ class CompressSettings(Settings):
         if not isinstance(values, Mapping):
             return values
         given = with_new_keys(cls.__name__, values)
-        if given.get("keep") is None and given.get("bits") is None:
+        if all(given.get(budget) is None for budget in ("keep", "bits", "size")):
             given["keep"] = KEEP
-        if given.get("bits") is not None or given.get("budget_of") == "bytes":
-            given = {"candidates": BYTES_CANDIDATES, "embedding": BYTES_EMBEDDING} | given
         return given
 
     @model_validator(mode="after")
@@ -108,10 +106,13 @@ class CompressSettings(Settings):
         return self
 
     def _check_budget(self) -> None:
-        if self.keep is not None and self.bits is not None:
-            raise ValueError("keep and bits are two budgets: give one of them")
-        if self.keep is None and self.budget_of != "layers":
-            raise ValueError(f"budget_of={self.budget_of} says what keep is a share of, and bits is no share")
+        given = [name for name in ("keep", "bits", "size") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are {len(given)} budgets: give one of them")
+        if self.reader != "relinear" and not self.by_bytes:
+            raise ValueError(f"reader={self.reader} stores no low rank: give bits or size in place of keep")
+        if self.size is not None:
+            self.bytes_of(1)
 
     def _check_blocks(self) -> None:
         check_whole_blocks(self, "tokens")
@@ -119,9 +120,7 @@ class CompressSettings(Settings):
             check_whole_blocks(self, "heal_held_out_tokens")
 
     def _check_candidates(self) -> None:
-        if not self.candidates:
-            raise ValueError("candidates is empty: name at least one operator, such as low_rank")
-        for text in {*self.candidates, *filter(None, [self.embedding])}:
+        for text in self.candidates:
             OperatorConfig.read(text)
 
     def _check_healing(self) -> None:
@@ -138,7 +137,17 @@ class CompressSettings(Settings):
     @property
     def by_bytes(self) -> bool:
         """Whether stored bytes are the budget, so that the result is saved at no more than half precision."""
-        return self.bits is not None or self.budget_of == "bytes"
+        return self.keep is None
+
+    def bytes_of(self, original: int) -> float:
+        """Return the bytes that ``size`` asks for, of a model of ``original``. Raises ValueError if it is no size."""
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", str(self.size))
+        if match is None or match[2] not in _UNITS or not float(match[1]):
+            raise ValueError(
+                f"size must be bytes, such as 90MB, or a share of the original, such as 0.3; got {self.size}"
+            )
+        number = float(match[1])
+        return number * original if number < 1 and not match[2] else number * _UNITS[match[2]]
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.budget import saved_bytes
 from relinear.compression.calibrate import Calibration
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
@@ -23,7 +22,7 @@ from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
-from relinear.surgery.plan import plan, replace_
+from relinear.surgery.plan import plan
 
 #: told the phase ("forward", "candidates", "frontier", "original", "fit", "heal", "evaluation"), how much of it is
 #: done, and how much there is
@@ -48,14 +47,15 @@ class Task:
     settings: CompressSettings
     folder: Path
     on_progress: OnProgress
-    #: the layers by decoder layer
+    #: the layers by decoder layer; embedding and head, where they take part, as -1
     by_layer: dict[int, dict[str, nn.Module]] = dataclasses.field(init=False, default_factory=dict)
-    #: what the embedding, and a head that is not tied to it, become, by name
-    tables: dict[str, OperatorConfig] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         find = layer_finder(self.model)
-        found = {name: find(name) for name in self.modules}
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if self.settings.by_bytes else ()
+        found = {
+            name: -1 if any(module is end for end in ends) else find(name) for name, module in self.modules.items()
+        }
         if outside := [name for name, index in found.items() if index is None]:
             inside = [name for name, index in found.items() if index is not None]
             more = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
@@ -73,25 +73,11 @@ class Task:
                 f"tokens={self.settings.tokens}, in whole blocks of sequence_length={self.settings.sequence_length} "
                 f"{seen:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
             )
-        if self.settings.embedding is None:
-            return
-        config = OperatorConfig.read(self.settings.embedding)
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        for name, module in self.model.named_modules():
-            if any(module is end for end in ends) and not isinstance(module, Operator):
-                with suppress(ValueError):  # an embedding that scales, a head that is tied (it goes with it) or shared
-                    plan(self.model, {name: config}, init="from_weight")
-                    self.tables[name] = config
 
     @property
-    def bytes_of_tables(self) -> int:
-        """Bytes by which embedding and head become smaller."""
-        return saved_bytes({name: self.model.get_submodule(name) for name in self.tables}, self.tables)
-
-    def round_tables_(self) -> None:
-        """Put what embedding and head become in their place."""
-        if self.tables:
-            replace_(self.model, self.tables, init="from_weight")
+    def tables(self) -> dict[str, nn.Module]:
+        """Embedding and head, as far as they take part; a head that is tied to the embedding goes with it."""
+        return self.by_layer.get(-1, {})
 
     def progress_of(self, phase: str) -> Callable[[int, int], None]:
         """Return a callback for the progress of ``phase``: called with how much is done and how much there is."""
@@ -127,6 +113,17 @@ def linear_layers(
             "Give the original with a smaller budget, or fold it first (relinear.fold_)"
         )
     return left
+
+
+def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
+    """Return the embedding, and a head that is not tied to it, where they can be integers and are not excluded."""
+    ends, found = (model.get_input_embeddings(), model.get_output_embeddings()), {}
+    for name, module in model.named_modules():
+        if any(module is end for end in ends) and not isinstance(module, Operator):
+            with suppress(ValueError):  # an embedding that scales, a head that is tied (it goes with it) or shared
+                plan(model, {name: OperatorConfig.read("quantized")}, exclude=exclude, init="from_weight")
+                found[name] = module
+    return found
 
 
 @torch.no_grad()

@@ -21,7 +21,8 @@ class CalibrationStatistics:
 
     Args:
         inputs: A (I, I), the mean of x x^T over tokens; symmetric, may be singular.
-        outputs: G (O, O), the mean of g g^T of the loss's gradients at the output; None stands for the identity.
+        outputs: G (O, O), the mean of g g^T of the loss's gradients at the output, or its diagonal (O,), as of a
+            vocabulary; None stands for the identity.
         tokens: how many were seen; None if that is not known.
     """
 
@@ -33,7 +34,9 @@ class CalibrationStatistics:
         for name, moment in (("inputs", self.inputs), ("outputs", self.outputs)):
             if moment is None:
                 continue
-            if moment.ndim != 2 or moment.shape[0] != moment.shape[1]:
+            if moment is self.outputs and moment.ndim == 1:
+                pass
+            elif moment.ndim != 2 or moment.shape[0] != moment.shape[1]:
                 raise ValueError(f"moments of {name} must be a square matrix, got shape {tuple(moment.shape)}")
             if not bool(torch.isfinite(moment).all()):
                 raise ValueError(f"moments of {name} hold values that are not finite; calibrate in another dtype")
@@ -55,7 +58,10 @@ class CalibrationStatistics:
     def weighted(self, difference: Tensor) -> Tensor:
         """G D A of a difference D (O, I)."""
         weighted = difference @ self.inputs.to(difference)
-        return weighted if self.outputs is None else self.outputs.to(difference) @ weighted
+        if self.outputs is None:
+            return weighted
+        outputs = self.outputs.to(difference)
+        return outputs[:, None] * weighted if outputs.ndim == 1 else outputs @ weighted
 
     def error(self, difference: Tensor) -> Tensor:
         """tr(G D A D^T) of a difference D = W - W' (O, I), a scalar."""

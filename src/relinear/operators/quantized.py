@@ -131,14 +131,17 @@ class QuantizedLinear(Operator):
         """Round input by input, errors made up for under A (GPTQ), then descend in codes under A and G.
 
         ``steps`` has no meaning here. Both moments are drawn towards their diagonals: a descent under a sample's own
-        correlations of gradients can end farther from another sample's optimum than it began.
+        correlations of gradients can end farther from another sample's optimum than it began. Where G is diagonal,
+        rows are apart and there is nothing that they could make up for.
         """
         weight = weight.float()
         grid, group = self.config.grid(weight, statistics), self.config.group
         inputs = steadied(statistics.inputs.to(weight), INPUTS_SHRINKAGE)
-        outputs = None if statistics.outputs is None else steadied(statistics.outputs.to(weight), OUTPUTS_SHRINKAGE)
-        start = gptq(weight, grid, group, inputs)
-        codes = descend(weight, start, grid, group, inputs, outputs, change=code_changer(weight))
+        codes = gptq(weight, grid, group, inputs)
+        if statistics.outputs is None or statistics.outputs.ndim == 2:
+            outputs = statistics.outputs
+            outputs = None if outputs is None else steadied(outputs.to(weight), OUTPUTS_SHRINKAGE)
+            codes = descend(weight, codes, grid, group, inputs, outputs, change=code_changer(weight))
         self._take_(grid, codes)
 
     def _take_(self, grid: Grid, codes: Tensor) -> None:
@@ -219,7 +222,7 @@ class Quantized(OperatorConfig):
         rows = torch.linspace(0, len(weight) - 1, min(len(weight), SAMPLED_ROWS)).long().to(weight.device)
         share = torch.ones(len(weight)).to(weight)
         if statistics.outputs is not None:
-            share = statistics.outputs.diagonal().to(weight)
+            share = (statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()).to(weight)
         found = list[tuple[OperatorConfig, float]]()
         for config in (self.replace(bits=bits) for bits in BITS):
             grid = config.grid(weight[rows], statistics)

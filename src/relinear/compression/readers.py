@@ -1,0 +1,151 @@
+"""The programs that read a compressed model: which types each stores, and how many bytes these take in its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from relinear.compression.budget import Budget, size_of, stored_bytes
+from relinear.compression.export import packs
+from relinear.compression.gguf import header_bytes
+from relinear.compression.settings import CompressSettings
+from relinear.contract.operator import OperatorConfig, linear_features
+
+#: bytes of GGUF's blocks of 32 weights
+_GGUF_BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}
+#: bytes that GGUF fills tensors up to
+_ALIGNMENT = 32
+#: bytes at most that safetensors takes to describe a tensor, beside its name; tensors of a packed layer
+_DESCRIBED, _PARTS = 120, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A program that reads models.
+
+    candidates: operators that it stores, each at all its sizes. stored: bytes of a layer as an operator or, for None,
+    as it is; None where the file cannot hold it. others: bytes at most of all else in the file, for a model, its
+    tokenizer and the layers. export: how ``compress`` writes it; None where it reads relinear's own. fused: a pattern
+    of the names of layers whose last parts it wants alike. tables: whether it stores embedding and head, too.
+    """
+
+    candidates: tuple[str, ...]
+    stored: Callable[[Any, str, OperatorConfig | None], int | None]
+    others: Callable[[Any, Any, Mapping[str, nn.Module]], int]
+    export: str | None = None
+    fused: str | None = None
+    tables: bool = True
+
+    def groups(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the layers that become the same, by what they have in common."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            match = re.search(self.fused, name) if self.fused else None
+            key = name if match is None else f"{name[: match.start()]}.{match.lastgroup}"
+            found.setdefault(key, []).append(name)
+        return found
+
+
+def _own(model: Any, name: str, config: OperatorConfig | None) -> int:
+    return size_of(model.get_submodule(name), config).stored
+
+
+def _outside(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
+    """All else of a file of safetensors."""
+    described = sum(len(name) + _DESCRIBED for name in model.state_dict())
+    described += sum(_PARTS * (len(name) + _DESCRIBED) for name in modules)
+    return stored_bytes(model) - sum(stored_bytes(module) for module in modules.values()) + described
+
+
+def _gguf(model: Any, name: str, config: OperatorConfig | None) -> int | None:
+    inputs, outputs = linear_features(module := model.get_submodule(name))
+    bias = 0 if getattr(module, "bias", None) is None else 4 * outputs
+    if config is None:
+        return 2 * inputs * outputs + bias
+    operator: Any = config.build(inputs, outputs, device="meta")
+    try:
+        return outputs * inputs // 32 * _GGUF_BLOCKS[operator.gguf_type()] + bias
+    except (AttributeError, ValueError):
+        return None
+
+
+def _gguf_others(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
+    """What stands before tensors, vectors in single precision, and what tensors are filled up with."""
+    inside = {id(p) for module in modules.values() for p in module.parameters()}
+    left = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
+    vectors = sum(p.numel() * (4 if p.ndim == 1 else 2) for p in left)
+    return header_bytes(model, tokenizer) + vectors + _ALIGNMENT * (1 + len(left) + 2 * len(modules))
+
+
+def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
+    module = model.get_submodule(name)
+    if config is None:
+        return stored_bytes(module)
+    if not packs(model, module, config):
+        return None
+    (inputs, outputs), (bits, group) = linear_features(module), (config.bits, config.group)  # type: ignore[attr-defined]
+    held = 4 if bits <= 4 and config.symmetric else 8  # type: ignore[attr-defined]
+    shape = 2 * torch.int64.itemsize
+    bias = 0 if getattr(module, "bias", None) is None else 2 * outputs
+    return outputs * (4 * -(-inputs * held // 32) + 2 * inputs // min(group, inputs)) + shape + bias
+
+
+READERS = {
+    "relinear": Reader(("quantized", "quantized:group=256"), _own, _outside),
+    "llama.cpp": Reader(
+        ("quantized:group=32,symmetric=true", "quantized:group=32"), _gguf, _gguf_others, export="gguf"
+    ),
+    "vllm": Reader(
+        tuple(f"quantized:group={group},symmetric=true" for group in (32, 64, 128)),
+        _packed,
+        _outside,
+        export="compressed-tensors",
+        tables=False,
+        fused=r"\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>(?:gate|up)_proj))$",
+    ),
+}
+
+
+def budget_of(
+    model: Any, modules: Mapping[str, nn.Module], settings: CompressSettings, tokenizer: Any = None
+) -> Budget:
+    """Return the budget that ``settings`` ask for.
+
+    Args:
+        model: the original.
+        modules: what may be replaced, by name: linear layers, and where bytes are the budget embedding and head.
+        settings: of the compression.
+        tokenizer: of the model, which a GGUF file holds.
+
+    Raises:
+        ValueError: if all else in the file already exceeds the budget.
+    """
+    if not settings.by_bytes:
+        parameters = {name: size_of(module).parameters for name, module in modules.items()}
+        whole = sum(parameters.values())
+        what, limit = f"keep={settings.keep}", settings.keep * whole  # type: ignore[operator]
+        return Budget(what, "parameters", limit, whole, lambda name, config: size_of(modules[name], config).parameters)
+    reader = READERS[settings.reader]
+
+    def cost(name: str, config: OperatorConfig | None) -> int | None:
+        return reader.stored(model, name, config)
+
+    whole = sum(reader.stored(model, name, None) or 0 for name in modules)
+    if settings.bits is not None:
+        weights = sum(math.prod(linear_features(module)) for module in modules.values())
+        limit = settings.bits / 8 * weights + whole - 2 * weights  # biases as they are
+        return Budget(f"bits={settings.bits}", "bytes", limit, whole, cost)
+    asked, others = settings.bytes_of(stored_bytes(model)), reader.others(model, tokenizer, modules)
+    what = f"size={settings.size}"
+    if asked <= others:
+        raise ValueError(
+            f"{what}, {asked:,.0f} bytes, is less than the {others:,.0f} that all else takes in a file for "
+            f"{settings.reader} (norms, what is excluded, the tokenizer); ask for more"
+        )
+    return Budget(what, "bytes", asked - others, whole, cost)

@@ -1,0 +1,121 @@
+"""The program that will run the model decides what layers become, and what the bytes are."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import relinear
+from compress_helpers import SETTINGS
+from relinear.compression import CompressSettings, compress
+from relinear.compression.budget import Candidate, stored_bytes
+from relinear.compression.candidates import group_candidates
+from relinear.compression.readers import READERS
+from test_export_gguf import assert_same, gguf, llama, tokenizer_of
+
+FILES = {"relinear": "model/model.safetensors", "llama.cpp": "model.gguf"}
+FILES["vllm"] = "compressed-tensors/model.safetensors"
+
+
+def small(tied: bool = True):
+    return llama(hidden_size=64, intermediate_size=256, vocab_size=640, num_hidden_layers=3, tie_word_embeddings=tied)
+
+
+def carried_out(reader: str, folder, model, **asked):
+    ids = [torch.randint(0, 320, (2048,), generator=torch.Generator().manual_seed(0))]
+    settings = SETTINGS | {"reader": reader} | asked
+    report = compress(model, ids, settings=settings, tokenizer=tokenizer_of(), out_dir=folder)
+    return report, folder / FILES[reader]
+
+
+@pytest.mark.parametrize(
+    ("reader", "tied", "size"),
+    [("relinear", True, 0.4), ("llama.cpp", True, "170kB"), ("llama.cpp", False, 0.5), ("vllm", True, 0.6)],
+)
+def test_the_file_is_as_large_as_asked(reader: str, tied: bool, size, tmp_path) -> None:
+    model = small(tied)
+    asked = CompressSettings(size=size).bytes_of(stored_bytes(model))
+    report, file = carried_out(reader, tmp_path, model, size=size)
+    # what stands around tensors is bounded from above, which shows in a small file alone
+    assert 0.94 * asked < file.stat().st_size <= asked
+    assert len({layer.bits for layer in report.plan.layers.values()}) > 1
+    assert ("model.embed_tokens" in report.plan.layers) == (reader != "vllm")
+    if reader == "llama.cpp":
+        stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+        assert set(stored.values()) <= {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F32"}
+        assert stored["token_embd.weight"] != "F32"
+        assert ("output.weight" in stored) == (not tied)
+        assert_same(file, model, atol=3e-2)
+    ids = torch.arange(16)[None]
+    if reader == "vllm":
+        loaded = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32).eval()
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-3, rtol=0)
+    else:
+        loaded = relinear.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+        torch.testing.assert_close(loaded(ids).logits, model.float()(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_vllm_reads_layers_that_it_fuses_in_one_scheme(tmp_path) -> None:
+    report, _ = carried_out("vllm", tmp_path, small(), bits=6.0)
+    chosen = {name: layer.operator for name, layer in report.plan.layers.items()}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}"
+        assert len({chosen[f"{prefix}.self_attn.{part}_proj"] for part in "qkv"}) == 1
+        assert len({chosen[f"{prefix}.mlp.{part}_proj"] for part in ("gate", "up")}) == 1
+    assert {config.bits for config in chosen.values() if config} <= {4, 8}
+    assert len(set(chosen.values())) > 1
+    names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.gate_proj", "b.up_proj"]
+    assert READERS["vllm"].groups(names) == {"a.qkv": names[:3], "a.o_proj": ["a.o_proj"], "b.gate_up": names[4:]}
+    assert READERS["llama.cpp"].groups(names) == {name: [name] for name in names}
+
+
+def test_layers_that_become_the_same_add_up() -> None:
+    small, large = relinear.Quantized(bits=4), relinear.Quantized(bits=8)
+    budget = type("Bytes", (), {"cost": lambda self, name, config: 16 if config is None else config.bits})()
+    found = group_candidates([("a", {small: 1.0, large: 0.25}), ("b", {small: 2.0, large: 0.5})], budget)
+    assert found == [Candidate(None, 32, 0.0), Candidate(large, 16, 0.75), Candidate(small, 8, 3.0)]
+    assert group_candidates([("a", {small: 1.0}), ("b", {})], budget) == [Candidate(None, 32, 0.0)]
+
+
+def test_the_table_is_weighed_by_lookup_and_by_head(tmp_path) -> None:
+    """What rounding embedding and head is predicted to cost is the rise of the loss, about."""
+    for tied in (True, False):
+        model, ids = small(tied), torch.randint(0, 640, (64, 16), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            before = model(ids).logits[:, :-1].log_softmax(-1)
+        settings = SETTINGS | {"bits": 4.6, "candidates": ["quantized:group=32"], "tokens": 1024}
+        report = compress(model, [ids.flatten()], settings=settings, out_dir=tmp_path / str(tied), plan_only=True)
+        tables = {name: layer for name, layer in report.plan.layers.items() if "layers" not in name}
+        assert len(tables) == 2 - tied
+        mapping = {name: layer.operator for name, layer in tables.items()}
+        relinear.replace_(model, mapping, init="from_weight")
+        with torch.no_grad():
+            after = model(ids).logits[:, :-1].log_softmax(-1)
+        measured = float((before.exp() * (before - after)).sum(-1).mean())
+        predicted = sum(layer.nats for layer in tables.values())
+        assert 0.4 * measured < predicted < 2.5 * measured
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep": 0.5, "reader": "vllm"}, "reader=vllm stores no low rank: give bits or size"),
+        (
+            {"size": "9 parsecs"},
+            "size must be bytes, such as 90MB, or a share of the original, .* got 9 parsecs",
+        ),
+        ({"size": 0}, "size must be bytes"),
+        ({"size": "9MB", "bits": 4.5}, "bits and size are 2 budgets: give one of them"),
+        ({"bits": 4, "reader": "ollama"}, "reader"),
+    ],
+)
+def test_sizes_and_readers_that_are_none(settings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompressSettings.load(settings)
+    for text, expected in (("90MB", 9e7), (90_000_000, 9e7), ("1.5 GiB", 1.5 * 2**30), (0.3, 300.0), ("2kB", 2000)):
+        assert CompressSettings(size=text).bytes_of(1000) == expected
+
+
+def test_a_size_that_all_else_exceeds_is_refused_before_any_work(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"size=1kB, 1,000 bytes, is less than .* all else takes .* llama"):
+        carried_out("llama.cpp", tmp_path, small(), size="1kB")
+    assert not (tmp_path / "calibration").exists()
