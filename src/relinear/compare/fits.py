@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from relinear.compare.engine import run_once
+from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import executor_at
 from relinear.compare.papers import PAPER, SMALL, Claim, Fits, Paper, claims_table, duration, paper_table, point_gap
 from relinear.compare.report import number
@@ -64,6 +64,7 @@ class FitReplication:
         if self.request["model"] != SMALL:
             return None
         data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}
+        data |= {"max_validation_tokens": 128 * _LENGTH}
         settings = TrainSettings.load({"data": data, "seed": self.request["seeds"][0], **self.fits.decoder}, self.name)
         tokens = self.request["budget"] * self.fits.decoder_tokens
         steps = max(2, round(tokens / settings.tokens_per_step))
@@ -140,9 +141,10 @@ class FitReplication:
             write_text(folder / SECOND, prose())
         at_once = workers or _at_once()
         if (trained := self.decoder) is not None:
-            on_progress(Progress("training a decoder to fit to", stage="train"))
             with executor_at(executor, 1, folder.resolve(), slurm or {}) as place:
-                place.submit(run_once, trained.model_dump(mode="json"), str(folder / DECODER)).result()
+                Engine(place, 1, on_progress).run_round(
+                    [Run("train", "a decoder to fit to", trained, folder / DECODER)]
+                )
         model = model_folder(str(folder / DECODER) if trained else self._model)
         pending = {name: job for name, job in self._jobs().items() if not (folder / FITS / f"{name}.json").is_file()}
         threads = max(1, _at_once() // at_once)
