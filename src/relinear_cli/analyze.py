@@ -20,7 +20,7 @@ def command(
     ] = "stdlib",
     out: Annotated[Path, typer.Option(help="Directory for JSON and figures.")] = Path("runs/analyze"),
     only: Annotated[str | None, typer.Option(help="Such as gates,top_tokens; by default all that apply.")] = None,
-    control: Annotated[str | None, typer.Option(help="A second model of the same tokenizer to set beside it.")] = None,
+    control: Annotated[str | None, typer.Option(help="A second model with the same tokenizer, for comparison.")] = None,
     tokenizer: Tokenizer = None,
     text_column: TextColumn = None,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to look at.")] = 64,

@@ -50,7 +50,7 @@ def command(
 
     A recipe with `sizes` compares at several widths and fits loss against compute.
 
-    Killed and started again with the same arguments, it goes on where it was.
+    If it is killed, start the command again: it resumes.
 
     **Example:** `relinear compare --recipe quick --out runs/demo`
 

@@ -49,8 +49,8 @@ def command(
 ) -> None:
     """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus.
 
-    Decoder layers are fitted one after another, each with the earlier replacements active. Killed and started again
-    with the same arguments, it goes on from the last layer it finished. The model is saved in DIR/model.
+    Decoder layers are fitted one after another, each with the earlier replacements active. If it is
+    killed, start the command again: it resumes after the last finished layer. The model is saved in DIR/model.
 
     **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
     """

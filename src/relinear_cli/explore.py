@@ -11,7 +11,7 @@ from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_t
 def command(
     model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="DIR")],
     second: Annotated[
-        str | None, typer.Argument(help="A second one, to be set beside it.", metavar="DIR2", show_default=False)
+        str | None, typer.Argument(help="A second one, shown side by side.", metavar="DIR2", show_default=False)
     ] = None,
     data: Annotated[str, typer.Option(help="Texts: `stdlib`, a file or folder, or a Hub name.")] = "stdlib",
     text_column: TextColumn = None,

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from relinear.data import DataSettings
 
 Replace = Annotated[
-    list[str] | None, typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Put an operator in.")
+    list[str] | None,
+    typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Replace layers."),
 ]
 ReplaceLayers = Annotated[str | None, typer.Option(help="For --replace, such as 0,4-11; by default all.")]
 Attach = Annotated[
@@ -25,7 +26,7 @@ Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to le
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
 TextColumn = Annotated[str | None, typer.Option(help="Of tables and Hub data; by default `text`.")]
 Tokenizer = Annotated[
-    str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the one beside the model.")
+    str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the model's own.")
 ]
 _SPLITS = "<train | validation | test | all>"  # blanks: it is folded at them
 Split = Annotated[Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Of the corpus.")]

@@ -43,7 +43,7 @@ def command(
 ) -> None:
     """Repeat the main tables of a paper, at a share of its budget; ends with a page, the paper beside ours.
 
-    It says first what it will take. Killed and started again with the same arguments, it goes on where it was.
+    It begins with what it will take. If it is killed, start the command again: it resumes.
 
     **Example:** `relinear replicate hdpl`
 

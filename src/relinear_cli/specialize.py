@@ -16,7 +16,7 @@ def command(
     out: Annotated[Path, typer.Option("--out", help="Where the GPT-2 and its tokenizer are written.", metavar="DIR")],
     tokenizer: Tokenizer = None,
     first_position: Annotated[
-        int, typer.Option(help="Position of the first token after the prefix; -1 goes on counting from the prefix.")
+        int, typer.Option(help="Position of the first token after the prefix; -1 continues after the prefix.")
     ] = 0,
 ) -> None:
     """Read a prefix once and write what the model becomes: a stock GPT-2 that needs neither the prefix nor relinear.

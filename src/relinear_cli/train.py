@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
 
-    Killed and started again with the same arguments, it goes on from its last checkpoint.
+    If it is killed, start the command again: it resumes from its last checkpoint.
 
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
