@@ -1,7 +1,5 @@
 """A small comparison, its text and what its runs lost, for several files of tests."""
 
-import pytest
-
 from relinear.compare.tune import Trials
 from relinear.system.files import write_json
 from relinear.train import TrainResult
@@ -11,13 +9,6 @@ VOCABULARY = 258
 
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(600)))
-    return path
 
 
 def small(text, **changes):

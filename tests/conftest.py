@@ -147,3 +147,18 @@ def browser():
             pytest.skip(f"no browser: `make browser` sets one up ({str(error).splitlines()[0]})")
         yield opened
         opened.close()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(600)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"The {number}th text says {number * 7} times: hello, world. " * 30)
+    return folder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import relinear
-from compare_helpers import VOCABULARY, WIDTH, small, text  # noqa: F401  (text is a fixture)
+from compare_helpers import VOCABULARY, WIDTH, small
 from relinear.compare.match import matched, measure_size, plan_comparison
 from relinear.compare.report import write_report
 from relinear.compare.run import compare
@@ -62,14 +62,14 @@ def plugin(tmp_path, monkeypatch):
     sys.modules.pop("outside_pairs")
 
 
-def in_bytes(text, to, **changes):  # noqa: F811
+def in_bytes(text, to, **changes):
     """Entries with matrices and without, in files of so many bytes, with two seeds of a few steps."""
     entries = {"dense": "dense", "rotor": {"operator": "rotor", "target": ["q_proj"], "resize": "fixed"}}
     recipe = small(text, entries=entries, match={"by": "bytes", "to": to, "bits": [3, 8]}, ngram=None)
     return recipe | {"train": recipe["train"] | {"save_model": False}} | changes
 
 
-def test_a_run_is_judged_as_its_model_was_stored(text, tmp_path) -> None:  # noqa: F811
+def test_a_run_is_judged_as_its_model_was_stored(text, tmp_path) -> None:
     settings = TrainSettings.load(small(text)["train"] | {"bits": 3})
     result = train(settings, tmp_path / "run")
     assert result.stored["bits"] == 3
@@ -83,7 +83,7 @@ def test_a_run_is_judged_as_its_model_was_stored(text, tmp_path) -> None:  # noq
     assert train(settings, tmp_path / "run") == result  # read back
 
 
-def test_entries_and_a_plug_in_are_stored_at_the_size_that_is_asked(text, plugin, tmp_path, capsys) -> None:  # noqa: F811
+def test_entries_and_a_plug_in_are_stored_at_the_size_that_is_asked(text, plugin, tmp_path, capsys) -> None:
     recipe = in_bytes(text, "30KB", seeds=[0])
     recipe["entries"] |= {"pairs": "outside_pairs"}
     results = compare(recipe, tmp_path / "out", workers=0)
@@ -105,7 +105,7 @@ def test_entries_and_a_plug_in_are_stored_at_the_size_that_is_asked(text, plugin
 
 
 @pytest.mark.slow
-def test_several_sizes_are_a_comparison_each_and_two_figures(text, tmp_path) -> None:  # noqa: F811
+def test_several_sizes_are_a_comparison_each_and_two_figures(text, tmp_path) -> None:
     recipe = in_bytes(text, ["30KB", 20_000])
     recipe["entries"] = {"dense": "dense", "low_rank": "low_rank:rank=4"}
     tune = {"learning_rates": [0.001, 0.01], "fraction": 0.5, "extensions": 0}
@@ -148,7 +148,7 @@ def test_operators_may_be_sized_in_place_of_widths() -> None:
         ({"budgets": [256, 512], "reference": "dense"}, "budgets or sizes, not both"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(text, changes, said) -> None:  # noqa: F811
+def test_sizes_that_make_no_sense_are_refused(text, changes, said) -> None:
     recipe = in_bytes(text, "30KB") | changes
     if "budgets" in changes:
         recipe["train"].pop("steps")
@@ -156,13 +156,13 @@ def test_sizes_that_make_no_sense_are_refused(text, changes, said) -> None:  # n
         CompareSettings.load(recipe)
 
 
-def test_a_size_that_no_width_reaches_is_refused_before_anything_is_written(text, tmp_path) -> None:  # noqa: F811
+def test_a_size_that_no_width_reaches_is_refused_before_anything_is_written(text, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"dense: no model width gives 500 bytes within 2\.0%; the nearest has"):
         compare(in_bytes(text, 500), tmp_path / "out", workers=0)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_line_reads_sizes(text, tmp_path, capsys) -> None:  # noqa: F811
+def test_the_command_line_reads_sizes(text, tmp_path, capsys) -> None:
     command = ["compare", "--recipe", "quick", "--match", "bytes", "--size", "20KB,30XB", "--out", str(tmp_path)]
     assert main(command) == 2
     assert "'30XB' is no size of a file; write 500KB or 1.5MB" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_sizes_are_those_of_the_model_that_is_trained():
 def test_matching_finds_the_nearest_size(written, by, factor):
     settings = TrainSettings(operators={"all-linear": written})
     target = round(factor * measure_size(settings, VOCABULARY).of(by))
-    found, size = matched(settings, VOCABULARY, by=by, target=target, how="operator", tolerance=0.05, name="x")
+    found, size = matched(settings, VOCABULARY, by=by, target=target, resizing="operator", tolerance=0.05, name="x")
     assert size == measure_size(found, VOCABULARY)
     # No other rank comes nearer.
     (operator,) = found.operators.values()
@@ -66,7 +66,7 @@ def test_matching_by_width(model):
     settings = TrainSettings(model=model, data={"sequence_length": 32})
     target = round(0.6 * measure_size(settings, VOCABULARY).parameters)
     found, size = matched(
-        settings, VOCABULARY, by="parameters", target=target, how="width", tolerance=0.1, name="dense"
+        settings, VOCABULARY, by="parameters", target=target, resizing="width", tolerance=0.1, name="dense"
     )
     assert size.parameters == sum(p.numel() for p in build_model(found, VOCABULARY).parameters())
     assert size.parameters == pytest.approx(target, rel=0.1)
@@ -75,13 +75,13 @@ def test_matching_by_width(model):
 def test_a_match_out_of_reach_says_how_near_it_came():
     settings = TrainSettings(operators={"all-linear": "low_rank:rank=4"})
     with pytest.raises(ValueError, match=r"low: no operator size gives 10 parameters within 2.0%; the nearest has"):
-        matched(settings, VOCABULARY, by="parameters", target=10, how="operator", tolerance=0.02, name="low")
+        matched(settings, VOCABULARY, by="parameters", target=10, resizing="operator", tolerance=0.02, name="low")
 
 
 def test_a_match_that_was_just_missed_names_the_tolerance_that_does():
     settings = TrainSettings(operators={"all-linear": "low_rank:rank=4"})
     target = round(1.027 * measure_size(settings, VOCABULARY).parameters)
-    arguments = {"by": "parameters", "target": target, "how": "operator", "name": "low"}
+    arguments = {"by": "parameters", "target": target, "resizing": "operator", "name": "low"}
     with pytest.raises(ValueError, match=r"Set match\.tolerance=0\.03, match\.to=low") as refused:
         matched(settings, VOCABULARY, **arguments, tolerance=0.001)
     assert "(-2.6%)" in str(refused.value)

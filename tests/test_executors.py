@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from compare_helpers import losses, small, text  # noqa: F401  a fixture
+from compare_helpers import losses, small
 from conftest import mostly_slow
 from relinear.compare import executors
 from relinear.compare.executors import Processes, executor_at
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 
-def recipe(text, **changes):  # noqa: F811
+def recipe(text, **changes):
     entries = {"dense": "dense", "low_rank": "low_rank:rank=4"}
     found = small(text, entries=entries, match="width", seeds=[0], **changes)
     found["train"] |= {"steps": 40, "save_every": 10, "eval_every": 20, "save_model": False}
@@ -34,7 +34,7 @@ def recipe(text, **changes):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def expected(text, tmp_path_factory):  # noqa: F811
+def expected(text, tmp_path_factory):
     return losses(compare(recipe(text), tmp_path_factory.mktemp("here") / "out", workers=0))
 
 
@@ -88,7 +88,7 @@ def test_places_that_are_none(tmp_path):
         pass
 
 
-def test_a_killed_run_is_told_of_and_ends_none_of_the_others(text, tmp_path, expected):  # noqa: F811
+def test_a_killed_run_is_told_of_and_ends_none_of_the_others(text, tmp_path, expected):
     out = tmp_path / "out"
     thread = when_saved(out, kill)
     with pytest.raises(ChildProcessError, match=r"(dense|low_rank): .*for want of memory.*worker\.log") as caught:
@@ -106,7 +106,7 @@ COMMAND = "import sys; from relinear_cli.main import main; sys.exit(main(sys.arg
 
 
 @pytest.mark.parametrize("number", mostly_slow([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
-def test_a_signal_saves_the_runs_of_all_processes(number, text, tmp_path):  # noqa: F811
+def test_a_signal_saves_the_runs_of_all_processes(number, text, tmp_path):
     out, found = tmp_path / "out", recipe(text)
     found["train"] |= {"steps": 100_000, "save_every": 100_000, "eval_every": 0}
     (tmp_path / "recipe.yaml").write_text(json.dumps(found))
@@ -129,7 +129,7 @@ def test_a_signal_saves_the_runs_of_all_processes(number, text, tmp_path):  # no
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["preempted", "killed"])
-def test_jobs_give_the_results_of_one_process(how, text, tmp_path, expected, monkeypatch):  # noqa: F811
+def test_jobs_give_the_results_of_one_process(how, text, tmp_path, expected, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     # submitit's executor of this machine stands for SLURM
@@ -162,7 +162,7 @@ def children_of(number):
 
 
 @pytest.mark.slow
-def test_workers_of_dask_give_the_results_of_one_process(text, tmp_path, expected, monkeypatch):  # noqa: F811
+def test_workers_of_dask_give_the_results_of_one_process(text, tmp_path, expected, monkeypatch):
     distributed = pytest.importorskip("distributed")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     out, struck = tmp_path / "out", []

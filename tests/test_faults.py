@@ -24,7 +24,7 @@ from relinear.system.lock import only_process_in
 from relinear.system.signals import Terminated
 from relinear.train import FitSettings, fit, train
 from relinear_cli.main import main
-from train_helpers import DATA, FIT, RUN, Tokens, corpus, dropout_model, run_settings  # noqa: F401  a fixture
+from train_helpers import DATA, FIT, RUN, Tokens, dropout_model, run_settings
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs flock, fork and signals")
 
@@ -53,7 +53,7 @@ def held(tmp_path, monkeypatch):
 
 
 @linux
-def test_the_second_of_two_processes_is_refused(held, corpus):  # noqa: F811
+def test_the_second_of_two_processes_is_refused(held, corpus):
     out, holder = held
     settings = run_settings(corpus, steps=2)
     recipe = {"entries": {"a": "dense"}, "train": {**RUN, "data": settings.data.model_dump()}, "speed": {"seconds": 0}}
@@ -148,7 +148,7 @@ def full_disk():
 
 @linux
 @pytest.mark.usefixtures("full_disk")
-def test_a_full_disk_is_an_error_in_words(tmp_path, capfd, corpus):  # noqa: F811
+def test_a_full_disk_is_an_error_in_words(tmp_path, capfd, corpus):
     arguments = ["train", "--data", str(corpus), "--steps", "2", "--out", str(tmp_path / "out"), "--threads", "1"]
     sizes = json.dumps(RUN["model_overrides"])
     arguments += ["--set", "save_every=1", "--set", "data.sequence_length=32", "--set", f"model_overrides={sizes}"]
@@ -295,7 +295,7 @@ def test_values_of_a_config_that_no_model_has(saved, tmp_path, key, value, capfd
     assert len(told) < 3_000
 
 
-def test_sizes_beyond_the_machine_are_judged_before_they_are_taken(corpus, tmp_path):  # noqa: F811
+def test_sizes_beyond_the_machine_are_judged_before_they_are_taken(corpus, tmp_path):
     sizes = {"hidden_size": 2**20, "intermediate_size": 2**21, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match=r"this machine has|no model has"):
         train(run_settings(corpus, model_overrides=sizes), tmp_path / "out")

@@ -15,7 +15,7 @@ from relinear.train import FitSettings, TrainSettings, fit, read_metrics, train
 from relinear.train.distill import Distill, divergence
 from relinear_cli.main import main
 from tiny_models import make_cgt
-from train_helpers import Gradients, Interrupt, Padded, Tokens, corpus, probe_model, run_settings, stop_at  # noqa: F401  (corpus is a fixture)
+from train_helpers import Gradients, Interrupt, Padded, Tokens, probe_model, run_settings, stop_at
 
 FIT = FitSettings(
     steps=1, batch_size=32, warmup_steps=0, dtype="float32", max_grad_norm=0, threads=1, device="cpu", log_every=1
@@ -30,7 +30,7 @@ def teacher(tmp_path):
 
 
 @pytest.fixture
-def big_run(tmp_path, corpus):  # noqa: F811
+def big_run(tmp_path, corpus):
     """The directory of a run, to be the teacher of others with the same tokenizer."""
     train(run_settings(corpus, steps=4, seed=7), tmp_path / "big")
     return str(tmp_path / "big")
@@ -92,7 +92,7 @@ def test_training_comes_nearer_to_the_teacher_and_leaves_it_alone(teacher):
     assert not any("teacher" in name for name in model.state_dict())
 
 
-def test_a_killed_run_with_an_objective_goes_on_to_the_same_end(tmp_path, corpus, big_run):  # noqa: F811
+def test_a_killed_run_with_an_objective_goes_on_to_the_same_end(tmp_path, corpus, big_run):
     settings = run_settings(corpus, objective=f"distill:teacher={big_run},temperature=2", save_every=2, steps=6)
     assert settings.objective == {
         "kind": "distill", "teacher": big_run, "temperature": 2, "cross_entropy": 0.0,
@@ -110,7 +110,7 @@ def test_a_killed_run_with_an_objective_goes_on_to_the_same_end(tmp_path, corpus
         train(settings.updated(objective=None), tmp_path / "parts")
 
 
-def test_the_command_line_takes_an_objective(tmp_path, corpus, big_run, capsys):  # noqa: F811
+def test_the_command_line_takes_an_objective(tmp_path, corpus, big_run, capsys):
     (tmp_path / "run.yaml").write_text(json.dumps(run_settings(corpus, steps=2).model_dump(mode="json")))
     arguments = ["train", "--recipe", str(tmp_path / "run.yaml"), "--out"]
     assert main([*arguments, str(tmp_path / "out"), "--objective", f"distill:teacher={big_run}"]) == 0
@@ -135,7 +135,7 @@ def test_teachers_of_another_vocabulary_are_refused(teacher):
         Distill(teacher=teacher).prepare(make_cgt(vocab_size=50))
 
 
-def test_a_cgt_is_trained_on_its_objective_by_name(tmp_path, corpus):  # noqa: F811
+def test_a_cgt_is_trained_on_its_objective_by_name(tmp_path, corpus):
     make_cgt(vocab_size=300, n_positions=64).save_pretrained(tmp_path / "cgt")
     settings = run_settings(
         corpus, model=str(tmp_path / "cgt"), model_overrides={}, operators={}, objective="cgt:eta=0.5,continuity=0.1"

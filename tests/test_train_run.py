@@ -12,7 +12,7 @@ from conftest import make_tiny_llama
 from relinear import LowRank, from_pretrained, replace_
 from relinear.train import FitSettings, NonFiniteLossError, fit, read_metrics, train
 from relinear.train.trainer import SteadySampler
-from train_helpers import RUN, Tokens, corpus, run_settings  # noqa: F401  (corpus is a fixture)
+from train_helpers import RUN, Tokens, run_settings
 
 FIT = FitSettings(steps=4, batch_size=4, warmup_steps=0, threads=1, device="cpu", log_every=2)
 
@@ -40,7 +40,7 @@ def test_nan_stops_the_run_and_says_what_to_try(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
-def test_nan_in_a_whole_run(tmp_path, corpus):  # noqa: F811
+def test_nan_in_a_whole_run(tmp_path, corpus):
     settings = run_settings(corpus, learning_rate=1e30, schedule="constant", warmup_steps=0, max_grad_norm=0.0)
     with pytest.raises(NonFiniteLossError):
         train(settings, tmp_path / "run")
@@ -65,13 +65,13 @@ def test_nan_in_a_whole_run(tmp_path, corpus):  # noqa: F811
         ({"data": {"data": "/does/not/exist"}}, "/does/not/exist"),
     ],
 )
-def test_wrong_settings_leave_nothing_behind(tmp_path, corpus, changes, message):  # noqa: F811
+def test_wrong_settings_leave_nothing_behind(tmp_path, corpus, changes, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train(run_settings(corpus, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_model_of_a_run_is_trained_on(tmp_path, corpus):  # noqa: F811
+def test_model_of_a_run_is_trained_on(tmp_path, corpus):
     first = train(run_settings(corpus, steps=30, learning_rate=1e-2), tmp_path / "one")
     assert first.perplexity < 0.7 * first.initial_perplexity
     model = from_pretrained(tmp_path / "one" / "model")
@@ -84,7 +84,7 @@ def test_model_of_a_run_is_trained_on(tmp_path, corpus):  # noqa: F811
         train(further.updated(model_overrides={"hidden_size": 8}), tmp_path / "three")
 
 
-def test_vocabulary_must_hold_the_tokenizer(tmp_path, corpus):  # noqa: F811
+def test_vocabulary_must_hold_the_tokenizer(tmp_path, corpus):
     overrides = RUN["model_overrides"] | {"vocab_size": 100}
     with pytest.raises(ValueError, match="embeds 100"):
         train(run_settings(corpus, model_overrides=overrides), tmp_path / "run")

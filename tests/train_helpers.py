@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import pytest
 import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
@@ -129,14 +128,6 @@ RUN = {
     "log_every": 2,
     "threads": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(f"The {number}th text says {number * 7} times: hello, world. " * 30)
-    return folder
 
 
 def run_settings(corpus, **changes):
