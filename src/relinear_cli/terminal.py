@@ -31,14 +31,12 @@ def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
 
 def print_results(results: Results) -> None:
     """Print results.json as a table with its notes on stdout."""
-    from relinear.compare.report import budget_table, results_table, size_table
+    from relinear.compare.report import budget_table, results_table
 
     print_table(results_table(results), results["name"])
     by_budget = budget_table(results)
     if by_budget is not None:
-        print_table(by_budget, f"gap to {results['reference']} by budget")
-    if (by_size := size_table(results)) is not None:
-        print_table(by_size, "loss by bytes of the file")
+        print_table(by_budget, "" if results.get("sizes") else f"gap to {results['reference']} by budget")
     _remark(results["budget"], results["match"]["text"], *results["notes"])
 
 

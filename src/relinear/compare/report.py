@@ -3,13 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
 from relinear.compare import figures
-from relinear.compare.schema import EntryResult, Gap, Results, Statistic, Stored
+from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Statistic, Stored
 from relinear.contract.config import shown
 from relinear.contract.settings import readable
 from relinear.deprecated import with_new_columns
@@ -101,9 +100,8 @@ def results_section(directory: str | Path) -> Section:
     blocks += [Text("What to try next", heading=True), Text(_next(results))]
     by_budget = budget_table(results)
     if by_budget is not None:
-        blocks += [Text(f"Gap to {results['reference']} by budget", heading=True), by_budget]
-    if (by_size := size_table(results)) is not None:
-        blocks += [Text("Loss by bytes", heading=True), by_size]
+        title = "Loss by bytes" if results.get("sizes") else f"Gap to {results['reference']} by budget"
+        blocks += [Text(title, heading=True), by_budget]
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
     blocks += [
         Text("Entries", heading=True),
@@ -160,8 +158,8 @@ def verdict(results: Results) -> str:
 def _size(entry: EntryResult, results: Results) -> tuple[float, str]:
     """What entries are matched by, or else parameters: how much of it an entry has, and its name."""
     by = results["match"]["by"]
-    if by == "bytes" and (stored := _stored(entry)):
-        return stored[0]["bytes"], "bytes"
+    if by == "bytes" and (stored := entry.get("stored")):
+        return stored["bytes"], "bytes"
     return (entry["flops_per_token"], "FLOPs") if by == "flops" else (entry["parameters"], "parameters")
 
 
@@ -241,7 +239,7 @@ def results_table(results: Results) -> Table:
     leader, *others = [entry for entry in ranked if base is None or _alike(entry, base, results)]
     lead, half = _paired(leader, others[0]) if others else (0.0, None)
     to = reference or (base and len(entries) > 1 and base["name"])
-    stored, unit = any(_stored(entry) for entry in entries), _unit(results)
+    stored, unit = any(entry.get("stored") for entry in entries), _unit(results)
     head = ["entry", f"validation loss, nats a {unit}", *([f"gap to {to}"] if to else [])]
     head += ["bits", "bytes", "before storing"] if stored else []
     head += ["parameters", "training speed", "inference speed", f"perplexity a {unit}", "at step 0"]
@@ -259,7 +257,8 @@ def results_table(results: Results) -> Table:
         elif to and base:
             cells.append(Cell.of(None if entry is base else -_paired(entry, base)[0], "+z.3f"))
         if stored:
-            cells += _stored_cells(_stored(entry))
+            how: Any = entry.get("stored") or {}
+            cells += [Cell.of(how.get(key), ".3f" if key == "loss_before" else ",") for key in Stored.__annotations__]
         speed = entry["speed"]
         ratios = [speed["train_ratio"], speed["inference_ratio"]] if speed else [None, None]
         cells += [size, *(Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios)]
@@ -278,20 +277,6 @@ def results_table(results: Results) -> Table:
         cells.append(Cell.of(counted["perplexity"], ".2f"))
         rows.append(Row([*cells, *[""] * (len(head) - len(cells))]))
     return Table(head, rows)
-
-
-def _stored(entry: EntryResult) -> list[Stored]:
-    """How the model of every seed was stored; nothing where it was not."""
-    return [stored for run in entry["runs"] if (stored := run.get("stored"))]
-
-
-def _stored_cells(stored: Sequence[Stored]) -> list[Cell | str]:
-    """Bits, bytes of the file (of the first seed), and the mean loss before the model was stored."""
-    if not stored:
-        return ["–"] * 3
-    before = fmean(one["loss_before"] for one in stored)
-    sizes = [Cell(f"{stored[0][key]:,}", stored[0][key]) for key in ("bits", "bytes")]
-    return [*sizes, Cell.of(before)]
 
 
 def _of_seeds(statistic: Statistic, digits: int, spread: bool = True) -> Cell:
@@ -393,33 +378,31 @@ def gap_text(gap: Gap | None) -> str:
 
 
 def budget_table(results: Results) -> Table | None:
-    """Return gaps by entry and budget, of the reference and the n-grams losses; None where there is one budget."""
-    budgets = results.get("budgets") or []
+    """Return gaps by entry and budget, of the reference and the n-grams losses; None where there is one budget.
+
+    By sizes of the file, losses of what was stored, and its bits.
+    """
+    by: Literal["tokens", "bytes"] = "bytes" if results.get("sizes") else "tokens"
+    budgets = results.get("budgets") or results.get("sizes") or []
     if not budgets:
         return None
+
+    def told(entry: BudgetEntry | None) -> str:
+        if entry is None:
+            return "diverged"
+        if by == "bytes":
+            return f"{plus_minus(entry['validation_loss'])}, {entry['bits']} bits"
+        return gap_text(entry["gap"]) if entry["gap"] else plus_minus(entry["validation_loss"])
+
     rows = []
     for entry in budgets[-1]["entries"]:
         cells = [next((e for e in budget["entries"] if e["name"] == entry["name"]), None) for budget in budgets]
-        texts = [
-            "diverged" if e is None else gap_text(e["gap"]) if e["gap"] else plus_minus(e["validation_loss"])
-            for e in cells
-        ]
-        rows.append(Row([entry["name"] + " (loss)" * (entry["gap"] is None), *texts], entry["name"]))
+        suffix = " (loss)" * (by == "tokens" and entry["gap"] is None)
+        rows.append(Row([entry["name"] + suffix, *map(told, cells)], entry["name"]))
     if all(budget["ngram"] for budget in budgets):
         losses = [f"{budget['ngram']['validation_loss']:.3f}" for budget in budgets]
         rows.append(Row([f"{budgets[-1]['ngram']['order']}-grams (loss)", *losses]))
-    return Table(["tokens", *(number(budget["tokens"]) for budget in budgets)], rows)
-
-
-def size_table(results: Results) -> Table | None:
-    """Return the loss of every entry at each size of the file, and its bits there; None where there is one size."""
-    sizes = results.get("sizes") or []
-    rows = []
-    for name in dict.fromkeys(entry["name"] for size in sizes for entry in size["entries"]):
-        found = [next((e for e in size["entries"] if e["name"] == name), None) for size in sizes]
-        texts = ["diverged" if e is None else f"{plus_minus(e['validation_loss'])}, {e['bits']} bits" for e in found]
-        rows.append(Row([name, *texts], name))
-    return Table(["bytes", *(number(size["bytes"]) for size in sizes)], rows) if rows else None
+    return Table([by, *(number(budget[by]) for budget in budgets)], rows)
 
 
 def gib(value: float | None) -> str:

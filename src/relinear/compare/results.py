@@ -25,6 +25,7 @@ from relinear.compare.schema import (
     SeedRun,
     Speed,
     Statistic,
+    Stored,
     Tuning,
 )
 from relinear.compare.settings import CompareSettings, shortened
@@ -78,10 +79,18 @@ def entry_result(
         "initial_perplexity": _statistic([run["initial_perplexity"] for run in runs]),
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
         "speed": speed,
+        "stored": _mean_stored([stored for run in runs if (stored := run.get("stored"))]),
         "runs": runs,
         "dense": dense,
         "gap": gap,
     }
+
+
+def _mean_stored(stored: list[Stored]) -> Stored | None:
+    """How the models of all seeds were stored, with the mean of their losses before; None where they were not."""
+    if not stored:
+        return None
+    return {**stored[0], "loss_before": statistics.fmean(each["loss_before"] for each in stored)}
 
 
 def seed_run(seed: int, result: Any, losses: np.ndarray) -> SeedRun:

@@ -388,10 +388,9 @@ class _Comparison:
     ) -> Trials:
         """The runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
         warmup = () if ratio is None else (f"warm-up {ratio:g}",)
-        bits = () if settings.bits is None else (f"{settings.bits} bits",)
-        study = ", ".join([name, *bits, *warmup, *(["full length"] if full else [])])
-        prefix = "full-length-" * full + "".join(f"{settings.bits}-bits-" for _ in bits)
-        prefix += "".join(f"{each.replace('warm-up ', 'warmup-')}-" for each in warmup)
+        told = (*([] if settings.bits is None else [f"{settings.bits} bits"]), *warmup)
+        study = ", ".join([name, *told, *(["full length"] if full else [])])
+        prefix = "full-length-" * full + "".join(f"{each.replace('m-u', 'mu').replace(' ', '-')}-" for each in told)
         short = lasting(_warmed(settings, ratio), fraction)
         short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
         at = functools.partial(_at, short)

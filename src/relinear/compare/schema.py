@@ -135,6 +135,7 @@ class EntryResult(TypedDict):
     runs: Annotated[list[SeedRun], pydantic.Field(min_length=1)]
     dense: NotRequired[bool]
     gap: NotRequired[Gap | None]
+    stored: NotRequired[Stored | None]
 
 
 class Diverged(TypedDict):
