@@ -190,7 +190,8 @@ def _file_sources(
         try:
             return _load(builder, settings, key, data_files=named, **options)
         except ValueError as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+            names = cut(", ".join(file.name for file in files))
+            raise ValueError(f"{path}: {names} cannot be read: {error}") from error
 
     def part(split: str) -> Callable[[], Any]:
         return lambda: loaded()[_named(split)]
