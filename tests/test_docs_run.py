@@ -81,6 +81,7 @@ SMALLER = {
     "--tokens 4096": "--tokens 4",
     "rank=128,blocks=8": "rank=4,blocks=8",
     "llama-60m": "tiny",
+    "--for llama.cpp --size 90MB": "--size 0.5",  # its tokenizer has bytes alone
     "--repeats 5": "--repeats 2 --shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward",
     "/shared/": "shared/",
     'model="hdpl-67m"': 'model="tiny"',
