@@ -43,13 +43,14 @@ def command(
     split: options.Split = "train",
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to calibrate on.", show_default="32768")] = None,
     heal_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens to train the result on afterwards.", show_default="0")
+        int | None, typer.Option(min=0, help="Distillation tokens after compression; 0 turns it off.", show_default="0")
     ] = None,
     heal: Annotated[
-        Literal["operators", "all", "lora"] | None, typer.Option(help="What they train.", show_default="operators")
+        Literal["operators", "all", "lora"] | None,
+        typer.Option(help="What distillation trains.", show_default="operators"),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(exists=True, help="A plan to carry out, such as an edited DIR/plan.json.")
+        Path | None, typer.Option(exists=True, help="A plan to apply, such as an edited DIR/plan.json.")
     ] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
     frontier: Annotated[
@@ -71,8 +72,8 @@ def command(
 ) -> None:
     """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
 
-    Predictions are kept in DIR/calibration, so that another budget plans at once. Killed and started again with the
-    same arguments, it goes on from where it was. The model is saved in DIR/model, and as --for reads it.
+    Predictions are kept in DIR/calibration, so that another budget plans at once. If it is killed, start the
+    command again: it resumes. The model is saved in DIR/model, and as --for reads it.
 
     **Example:** `relinear compress models/smollm2 --for llama.cpp --size 90MB --data stdlib --out runs/compress`
     """

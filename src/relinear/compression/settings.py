@@ -39,8 +39,8 @@ class CompressSettings(Settings):
             integers, by default whatever ``reader`` does.
         seed: of the excerpts, of the next tokens that the model draws, and of the order of blocks in
             healing.
-        heal_tokens: how many train the compressed model as a whole to give the original's logits, of the corpus behind
-            those that calibrate; 0 leaves it out.
+        heal_tokens: distillation tokens after compression, of the corpus behind those that calibrate; 0 turns it off.
+            The whole model learns to give the original's logits.
         heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on
             the layers that stayed dense, which are merged in the end.
         heal_held_out_tokens: how many evaluate healing: the parameters that were best there are kept.
