@@ -18,12 +18,14 @@ def command(
     match: Annotated[
         Literal["width", "parameters", "flops", "bytes"] | None,
         typer.Option(
+            metavar="<width | parameters | flops | bytes>",
             help="`width` keeps every entry as written, the others resize them, dense by its width.",
             show_default="width",
         ),
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="Of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB.")
+        str | None,
+        typer.Option(help="Of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB; else the recipe's."),
     ] = None,
     model: options.TrainingModel = None,
     data: options.TrainingData = None,

@@ -21,7 +21,7 @@ def command(
         str | None,
         typer.Option(
             *("--hook-points", "--sites"),  # its name in 0.2
-            help="Where to look, such as up_proj.basis_gate,q_proj; by default every latent and gate.",
+            help="Where to look, such as basis_gate,q_proj; by default every latent and gate.",
         ),
     ] = None,
     tokenizer: Tokenizer = None,
