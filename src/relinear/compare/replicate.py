@@ -230,9 +230,9 @@ def replication(
 
 def _timed(settings: Any, flops: int) -> Any:
     """Settings of which a step takes about a second."""
-    length = min(settings.data.sequence_length, 256)
-    operations = _TIMED.get(training_device(settings).type, _TIMED["cpu"])
-    batch = max(1, min(settings.batch_size, round(operations / (3 * flops * length))))
+    tokens = round(_TIMED.get(training_device(settings).type, _TIMED["cpu"]) / (3 * flops))
+    length = min(settings.data.sequence_length, max(128, min(tokens, 256)))
+    batch = max(1, min(settings.batch_size, tokens // length))
     data = settings.data.updated(sequence_length=length)
     return settings.updated(batch_size=batch, accumulation=1, data=data.model_dump()).model_dump(mode="json")
 
