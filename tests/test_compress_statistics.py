@@ -81,6 +81,21 @@ def test_short_documents_are_joined_and_a_corpus_without_a_rest_is_used_in_order
     assert not read([whole]).unseen
 
 
+def test_each_kind_of_text_has_moments_of_its_own(tmp_path) -> None:
+    blocks, kinds = tokens(160)[0].view(10, 16), [0, 1] * 5
+    both = moments_of(calibrate(tiny(), blocks, tmp_path / "both", kinds=kinds))
+    alone = [moments_of(calibrate(tiny(), blocks[kind::2], tmp_path / str(kind))) for kind in (0, 1)]
+    for name, found in both.items():
+        assert len(found.kinds) == 2
+        for own, one in zip(found.kinds, alone, strict=True):
+            torch.testing.assert_close(own, one[name].inputs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found.inputs, sum(found.kinds) / 2)
+    mixed = read({"a": texts(40), "b": texts(40)})
+    assert sorted(mixed.kinds) == [0] * 4 + [1] * 4
+    assert "text of one kind" not in " ".join(mixed.remarks)
+    assert "calibrated on text of one kind" in " ".join(read(texts(40)).remarks)
+
+
 def test_a_text_that_repeats_itself_is_warned_of(tmp_path) -> None:
     with pytest.warns(UserWarning, match="the calibration's text repeats itself"):
         compress(tiny(), [torch.ones(512, dtype=torch.long)], settings=SETTINGS, plan_only=True)

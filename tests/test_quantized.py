@@ -12,7 +12,7 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.quantized import dequantized, pack, unpack
-from relinear.functional.rounding import Grid, descend, gptq, nearest, nearest_grid, steadied
+from relinear.functional.rounding import Grid, descend, gptq, held_out, nearest, nearest_grid, steadied
 
 
 def moments_of(inputs: int, outputs: int, seed: int = 0) -> CalibrationStatistics:
@@ -197,6 +197,36 @@ def test_the_error_of_gptq_is_foretold_without_it(weights: str, group: int, symm
         found = float((moments.outputs.diagonal() * (missed @ moments.inputs.float() * missed).sum(1)).sum())
         size = float((moments.outputs.diagonal() * (weight @ moments.inputs.float() * weight).sum(1)).sum())
         assert 0.6 * found - 1e-6 * size < error < 1.6 * found + 1e-6 * size, (entry.bits, error, found)
+
+
+def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
+    torch.manual_seed(0)
+    weight, mixing = torch.randn(64, 40).double(), torch.randn(4, 40, 40).double()
+    alike = [torch.randn(2000, 40).double() @ mixing[0] for _ in range(2)]
+    unlike = [torch.randn(2000, 40).double() @ (mixing[0] + mixing[at]) for at in (1, 2, 3)]
+    shares = []
+    for texts in (alike, unlike[:2]):
+        moments = tuple(x.T @ x / len(x) for x in texts)
+        share, left = held_out(moments)
+        shares.append(share)
+        grid = nearest_grid(weight, 6, 40, False)
+        found = []
+        for known, own in ((sum(moments) / 2, sum(moments) / 2), moments, moments[::-1]):
+            drawn = torch.lerp(known, known.diagonal().diag(), share)
+            missed = grid.values(gptq(weight, grid, 40, drawn), 40) - weight
+            found.append(float(((missed @ own) * missed).sum()))
+        expected = float((grid.scale.square() / 12).sum() * left.sum())
+        assert expected == pytest.approx((found[0] + (found[1] + found[2]) / 2) / 2, rel=0.15)
+    assert shares[0] < shares[1]
+    statistics = CalibrationStatistics(sum(moments) / 2, None, None, moments)
+    linear, config = torch.nn.Linear(40, 64, bias=False).double(), relinear.Quantized(bits=3, group=40)
+    linear.weight.data = weight
+    errors = []
+    for known in (statistics, CalibrationStatistics(statistics.inputs)):
+        fitted = config.convert(linear).fit_to_calibration(linear, known)
+        third = unlike[2].T @ unlike[2] / 2000
+        errors.append(float(CalibrationStatistics(third).error(fitted.to_dense().detach() - weight)))
+    assert errors[0] < errors[1], "a third kind gains"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

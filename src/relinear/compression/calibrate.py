@@ -15,7 +15,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from relinear.distill.record import fingerprint_of
 from relinear.surgery.tied import tied_head
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import remove_temporaries
+from relinear.system.grouped import grouped
 
 #: of a config, what changes nothing that a model computes
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
@@ -54,13 +55,15 @@ def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[
 
 
 class Sums:
-    """Sums of x x^T in float64 by name; inputs that are one tensor are summed once."""
+    """Sums of x x^T in float64 by name; inputs that are one tensor are summed once, each ``kind`` of text apart."""
 
     def __init__(self) -> None:
-        self.inputs: dict[str, Tensor] = {}
+        self.kind = 0
+        self.inputs: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.shared: dict[str, str] = {}
         self.counts: dict[str, int] = {}
+        self.of_kind: dict[tuple[str, int], int] = {}
         self._seen: list[tuple[Tensor, str]] = []
 
     def new_pass(self) -> None:
@@ -73,23 +76,28 @@ class Sums:
         self.shared[name] = owner
         self.counts[name] = self.counts.get(name, 0) + x[..., 0].numel()
         if owner == name:
+            self.of_kind[name, self.kind] = self.of_kind.get((name, self.kind), 0) + x[..., 0].numel()
             self._seen.append((x, name))
-            _add(self.inputs, name, x)
+            _add(self.inputs, (name, self.kind), x)
 
     def statistics(self, modules: Mapping[str, nn.Module]) -> dict[str, CalibrationStatistics]:
         """Return the moments of linear layers by name, means over the tokens that each saw; the sums are used up."""
-        means = {name: total.div_(self.counts[name]) for name, total in self.inputs.items()}
+        of_kind = self.of_kind
+        sums = grouped((name, total) for (name, _), total in self.inputs.items())
+        means = {name: torch.stack(totals).sum(0) / self.counts[name] for name, totals in sums.items()}
+        kinds = grouped((key[0], total.div_(of_kind[key])) for key, total in self.inputs.items())
         found = {}
         for name, module in modules.items():
             if name not in self.counts:  # an expert may have seen no token
                 found[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
                 continue
             outputs = self.outputs[name].div_(self.counts[name])
-            found[name] = CalibrationStatistics(means[self.shared[name]], outputs, self.counts[name])
+            owner = self.shared[name]
+            found[name] = CalibrationStatistics(means[owner], outputs, self.counts[name], tuple(kinds[owner]))
         return found
 
 
-def _add(sums: dict[str, Tensor], name: str, values: Tensor) -> None:
+def _add(sums: dict[Any, Tensor], name: Any, values: Tensor) -> None:
     rows = values.detach().reshape(-1, values.shape[-1]).float()
     product = rows.T @ rows
     if name in sums:
@@ -118,6 +126,7 @@ class Calibration:
         targets: index of a decoder layer -> name -> linear layer in it; at -1 embedding and head.
         folder: of the calibration; one model, corpus and set of targets each. What is there is gone on from.
         batch: blocks a pass.
+        kinds: of each block, the number of its kind of text; one kind by default.
         seed: of the next tokens that the model draws; gradients are those of their summed log-likelihood.
         on_layer: told the progress.
 
@@ -133,14 +142,19 @@ class Calibration:
         folder: str | Path,
         *,
         batch: int,
+        kinds: Sequence[int] = (),
         seed: int = 0,
         on_layer: OnLayer = lambda phase, done, total: None,
     ) -> None:
         self.model, self.targets, self.folder, self.on_layer = model, targets, Path(folder), on_layer
         names = [name for group in targets.values() for name in group]
-        _claim(self.folder, fingerprint(model, blocks, names, {"batch": batch, "labels": seed}))
+        _claim(self.folder, fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": list(kinds)}))
         remove_temporaries(self.folder)
-        self.parts = blocks.to(next(model.parameters()).device).split(batch)
+        blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(list(kinds) or [0] * len(blocks))
+        by_kind = [(int(kind), blocks[of_block == kind]) for kind in of_block.unique()]
+        #: batches, each of one kind, and which
+        self.parts = [part for _, own in by_kind for part in own.split(batch)]
+        self.kinds = [kind for kind, own in by_kind for _ in own.split(batch)]
         self.tokens, self.seed = blocks.numel(), seed
         self.layers = LayerByLayer(model)
         self.streams = Streams(self.folder, len(self.parts))
@@ -295,8 +309,9 @@ class Calibration:
 
     def _before(self, index: int, behind: Iterator[Tensor], sums: Sums) -> Iterator[Tensor]:
         """The gradients at the input of layer ``index``, batch by batch, from those behind it."""
-        for states, gradient in zip(self.streams.read("hidden", index), behind, strict=True):
+        for kind, states, gradient in zip(self.kinds, self.streams.read("hidden", index), behind, strict=True):
             sums.new_pass()
+            sums.kind = kind
             states.requires_grad_(True)
             with torch.enable_grad():
                 output = self.layers.layer(index, states)

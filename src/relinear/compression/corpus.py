@@ -56,6 +56,12 @@ class Corpus:
         return {name: [e._asdict() for e in getattr(self, name)] for name in ("excerpts", "judged")}
 
     @property
+    def kinds(self) -> list[int]:
+        """Of each block that calibrates, the number of its corpus: each is taken for a kind of text."""
+        names = list(dict.fromkeys(excerpt.corpus for excerpt in self.excerpts))
+        return [names.index(excerpt.corpus) for excerpt in self.excerpts]
+
+    @property
     def repeats(self) -> str:
         """What is to be said of a text that teaches nothing; empty where it does not repeat itself."""
         runs = self.blocks.unfold(1, min(4, self.blocks.shape[1]), 1).flatten(0, 1)
@@ -71,6 +77,8 @@ class Corpus:
     def remarks(self) -> list[str]:
         """What should be known of how far these texts tell, in sentences."""
         found = [self.repeats] if self.repeats else []
+        if len(set(self.kinds)) == 1:
+            found.append(ONE_KIND)
         if not self.unseen:
             found.append("the corpus has no more than calibration takes, so the result is evaluated on what it saw")
         elif shared := {e[:2] for e in self.judged} & {e[:2] for e in self.excerpts}:
@@ -84,6 +92,12 @@ class Corpus:
 
 #: share of runs of four tokens that differ, below which it teaches nothing; windows and documents to evaluate on
 LEAST_DISTINCT, LEAST_WINDOWS, LEAST_DOCUMENTS = 0.02, 30, 6
+
+
+ONE_KIND = (
+    "calibrated on text of one kind, so nothing tells how the result does on others: give --data several times, of "
+    "unlike texts"
+)
 
 
 class _Texts:

@@ -224,7 +224,7 @@ class _Job:
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self.export is not None:
             self._check_export(given_plan)
-        calibration = self.calibration = self.task.calibrate(corpus.blocks)
+        calibration = self.calibration = self.task.calibrate(corpus.blocks, corpus.kinds)
         loss = calibration.loss
         self._lap("calibration")
         budget, budgets = None, list[dict[str, Any]]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -88,9 +88,9 @@ class Task:
         model = copy.deepcopy(self.model)
         return dataclasses.replace(self, model=model, modules={n: model.get_submodule(n) for n in self.modules})
 
-    def calibrate(self, blocks: Tensor) -> Calibration:
-        """Return the calibration over token ids (N, T), in the folder."""
-        how: dict[str, Any] = {"batch": self.settings.batch_size, "seed": self.settings.seed}
+    def calibrate(self, blocks: Tensor, kinds: Sequence[int] = ()) -> Calibration:
+        """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
+        how: dict[str, Any] = {"batch": self.settings.batch_size, "seed": self.settings.seed, "kinds": kinds}
         how |= {"on_layer": self.on_progress}
         return Calibration(self.model, blocks, self.by_layer, self.folder / "calibration", **how)
 

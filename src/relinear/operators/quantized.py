@@ -20,6 +20,7 @@ from relinear.functional.rounding import (
     descend,
     expected_error,
     gptq,
+    held_out,
     nearest,
     nearest_grid,
     steadied,
@@ -32,7 +33,7 @@ from relinear.kernels.quantized import code_changer, quantized
 BITS = (2, 3, 4, 5, 6, 8)
 #: rows that are rounded to tell what a size costs
 SAMPLED_ROWS = 16
-#: shares by which moments of 8,192 tokens are drawn to their diagonals, chosen on moments of other tokens
+#: shares by which moments of 8,192 tokens of one kind are drawn to their diagonals, chosen on moments of other tokens
 INPUTS_SHRINKAGE, OUTPUTS_SHRINKAGE = 0.05, 0.5
 
 
@@ -136,7 +137,8 @@ class QuantizedLinear(Operator):
         """
         weight = weight.float()
         grid, group = self.config.grid(weight, statistics), self.config.group
-        inputs = steadied(statistics.inputs.to(weight), INPUTS_SHRINKAGE)
+        shrinkage = held_out(statistics.kinds)[0] if len(statistics.kinds) > 1 else INPUTS_SHRINKAGE
+        inputs = steadied(statistics.inputs.to(weight), shrinkage)
         codes = gptq(weight, grid, group, inputs)
         if statistics.outputs is None or statistics.outputs.ndim == 2:
             outputs = statistics.outputs
@@ -218,7 +220,9 @@ class Quantized(OperatorConfig):
 
         What the descent under G gains beyond that is left out: it holds for the calibration tokens mostly.
         """
-        weight, left = dense_weight(linear).detach().float(), uncompensated(statistics.inputs).float()
+        weight, several = dense_weight(linear).detach().float(), len(statistics.kinds) > 1
+        left = held_out(statistics.kinds)[1] if several else uncompensated(statistics.inputs)
+        left = left.to(weight)
         rows = torch.linspace(0, len(weight) - 1, min(len(weight), SAMPLED_ROWS)).long().to(weight.device)
         share = torch.ones(len(weight)).to(weight)
         if statistics.outputs is not None:
