@@ -95,6 +95,7 @@ def test_entries_and_a_plug_in_are_stored_at_the_size_that_is_asked(text, plugin
             assert run["stored"]["bytes"] == round(30_000 * (1 + entry["size_mismatch"]))
         trials = {trial["bits"]: trial["validation_loss"] for trial in entry["tuning"]["trials"]}
         assert min(trials, key=trials.get) == entry["tuning"]["bits"]
+        assert entry["tuning"]["bits_edge"] == (entry["tuning"]["bits"] == 3)
         folder = tmp_path / "out" / "runs" / entry["name"] / "seed-0"
         assert read_json(folder / "run.json")["model"]["parameters"] == entry["parameters"]
         assert float(np.load(folder / "block_losses.npy").mean()) == pytest.approx(entry["runs"][0]["validation_loss"])

@@ -233,6 +233,7 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
         ("The best learning rate lies at the edge of the grid for {}: widen the grid.", where("edge")),
         ("The best initialisation lies at the edge of its grid for {}: widen the grid.", where("initializer_edge")),
         ("Bits were tuned: {}.", [f"{name} {bits}" for name, each in tuned.items() if (bits := each.get("bits"))]),
+        ("The fewest bits that were tried were best for {}: add fewer to match.bits.", where("bits_edge")),
         ("Warm-up was tuned, too: of the steps it takes {}.", shares),
         ("The best warm-up is the shortest or longest that was tried for {}.", where("warmup_edge")),
         *(

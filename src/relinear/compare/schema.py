@@ -80,6 +80,7 @@ class Tuning(TypedDict):
     warmup_ratio: NotRequired[Number | None]
     warmup_edge: NotRequired[bool]
     bits: NotRequired[Count | None]
+    bits_edge: NotRequired[bool | None]
     full_length: NotRequired[FullLength]
     diverged: NotRequired[list[Number] | None]
 
