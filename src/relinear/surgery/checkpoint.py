@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -340,6 +341,8 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             if auto_class is None and "Unrecognized configuration class" in str(error):  # all that it knows follow
                 _check_task(directory, transformers.PreTrainedConfig.get_config_dict(directory, **kwargs)[0])
             raise
+    if wrong := list(_not_finite(model.config.to_dict())):
+        raise ValueError(f"{directory}: config.json has {', '.join(wrong)}; give a number, as the original has it")
     found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
     if getattr(model.config, "quantization_config", None) is None or config_record(model.config) is not None:
         found["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
@@ -351,6 +354,15 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             f"{directory} was not fully rebuilt ({'; '.join(problems)}): its config.json does not describe its weights"
         )
     return model
+
+
+def _not_finite(config: Mapping[str, Any]) -> Iterator[str]:
+    """Settings, in words, that are NaN or infinite; an end of a range, in a list, may be infinite (Mamba 2 has one)."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _not_finite(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{key}={value}"
 
 
 def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
