@@ -376,7 +376,7 @@ def _differences(plan: Replication, results: Results) -> Table:
     paper, ours = facts(plan.whole), facts(plan.recipe)
     ours["model"] += f" ({number(first['parameters'])} parameters)"
     rows = [Row([name, paper[name], ours[name]]) for name in paper if paper[name] != ours[name]]
-    return Table(["", "the paper", "here"], rows, words=(0, 1, 2))
+    return Table(["", f"the paper (recipe {plan.paper.recipe})", "here"], rows, words=(0, 1, 2))
 
 
 def _operators(recipe: CompareSettings) -> list[str]:
