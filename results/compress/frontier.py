@@ -60,6 +60,8 @@ from rivals import GRIDS, clipped, scale_inputs_, take_gguf_
 
 #: methods that have embedding and head in integers, too
 ENDS = ("embedding", "everything")
+#: rows that need no moments, or whose command finds its own
+ALONE = ("llama.cpp", "bits", "integers", "keep")
 ROWS = ("bits:4.25", "gptq:4@96", "uniform:4@96", "nearest:4@96", "bits:3.5", "gptq:3@48", "gptq-order:4@96")
 
 
@@ -193,12 +195,8 @@ def main() -> None:
     windows = read_elsewhere(named, tokenizer, judging)
     corpora = {Path(path).parent.name: texts(path) for path in given.calibrate}
     state = given.state / Path(given.model).name / f"seed-{given.seed}"
-    base = {
-        "tokens": given.tokens,
-        "seed": given.seed,
-        "evaluate": False,
-        "embedding": None,
-    }  # rows are of layers alone
+    base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False}
+    layers_alone = {"tokenizer": tokenizer, "exclude": "embed_tokens"}  # rows count no embedding, nor a head tied to it
 
     def seen(model: nn.Module) -> tuple[dict[str, Reading], dict[str, float | None]]:
         first, *others = windows
@@ -225,7 +223,7 @@ def main() -> None:
     blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
     state.mkdir(parents=True, exist_ok=True)
     task = Task(model, linear_layers(model), settings, state, lambda *_: None)
-    unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, "llama.cpp") for row in given.rows)  # these calibrate nothing
+    unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, *ALONE) for row in given.rows)
     calibration = None if unseen else KeptMoments.of(task.calibrate(blocks), state / "moments")
     names = list(task.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
@@ -279,7 +277,7 @@ def main() -> None:
             file = take_gguf_(model, names, given.gguf / f"{number}.gguf")
         elif method == "bits-order":
             settings = base | {"bits": float(number), "candidates": ("quantized",)}
-            plan = compress(model, corpora, tokenizer=tokenizer, settings=settings, plan_only=True, out_dir=state).plan
+            plan = compress(model, corpora, **layers_alone, settings=settings, plan_only=True, out_dir=state).plan
             predicted = plan.nats
             round_in_order_(model, plan.replaced, blocks)
             round_to_half_(model)
@@ -289,7 +287,7 @@ def main() -> None:
             budget |= {"heal_tokens": int(healed)} if healed else {}
             settings = base | budget
             settings |= {"candidates": ("quantized",)} if method == "integers" else {}
-            predicted = compress(model, corpora, tokenizer=tokenizer, settings=settings, out_dir=state).plan.nats
+            predicted = compress(model, corpora, **layers_alone, settings=settings, out_dir=state).plan.nats
         seconds = time.monotonic() - start
         found, again = seen(model)
         values = {"row": row, **about, **sizes(model, names), "seconds": round(seconds, 1), "predicted": predicted}
