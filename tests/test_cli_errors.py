@@ -571,5 +571,5 @@ def test_an_empty_text_is_refused_by_every_option_of_every_command(name, tmp_pat
 def test_help_shows_the_defaults_and_choices_of_settings(capsys):
     assert main(["compress", "--help"]) in (None, 0)
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "default: (layers)" in shown
+    assert "default: (relinear)" in shown
     assert "default: (32768)" in shown

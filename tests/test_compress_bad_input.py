@@ -144,7 +144,7 @@ def test_conversations_that_are_none(tmp_path) -> None:
 
 
 def test_exports_without_a_directory(tmp_path) -> None:
-    with pytest.raises(ValueError, match="export='plain' writes into out_dir, and none is given"):
+    with pytest.raises(ValueError, match="plain is written into out_dir, and none is given: give it"):
         compress(tiny(), tokens(), settings=SETTINGS, export="plain")
 
 

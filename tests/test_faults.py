@@ -24,7 +24,7 @@ from relinear.system.lock import only_process_in
 from relinear.system.signals import Terminated
 from relinear.train import FitSettings, fit, train
 from relinear_cli.main import main
-from train_helpers import DATA, FIT, RUN, Tokens, dropout_model, run_settings
+from train_helpers import FIT, FIT_DATA, RUN, Tokens, dropout_model, run_settings
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs flock, fork and signals")
 
@@ -120,13 +120,13 @@ def terminate_at(step):
 @linux
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_bits(tmp_path):
     whole = dropout_model()
-    expected = fit(whole, DATA, FIT, out_dir=tmp_path / "whole")
+    expected = fit(whole, FIT_DATA, FIT, out_dir=tmp_path / "whole")
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated, match="checkpoint-5"):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path / "parts", on_progress=terminate_at(4))
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path / "parts", on_progress=terminate_at(4))
     assert signal.getsignal(signal.SIGTERM) is handler
     resumed = dropout_model()
-    result = fit(resumed, DATA, FIT, out_dir=tmp_path / "parts")
+    result = fit(resumed, FIT_DATA, FIT, out_dir=tmp_path / "parts")
     assert result.validation_loss == expected.validation_loss
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), name
@@ -181,7 +181,7 @@ def test_a_directory_that_is_gone_ends_the_run(tmp_path, phase, step):
             shutil.rmtree(out, ignore_errors=True)
 
     with pytest.raises(FileNotFoundError, match=r"removed or became unreachable while the run was at work: '.*out'"):
-        fit(dropout_model(), DATA, FIT, out_dir=out, on_progress=take_away)
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=out, on_progress=take_away)
     assert not (out / "checkpoints").exists()
 
 

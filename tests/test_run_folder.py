@@ -18,7 +18,7 @@ from relinear.system.run_folder import RunFolder, differences, overwriting, set_
 from relinear.train import fit, train
 from relinear.train.fitting import remove_checkpoints
 from relinear_cli.main import main
-from train_helpers import DATA, FIT, Interrupt, dropout_model, stop_at
+from train_helpers import FIT, FIT_DATA, Interrupt, dropout_model, stop_at
 
 FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"
 MINE = "mine, and irreplaceable"
@@ -470,14 +470,14 @@ def test_a_run_does_not_rename_the_model_that_it_starts_from(settings, tmp_path)
 
 def test_fit_that_overwrites_renames_checkpoints(tmp_path):
     with pytest.raises(Interrupt):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
     put(tmp_path / "checkpoints" / "checkpoint-500" / "weights")
     with pytest.raises(ValueError, match=r"seed: 0 -> 1"):
-        fit(dropout_model(), DATA, FIT.updated(seed=1), out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT.updated(seed=1), out_dir=tmp_path)
     with pytest.raises(ValueError, match=r"batch_size: 4 -> 8"):  # of the same ranks: other batches
-        fit(dropout_model(), DATA, FIT.updated(batch_size=8), out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT.updated(batch_size=8), out_dir=tmp_path)
     with pytest.warns(DeprecationWarning, match="overwrite=True"):
-        fit(dropout_model(), DATA, FIT.updated(seed=1), out_dir=tmp_path, resume=False)
+        fit(dropout_model(), FIT_DATA, FIT.updated(seed=1), out_dir=tmp_path, resume=False)
     (aside,) = tmp_path.glob("checkpoints.*")
     assert {path.name for path in aside.iterdir()} == {"checkpoint-3", "checkpoint-500"}
     assert treasures(tmp_path) == 1
@@ -486,7 +486,7 @@ def test_fit_that_overwrites_renames_checkpoints(tmp_path):
 def test_fit_refuses_checkpoints_of_others(tmp_path):
     put(tmp_path / "checkpoints" / "checkpoint-500" / "weights")
     with pytest.raises(ValueError, match=r"has checkpoints, and no record \(fit.json\) of relinear's fit"):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path)
     assert treasures(tmp_path) == 1
 
 

@@ -16,7 +16,7 @@ from conftest import mostly_slow
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.train import fit, read_metrics, read_result, train
 from tiny_models import make_cgt
-from train_helpers import DATA, FIT, Interrupt, dropout_model, run_settings, stop_at
+from train_helpers import FIT, FIT_DATA, Interrupt, dropout_model, run_settings, stop_at
 
 
 def comparable(rows):
@@ -29,16 +29,16 @@ def comparable(rows):
 def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
     settings = FIT.updated(optimizer=optimizer, schedule=schedule)
     whole = dropout_model()
-    expected = fit(whole, DATA, settings, out_dir=tmp_path / "whole")
+    expected = fit(whole, FIT_DATA, settings, out_dir=tmp_path / "whole")
     folder = tmp_path / "parts"
     for step in (5, 8):
         with pytest.raises(Interrupt):
-            fit(dropout_model(), DATA, settings, out_dir=folder, on_progress=stop_at(step))
+            fit(dropout_model(), FIT_DATA, settings, out_dir=folder, on_progress=stop_at(step))
     (folder / "checkpoints" / ".partial" / "checkpoint-8").mkdir(parents=True)  # as if killed while writing
     resumed = dropout_model()
     torch.manual_seed(123)
     seen = []
-    result = fit(resumed, DATA, settings, out_dir=folder, on_progress=lambda p: seen.append(p.done))
+    result = fit(resumed, FIT_DATA, settings, out_dir=folder, on_progress=lambda p: seen.append(p.done))
     assert min(seen) == 6  # it did not begin anew
     assert result.validation_loss == expected.validation_loss
     assert comparable(result.curve) == comparable(expected.curve)
@@ -53,17 +53,17 @@ def test_a_module_around_a_model_with_tied_weights_resumes(tmp_path):
         return GuidedTraining(make_cgt(vocab_size=96), CGTObjective())
 
     whole, resumed = wrapped(), wrapped()
-    expected = fit(whole, DATA, FIT, out_dir=tmp_path / "whole")
+    expected = fit(whole, FIT_DATA, FIT, out_dir=tmp_path / "whole")
     with pytest.raises(Interrupt):
-        fit(wrapped(), DATA, FIT, out_dir=tmp_path / "parts", on_progress=stop_at(5))
-    assert fit(resumed, DATA, FIT, out_dir=tmp_path / "parts").validation_loss == expected.validation_loss
+        fit(wrapped(), FIT_DATA, FIT, out_dir=tmp_path / "parts", on_progress=stop_at(5))
+    assert fit(resumed, FIT_DATA, FIT, out_dir=tmp_path / "parts").validation_loss == expected.validation_loss
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), name
 
 
 def test_checkpoints_hold_no_pickled_objects(tmp_path):
     with pytest.raises(Interrupt):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     names = {path.name for path in checkpoint.iterdir()}
     assert checkpoint.name == "checkpoint-3"
@@ -76,7 +76,7 @@ def test_checkpoints_hold_no_pickled_objects(tmp_path):
 def interrupted(folder):
     """A run that was cut off; the folder of its checkpoint."""
     with pytest.raises(Interrupt):
-        fit(dropout_model(), DATA, FIT, out_dir=folder, on_progress=stop_at(5))
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=folder, on_progress=stop_at(5))
     return folder / "checkpoints" / "checkpoint-3"
 
 
@@ -89,20 +89,20 @@ def test_damaged_checkpoint_without_a_manifest_is_refused(tmp_path):
     taken = state.pop(name)
     save_file(state, weights, metadata={"format": "pt"})
     with pytest.warns(UserWarning, match="no manifest"), pytest.raises(ValueError, match="missing"):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path)
     optimizer = checkpoint / "optimizer.pt"
     content = optimizer.read_bytes()
     optimizer.write_bytes(content[:500])
     save_file(state | {name: taken}, weights, metadata={"format": "pt"})
     with pytest.warns(UserWarning, match="no manifest"), pytest.raises((RuntimeError, SafetensorError)):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path)
     optimizer.write_bytes(content)
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.warns(UserWarning, match="no manifest"), pytest.raises((RuntimeError, SafetensorError)):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path)
     optimizer.unlink()
     with pytest.raises(ValueError, match="lacks optimizer"):
-        fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path)
 
 
 def test_every_part_of_a_checkpoint_is_held_to_its_manifest(tmp_path):
@@ -114,12 +114,12 @@ def test_every_part_of_a_checkpoint_is_held_to_its_manifest(tmp_path):
         middle = len(content) // 2
         part.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
         with pytest.raises(ValueError, match=rf"{part.name} is not what was written"):
-            fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+            fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path)
         part.unlink()
         with pytest.raises(ValueError, match=f"lacks {part.name}"):
-            fit(dropout_model(), DATA, FIT, out_dir=tmp_path)
+            fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path)
         part.write_bytes(content)
-    assert fit(dropout_model(), DATA, FIT, out_dir=tmp_path).steps == FIT.steps
+    assert fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path).steps == FIT.steps
 
 
 KILLED = """

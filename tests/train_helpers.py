@@ -93,7 +93,7 @@ FIT = FitSettings(
 )
 
 
-DATA = (Tokens(samples=24), Tokens(samples=8, seed=1))  # three steps go through the data once
+FIT_DATA = (Tokens(samples=24), Tokens(samples=8, seed=1))  # three steps go through the data once
 
 
 class Interrupt(Exception):
