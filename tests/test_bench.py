@@ -56,6 +56,7 @@ def test_contenders_that_are_wrong_are_reported_and_the_others_timed(monkeypatch
     assert [row["contender"] for row in forward] == ["dense"]
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capfd):
     few = ["-o", "rotor", "-o", "low_rank:rank=4", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
     arguments = ["bench", *few, "--shapes", "64x64"]

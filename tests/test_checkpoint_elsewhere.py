@@ -62,7 +62,7 @@ def saved(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["installed", "not-installed"])
+@pytest.mark.parametrize("installed", mostly_slow([True, False], True), ids=["installed", "not-installed"])
 def test_without_the_flag_every_way_of_loading_is_refused(saved, installed):
     ran = elsewhere(
         f"""
@@ -112,6 +112,7 @@ def test_with_the_flag_the_logits_are_the_same(saved):
     assert "wrote True" in ran.stdout, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_config_read_before_anything_else_builds_the_operators(saved, tmp_path):
     """In a process of its own: what transformers' models need is only imported with the first record."""
     config = json.loads((saved / "model" / "config.json").read_text())

@@ -15,6 +15,7 @@ import pytest
 
 import relinear
 from compare_helpers import VOCABULARY, WIDTH, losses, made, small, trials_in
+from conftest import mostly_slow
 from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
@@ -270,7 +271,7 @@ def test_an_evaluation_too_small_is_said_to_be(text, error, warned):
     assert bool(said) == warned
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 8])
+@pytest.mark.parametrize("seeds", mostly_slow([2, 3, 8], 3))
 def test_intervals_hold_the_truth_as_often_as_they_say(seeds):
     hits = 0
     for trial in range(400):

@@ -34,6 +34,7 @@ def faults(tmp_path, *arguments, timeout):
 @linux
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.slow
 def test_a_few_faults(tmp_path):
     found = faults(tmp_path, "--sample", "2", "--command", "tune", timeout=850)
     assert found["faults"] == 4

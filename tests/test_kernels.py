@@ -251,7 +251,10 @@ def test_telling_breaks_no_compiled_graph(caplog) -> None:
     assert logged_by(caplog, lambda: compiled(torch.randn(3, 8))) == []
 
 
-@pytest.mark.parametrize(("asked", "told"), [("kernels", True), ("forms", True), ("", False)])
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [("kernels", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in [("forms", True), ("", False)])],
+)
 def test_the_environment_asks_for_the_log(asked: str, told: bool) -> None:
     code = "import torch, relinear; relinear.HDPL(rank=4, blocks=2).build(8, 8)(torch.randn(3, 8))"
     run = subprocess.run(

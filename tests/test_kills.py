@@ -23,6 +23,7 @@ def kills(tmp_path, *arguments, timeout):
     return json.loads((tmp_path / "kills.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path):
     found = kills(tmp_path, "--kills", "6", "--work", "train", "--work", "save", "--work", "compare", timeout=850)
     assert found["kills"] >= 6

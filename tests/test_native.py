@@ -10,6 +10,7 @@ import torch
 
 import relinear
 from cases import ccl_results
+from conftest import mostly_slow
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rounding
 from relinear.functional import transponder as reference
@@ -682,7 +683,7 @@ def test_a_broken_compiler_means_torch_operations_and_a_warning(tmp_path):
     assert "RELINEAR_COMPILE_KERNELS=0" in errors
 
 
-@pytest.mark.parametrize("off", ["0", "off"])
+@pytest.mark.parametrize("off", mostly_slow(["0", "off"], "0"))
 def test_the_kernels_can_be_turned_off(off, tmp_path):
     printed, errors = in_a_new_process(LARGE, RELINEAR_COMPILE_KERNELS=off, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert printed == "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"

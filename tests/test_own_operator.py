@@ -160,6 +160,7 @@ print("kronecker", [found for found, _ in many.candidate_errors(linear, moments)
 """
 
 
+@pytest.mark.slow
 def test_the_examples_are_installed_listed_and_fitted_under_moments(examples, tmp_path) -> None:
     kinds = set(
         tomllib.loads((EXAMPLES / "pyproject.toml").read_text())["project"]["entry-points"]["relinear.operators"]
@@ -172,7 +173,8 @@ def test_the_examples_are_installed_listed_and_fitted_under_moments(examples, tm
     assert [kind for kind, *gains in lines if gains != ["True"]] == []
 
 
-@pytest.mark.parametrize("chosen", ["not compiles", pytest.param("compiles", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["not compiles", "compiles"])
 def test_the_examples_pass_their_tests(chosen, examples, tmp_path) -> None:
     shutil.copy(EXAMPLES / "tests" / "test_examples.py", tmp_path)
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, "test_examples.py")
