@@ -11,6 +11,7 @@ from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
 from relinear.compression.readers import READERS
 from test_export_gguf import assert_same, gguf, llama, tokenizer_of
+from tiny_models import make_family
 
 FILES = {"relinear": "model/model.safetensors", "llama.cpp": "model.gguf"}
 FILES["vllm"] = "compressed-tensors/model.safetensors"
@@ -118,4 +119,41 @@ def test_sizes_and_readers_that_are_none(settings, message: str) -> None:
 def test_a_size_that_all_else_exceeds_is_refused_before_any_work(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"size=1kB, 1,000 bytes, is less than .* all else takes .* llama"):
         carried_out("llama.cpp", tmp_path, small(), size="1kB")
+    assert not (tmp_path / "calibration").exists()
+
+
+def test_a_plan_that_is_given_is_counted_in_the_readers_bytes(tmp_path) -> None:
+    """Q4_1 takes 5 bits, where relinear stores the same integers in 4.75."""
+    asked = {"candidates": ["quantized:group=32"], "bits": 5.1}
+    made, _ = carried_out("llama.cpp", tmp_path / "made", small(), **asked)
+    ids = [torch.randint(0, 320, (2048,), generator=torch.Generator().manual_seed(0))]
+    plan = {"plan_file": tmp_path / "made/plan.json", "out_dir": tmp_path / "again", "tokenizer": tokenizer_of()}
+    settings = SETTINGS | {"reader": "llama.cpp"} | asked
+    again = compress(small(), ids, settings=settings, plan_only=True, **plan)
+    assert (again.bytes, again.plan.nats) == (made.bytes, pytest.approx(made.plan.nats))
+    with pytest.raises(ValueError, match=r"replaces model\.embed_tokens, .*; embedding and head need a budget of bits"):
+        compress(small(), ids, settings=SETTINGS, **plan)
+
+
+def test_budgets_are_predicted_in_the_readers_bytes(tmp_path) -> None:
+    ids = [torch.randint(0, 320, (2048,), generator=torch.Generator().manual_seed(0))]
+    settings = SETTINGS | {"reader": "llama.cpp", "bits": 8.0, "candidates": ["quantized:group=32"]}
+    more = {"tokenizer": tokenizer_of(), "out_dir": tmp_path, "frontier": True}
+    report = compress(small(), ids, settings=settings, **more)
+    assert min(row["bits"] for row in report.budgets) == 5.0
+
+
+@pytest.mark.parametrize("export", ["plain", "compressed-tensors"])
+def test_a_reader_gets_its_file_or_none(export: str, tmp_path) -> None:
+    settings = SETTINGS | {"reader": "llama.cpp", "bits": 5.0}
+    with pytest.raises(ValueError, match=rf"reader=llama\.cpp reads gguf, and export={export} is another"):
+        compress(small(), [], settings=settings, tokenizer=tokenizer_of(), export=export, out_dir=tmp_path)
+
+
+def test_what_vllm_cannot_read_is_refused_before_any_work(tmp_path) -> None:
+    model = make_family("mixtral")
+    with pytest.raises(ValueError, match="reads no MixtralForCausalLM of compressed-tensors"):
+        compress(
+            model, [torch.arange(2048) % 50], settings=SETTINGS | {"reader": "vllm", "bits": 9.0}, out_dir=tmp_path
+        )
     assert not (tmp_path / "calibration").exists()

@@ -147,6 +147,24 @@ def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
     assert refused >= 20
 
 
+@pytest.mark.parametrize("layer", [2, 1, 0])
+def test_killed_while_a_layer_is_fitted_it_goes_on_with_that_layer(layer: int, tmp_path) -> None:
+    blocks, made = tokens(128)[0].view(8, 16), list[str]()
+
+    def make(statistics):
+        made.append(next(iter(statistics)).split(".")[2])
+        if made == [str(index) for index in (2, 1, 0) if index >= layer]:
+            raise KeyboardInterrupt
+        return {name: s.inputs.clone() for name, s in statistics.items()}
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tiny(), blocks, tmp_path / "killed").each("fit", "all", make)
+    found = calibrate(tiny(), blocks, tmp_path / "killed").each("fit", "all", make)
+    assert made == [str(index) for index in (2, 1, 0) for _ in range(1 + (index == layer))]
+    whole = calibrate(tiny(), blocks, tmp_path / "whole").each("fit", "all", make)
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
 def test_a_killed_calibration_without_its_fingerprint_is_refused(tmp_path) -> None:
     def die(phase: str, done: int, total: int) -> None:
         raise KeyboardInterrupt

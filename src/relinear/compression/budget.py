@@ -115,11 +115,6 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
     return size_of(config.build(in_features, out_features, bias, device="meta", dtype=dtype))
 
 
-def saved_bytes(modules: Mapping[str, nn.Module], replaced: Mapping[str, OperatorConfig]) -> int:
-    """Return by how many bytes layers, by name, become smaller where ``replaced`` puts operators in."""
-    return sum(size_of(one).stored - size_of(one, replaced.get(name)).stored for name, one in modules.items())
-
-
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """What the layers that may be replaced may cost together, and what each does.

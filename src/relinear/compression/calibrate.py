@@ -275,7 +275,9 @@ class Calibration:
         """
         self._prepare()
         total, there, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
-        for index in reversed(range(lowest, there[-1] if there else total)):
+        # nothing of this kind stands behind the last layer, so nothing tells whether its moments were used
+        remaining = total if there in ([], [total - 1]) else there[-1]
+        for index in reversed(range(lowest, remaining)):
             self._find(index)
             sums, group = Sums(), self.targets.get(index, {})
             with frozen(self.model), watched(group, sums):

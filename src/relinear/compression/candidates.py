@@ -18,8 +18,6 @@ from relinear.compression.budget import (
     Candidate,
     allocate,
     round_to_half_,
-    saved_bytes,
-    size_of,
     stored_bytes,
 )
 from relinear.compression.calibrate import Calibration, Statistics
@@ -76,12 +74,14 @@ class SearchSpace:
                 )
         budget.check(modules, self.entries)
 
-    def load_plan(self, path: str | Path) -> CompressPlan:
+    def load_plan(self, path: str | Path, budget: Budget) -> CompressPlan:
         """Return a plan from a file. Raises ValueError if it is none for this model and these layers."""
-        loaded = CompressPlan.load(path, self.task.model)
-        unknown = sorted(set(loaded.replaced) - set(self.task.modules))
+        task = self.task
+        loaded = CompressPlan.load(path, task.model, budget.cost if task.settings.by_bytes else None)
+        unknown = sorted(set(loaded.replaced) - set(task.modules))
         if unknown:
-            raise ValueError(f"{path} replaces {unknown[0]}, which targets= and exclude= leave alone")
+            hint = "" if task.settings.by_bytes else "; embedding and head need a budget of bits or size"
+            raise ValueError(f"{path} replaces {unknown[0]}, which targets= and exclude= leave alone{hint}")
         return loaded
 
     def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:
@@ -157,10 +157,10 @@ class SearchSpace:
 
     def _row(self, whole: CompressPlan, before: int) -> dict[str, Any]:
         """A budget's row; ``before``: bytes of the whole original."""
-        modules, replaced = self.task.modules, whole.replaced
-        remaining = before - saved_bytes(modules, replaced)
-        after = sum(size_of(module, replaced.get(name)).stored for name, module in modules.items())
-        weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules.values()))
+        modules = self.task.modules.values()
+        after = round(sum((layer.bits or 0) * layer.parameters_before for layer in whole.layers.values()) / 8)
+        remaining = before - sum(map(stored_bytes, modules)) + after
+        weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules))
         return {
             "bytes": remaining,
             "share_of_bytes": remaining / before,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -112,8 +112,14 @@ class CompressPlan:
         write_record(path, {"format": FORMAT, "others": self.others, "layers": self.rows})
 
     @classmethod
-    def load(cls, path: str | Path, model: Any) -> CompressPlan:
+    def load(
+        cls, path: str | Path, model: Any, stored: Callable[[str, OperatorConfig | None], float | None] | None = None
+    ) -> CompressPlan:
         """Return a plan from a file, perhaps edited: sizes are counted again, operators may be objects or text.
+
+        Args:
+            path: of the file. model: the original.
+            stored: bytes that a layer takes as an operator, where its reader takes others than relinear.
 
         Raises:
             ValueError: if the file is no plan, or names a layer that the model does not have or an operator that does
@@ -130,7 +136,7 @@ class CompressPlan:
                 written = layer.get("operator")
                 values = parse_setting(written) if isinstance(written, str) else written
                 operator = None if values is None else OperatorConfig.from_dict(values)
-                made = LayerPlan.of(module, operator, None)
+                made = LayerPlan.of(module, operator, None, stored(name, operator) if stored else None)
                 plans[name] = dataclasses.replace(made, nats=_nats(layer, made))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}: {name}: {error}") from error

@@ -122,9 +122,13 @@ def compress(
     chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
     check_heal(chosen)
     named = {reader.export: name for name, reader in READERS.items()}
-    if chosen.by_bytes and export is not None and export in named:
+    if chosen.by_bytes and export is not None and export in named and chosen.reader == "relinear":
         chosen = chosen.updated(reader=named[export])
     reader = READERS[chosen.reader]
+    if reader.export not in (None, export or reader.export):
+        raise ValueError(
+            f"reader={chosen.reader} reads {reader.export}, and export={export} is another; give one of them"
+        )
     export = export or reader.export  # type: ignore[assignment]
     if export is not None and out_dir is None:
         by = EXPORTS[export].__name__
@@ -158,7 +162,7 @@ def compress(
         if frontier and plan_file is not None:
             raise ValueError("frontier weighs operators by budgets: leave out plan_file")
         plan_only = plan_only or frontier
-        given_plan = None if plan_file is None else job.space.load_plan(plan_file)
+        given_plan = None if plan_file is None else job.space.load_plan(plan_file, job.budget)
         if given_plan is None:
             job.space.check(job.budget)
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
@@ -287,11 +291,11 @@ class _Job:
     def _check_export(self, given_plan: CompressPlan | None) -> None:
         """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them.
 
-        Candidates of a budget of bytes are those that it holds.
+        A GGUF file holds all candidates of a budget of bytes.
         """
         if given_plan is not None:
             becomes = list(given_plan.replaced.items())
-        elif self.settings.by_bytes:
+        elif self.export == "gguf" and self.settings.by_bytes:
             return
         else:
             offered = ((n, c) for n, layer in self.modules.items() for c in self.space.sizes(linear_features(layer)))
