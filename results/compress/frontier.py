@@ -196,7 +196,7 @@ def main() -> None:
     corpora = {Path(path).parent.name: texts(path) for path in given.calibrate}
     state = given.state / Path(given.model).name / f"seed-{given.seed}"
     base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False}
-    layers_alone = {"tokenizer": tokenizer, "exclude": "embed_tokens"}  # rows count no embedding, nor a head tied to it
+    layers_alone = {"tokenizer": tokenizer, "exclude": ("embed_tokens", "lm_head")}  # rows count neither
 
     def seen(model: nn.Module) -> tuple[dict[str, Reading], dict[str, float | None]]:
         first, *others = windows
@@ -220,11 +220,12 @@ def main() -> None:
         return relinear.from_pretrained(given.model).eval()
 
     model, settings = fresh(), CompressSettings(**base)
-    blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
+    corpus = read_corpus(corpora, {}, tokenizer, settings, plan_only=True)
+    blocks = corpus.blocks
     state.mkdir(parents=True, exist_ok=True)
     task = Task(model, linear_layers(model), settings, state, lambda *_: None)
     unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, *ALONE) for row in given.rows)
-    calibration = None if unseen else KeptMoments.of(task.calibrate(blocks), state / "moments")
+    calibration = None if unseen else KeptMoments.of(task.calibrate(blocks, corpus.kinds), state / "moments")
     names = list(task.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}

@@ -147,10 +147,10 @@ class Calibration:
         on_layer: OnLayer = lambda phase, done, total: None,
     ) -> None:
         self.model, self.targets, self.folder, self.on_layer = model, targets, Path(folder), on_layer
-        names = [name for group in targets.values() for name in group]
-        _claim(self.folder, fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": list(kinds)}))
+        names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
+        _claim(self.folder, fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": kinds}))
         remove_temporaries(self.folder)
-        blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(list(kinds) or [0] * len(blocks))
+        blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(kinds)
         by_kind = [(int(kind), blocks[of_block == kind]) for kind in of_block.unique()]
         #: batches, each of one kind, and which
         self.parts = [part for _, own in by_kind for part in own.split(batch)]
