@@ -103,8 +103,9 @@ def test_a_few_numbers_stay_at_16_bits() -> None:
 
 def test_what_cannot_be_stored_in_bits_is_refused_before_anything_is_written(tmp_path) -> None:
     model = make_tiny_llama()
-    with pytest.raises(ValueError, match="bits must be a whole number from 2 to 8, got 9"):
-        relinear.save_pretrained(model, tmp_path / "model", bits=9)
+    for bits in (9, 4.0):
+        with pytest.raises(ValueError, match=f"bits must be a whole number from 2 to 8, got {bits}"):
+            relinear.save_pretrained(model, tmp_path / "model", bits=bits)
     adapted = get_peft_model(make_tiny_llama(), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="merge it first"):
         relinear.save_pretrained(adapted, tmp_path / "model", bits=4)

@@ -8,8 +8,10 @@ import yaml
 
 from relinear.compare import papers as room
 from relinear.compare.executors import Here
+from relinear.compare.fits import prose
 from relinear.compare.papers import PAPERS, read_paper
-from relinear.compare.replicate import ANALYSED, MEASURES, replication, tokens_of
+from relinear.compare.replicate import ANALYSED, MEASURES, replicate_section, replication, tokens_of
+from relinear.data import DataSettings, iter_texts
 from relinear_cli.main import main
 
 NAMES = sorted(path.stem for path in PAPERS.glob("*.yaml"))
@@ -58,6 +60,20 @@ def test_a_budget_is_a_share(budget):
         replication("hdpl", budget=budget)
 
 
+def test_of_the_hub_no_more_is_read_than_the_recipe_says(tmp_path):
+    whole = replication("transponder").whole.train.data
+    other = replication("transponder", data="allenai/c4:en").recipe.train.data
+    assert (other.max_documents, other.validation_fraction) == (whole.max_documents, whole.validation_fraction)
+    assert replication("transponder", data=str(tmp_path)).recipe.train.data.max_documents is None
+
+
+def test_the_second_text_is_not_in_the_first():
+    first = "".join(iter_texts(DataSettings(data="stdlib"), "all"))
+    lines = [line.strip() for line in prose().splitlines() if len(line) > 60 and line.count("'") == 0][:200]
+    assert len(prose()) > 100_000
+    assert sum(line in first for line in lines) < 0.05 * len(lines)
+
+
 def test_an_unknown_paper_is_named():
     with pytest.raises(ValueError, match="no paper 'hpdl'; did you mean 'hdpl'"):
         replication("hpdl")
@@ -69,6 +85,7 @@ def smallest(tmp_path, monkeypatch):
     values = yaml.safe_load((PAPERS / "hdpl.yaml").read_text())
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     values["small"] |= {"train.model_overrides": sizes | {"num_key_value_heads": 2}, "entries.hybrid.operator.rank": 4}
+    values["tables"][0]["ours"]["added"] = "added_parameters"
     values["small"] |= {"train.data.tokenizer": "bytes", "train.data.sequence_length": 32, "speed.seconds": 0}
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "hdpl.yaml").write_text(yaml.safe_dump(values))
@@ -100,6 +117,12 @@ def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
     assert json.loads((tmp_path / "runs" / "hdpl" / "comparison" / "results.json").read_text()) == results
     assert main([*arguments[:-1], "0"]) == 2
     assert "other settings" in capfd.readouterr().err
+    results["diverged"] = [{"name": "baseline", "text": "training diverged"}]
+    results["entries"] = [entry | {"gap": None} for entry in results["entries"] if entry["name"] != "baseline"]
+    (tmp_path / "runs" / "hdpl" / "comparison" / "results.json").write_text(json.dumps(results))
+    table = next(block for block in replicate_section(tmp_path / "runs" / "hdpl").blocks if hasattr(block, "rows"))
+    added = [row.cells[-1] for row in table.rows]
+    assert [cell.text for cell in added] == ["diverged", "–"]  # to add to, there is nothing
 
 
 def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
@@ -125,7 +148,7 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
     for said in (
         "Loss of rotor less lr1: -0.979 nats a token in the paper",
         "tiny, trained here",
-        "Python&#39;s documentation",
+        "PyTorch&#39;s documentation",
     ):
         assert said in page
     fits = tmp_path / "runs" / "rotor" / "fits"

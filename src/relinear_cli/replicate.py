@@ -31,7 +31,7 @@ def command(
         str | None, typer.Option(help="`bytes`, `bpe:N`, or a Hub name.", show_default="that of the sizes")
     ] = None,
     evaluate_on: Annotated[
-        str | None, typer.Option(help="A second text, for `rotor`.", show_default="Python's documentation")
+        str | None, typer.Option(help="A second text, for `rotor`.", show_default="PyTorch's documentation")
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2.", show_default="the paper's")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and stop.")] = False,

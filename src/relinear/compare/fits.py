@@ -7,9 +7,12 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import as_completed
+from inspect import isroutine
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import executor_at
@@ -162,8 +165,10 @@ class FitReplication:
     def section(self, folder: Path) -> Section:
         """Return its page. Raises FileNotFoundError if it has not ended, ValueError for damaged files."""
         found = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
-        texts = [first if first != str(folder / SECOND) else "Python's documentation" for first in self._texts if first]
-        texts = [*texts, "Python's documentation"][:2]
+        texts = [
+            first if first != str(folder / SECOND) else "PyTorch's documentation" for first in self._texts if first
+        ]
+        texts = [*texts, "PyTorch's documentation"][:2]
 
         def values(method: str, measure: str) -> list[float]:
             what, _, which = measure.partition(":")
@@ -217,10 +222,12 @@ def _at_once() -> int:
 
 
 def prose() -> str:
-    """Return the documentation of Python that every Python brings, the text that stands in for a second one."""
-    from pydoc_data.topics import topics
+    """Return the documentation of PyTorch's functions, the text that stands in for a second one.
 
-    return "\n\n".join(topics.values())
+    That of Python would not do: the standard library, which the decoder is trained on, holds it in a file.
+    """
+    found = [vars(torch).get(name) for name in sorted(torch.__all__)]
+    return "\n\n".join(dict.fromkeys(each.__doc__ for each in found if isroutine(each) and each.__doc__))
 
 
 def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Mapping[str, Any]) -> None:

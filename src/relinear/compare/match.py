@@ -92,12 +92,14 @@ def matched(
     best, size = min(tried.values(), key=lambda found: abs(found[1].of(by) - target))
     deviation = size.of(by) / target - 1
     if abs(deviation) > tolerance:
-        other = f"match.to={name} (its size as the target)" if by != "bytes" else "another --size"
-        other += ", resize: width" * (resizing == "operator")
+        width = ", resize: width" * (resizing == "operator")
+        other = f"match.to={name} (its size as the target){width} or resize: fixed"
+        if by == "bytes":  # of which no entry keeps its own
+            other = f"give another --size{width}"
         raise ValueError(
             f"{name}: no {'operator size' if resizing == 'operator' else 'model width'} gives {target:,} {by} within "
             f"{tolerance:.1%}; the nearest has {size.of(by):,} ({deviation:+.1%}). "
-            f"Set match.tolerance={math.ceil(100 * abs(deviation)) / 100:g}, {other} or resize: fixed"
+            f"Set match.tolerance={math.ceil(100 * abs(deviation)) / 100:g}, {other}"
         )
     return best, size
 

@@ -136,6 +136,7 @@ class Replication:
         """Return its page: the paper beside ours, then the comparison. Raises as ``replicate_section``."""
         results, below = read_results(folder / COMPARISON), results_section(folder / COMPARISON)
         entries = {entry["name"]: entry for entry in results["entries"]}
+        first = entries.get(next(iter(self.recipe.entries)))
         diverged = {entry["name"] for entry in results.get("diverged", ())}
 
         def cell(name: str, measure: str) -> Cell:
@@ -144,7 +145,7 @@ class Replication:
             if measure in ANALYSED:
                 return _analysed(folder / COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
             value, form = MEASURES[measure]
-            return Cell.of(value(entries[name], results["entries"][0]), form)
+            return Cell.of(value(entries[name], first), form)
 
         def gap_of(claim: Claim) -> Gap | None:
             if not claim.measure:
@@ -209,7 +210,9 @@ def replication(
     if model == SMALL:
         changes = dict(paper.small)
     if data != PAPER:
-        changes |= {"train.data.data": data, "train.data.max_documents": None, "train.data.validation_fraction": 0.05}
+        changes["train.data.data"] = data
+        if data == "stdlib" or Path(data).expanduser().exists():  # of the Hub's, all would be downloaded
+            changes |= {"train.data.max_documents": None, "train.data.validation_fraction": 0.05}
     if tokenizer is not None:
         changes["train.data.tokenizer"] = tokenizer
     if seeds is not None:
@@ -288,11 +291,11 @@ def _minimum(entry: EntryResult) -> float:
     return sum(lowest) / len(lowest)
 
 
-#: what a column of ours holds -> its value in an entry's results, given the first entry's, and its format
-MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult], float | None], str]] = {
+#: what a column of ours holds -> its value in an entry's results, given the first's (None if it diverged); its format
+MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult | None], float | None], str]] = {
     "parameters_m": (lambda entry, first: entry["parameters"] / 1e6, ".2f"),
     "megabytes": (lambda entry, first: entry["parameters"] * 4 / 2**20, ".2f"),
-    "added_parameters": (lambda entry, first: entry["parameters"] / first["parameters"] - 1, "+.1%"),
+    "added_parameters": (lambda entry, first: first and entry["parameters"] / first["parameters"] - 1, "+.1%"),
     "mflops": (lambda entry, first: entry["flops_per_token"] / 1e6, ".2f"),
     "width": (lambda entry, first: _width(entry), ".0f"),
     "rank": (lambda entry, first: _rank(entry), ".0f"),
@@ -393,8 +396,9 @@ def _reading(plan: Replication) -> list[str]:
         said.append("One seed says little: --seeds 0,1,2 gives intervals.")
     if plan.share < 1:
         said.append(
-            "Losses here are of another text, tokenizer and budget than the paper's: compare the gaps, not the "
-            "values. The order of two operators in short training need not be that of the paper's budget; "
+            "Losses here are of another budget than the paper's, and may be of another text and tokenizer: compare the "
+            "gaps, not the values. The order of two operators in short training need not be that of the paper's "
+            "budget; "
             "--budget takes a larger share, --budget paper all of it."
         )
     return said

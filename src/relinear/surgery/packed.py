@@ -164,7 +164,7 @@ def unpacking(bits: int) -> WeightConverter:
 
 def check_packable(model: Any, bits: Any) -> None:
     """Raise ValueError unless ``bits`` are 2 to 8, and ``model`` is no PEFT model, whose adapters are saved alone."""
-    if isinstance(bits, bool) or bits not in range(2, 9):
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in range(2, 9):
         raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
     if unwrapped(model) is not model:
         raise ValueError("bits store a whole model, and of a PEFT model the adapter is saved: merge it first")
