@@ -5,11 +5,13 @@ import torch
 
 import relinear
 import relinear.operators.low_rank
+from conftest import make_tiny_llama
 from relinear.activations import Patch, intervene
 from relinear.activations.hook_points import Gated
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.testing import Case
-from relinear.train import Progress
+from relinear.train import Progress, fit
+from train_helpers import FIT, FIT_DATA
 
 
 def test_hooks_of_the_version_before_work_under_their_old_names_and_warn() -> None:
@@ -61,6 +63,10 @@ def test_progress_has_the_names_of_the_version_before() -> None:
     progress = Progress("training", 3, 10, "train")
     with pytest.warns(DeprecationWarning, match="Progress.step has a new name: done"):
         assert (progress.step, progress.steps, progress.phase, progress.what) == (3, 10, "train", "training")
+
+
+def test_a_callback_of_progress_may_be_none_as_before() -> None:
+    assert fit(make_tiny_llama(), FIT_DATA, FIT, on_progress=None).steps == FIT.steps
 
 
 def test_the_sizes_of_an_operator_are_its_candidates() -> None:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from relinear.activations.interventions import Latent, Moments, observe
 from relinear.contract.config import shown
 from relinear.system.files import parse_json, read_json, read_text, understood, write_json, write_text, writing
-from relinear.system.progress import Progress, ProgressCallback
+from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.train.settings import FitSettings
 
 
@@ -99,7 +99,7 @@ class RunLog(TrainerCallback):
         self.rows: list[dict[str, Any]] = []
         #: tokens a second between logs
         self.rates: list[float] = []
-        self._trainer, self._on_progress = trainer, on_progress
+        self._trainer, self._on_progress = trainer, on_progress or no_progress  # None was the default before
         self._steps = 0
         #: when steps began to be timed, and the tokens until then
         self._since: tuple[float, int] | None = None
