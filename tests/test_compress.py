@@ -457,7 +457,7 @@ def test_refusals(tmp_path) -> None:
     with pytest.raises(ValueError, match="unknown setting 'tokenz'; did you mean 'tokens'"):
         CompressSettings.load({"tokenz": 3})
     compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
-    with pytest.raises(ValueError, match="another model, corpus, setting or version"):
+    with pytest.raises(ValueError, match="another model, corpus, set of layers, setting or version"):
         compress(tiny("gpt2"), tokens(), settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)
     with pytest.raises(ValueError, match="cannot be met"):
         compress(tiny(), tokens(), keep=0.01, settings=SETTINGS, out_dir=tmp_path / "d", plan_only=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig
 
 import relinear
 from compress_helpers import SETTINGS
@@ -157,3 +157,12 @@ def test_what_vllm_cannot_read_is_refused_before_any_work(tmp_path) -> None:
             model, [torch.arange(2048) % 50], settings=SETTINGS | {"reader": "vllm", "bits": 9.0}, out_dir=tmp_path
         )
     assert not (tmp_path / "calibration").exists()
+
+
+def test_an_embedding_before_a_projection_stays(tmp_path) -> None:
+    config = {"vocab_size": 50, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"word_embed_proj_dim": 16, "max_position_embeddings": 64, "bos_token_id": 2}
+    model = AutoModelForCausalLM.from_config(OPTConfig(**config)).eval()
+    ids, outside = [torch.arange(2048) * 7 % 50], ["project_in", "project_out"]
+    report = compress(model, ids, settings=SETTINGS | {"bits": 6.0}, exclude=outside)
+    assert all("layers" in name for name in report.plan.layers)

@@ -148,7 +148,7 @@ class Budget:
         if least > self.limit:
             raise ValueError(
                 f"{self.what} cannot be met: of {self.whole:,.0f} {self.unit} of the layers that may be replaced "
-                f"it allows {self.limit:,.0f}, and the smallest candidates take {least:,.0f}; ask for less, replace "
+                f"it allows {self.limit:,.0f}, and the smallest candidates take {least:,.0f}; allow more, replace "
                 "more layers, or give other candidates"
             )
 

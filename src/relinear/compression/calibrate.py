@@ -4,9 +4,8 @@ Forward, the hidden states between layers go to disk; at the end stands the grad
 each layer is run again with gradients; its moments are summed and given to whoever asked, and the gradient for the
 layer before it is kept. Moments are never written: memory holds the model, one layer's activations for one batch, and
 that layer's moments. The disk holds at most twice the model's bytes of states. Planning goes backward once, fitting
-once
-more. What is on disk is whole (files and folders are renamed into place), so that a killed calibration goes on from the
-layer it was at, to the same bits.
+once more. What is on disk is whole (files and folders are renamed into place), so that a killed calibration goes on
+from the layer it was at, to the same bits.
 """
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
@@ -111,7 +110,7 @@ def _claim(folder: Path, mark: str) -> None:
     if not path.is_file() and not any(found for pattern in _LEFT for found in folder.glob(pattern)):
         write_record(path, {"fingerprint": mark})
     elif read_record(path).get("fingerprint") != mark:
-        what = "the calibration of another model, corpus, setting or version"
+        what = "the calibration of another model, corpus, set of layers, setting or version"
         raise ValueError(
             f"{folder} holds {what}; give another directory, or start over with overwrite=True (--overwrite)"
         )

@@ -30,29 +30,29 @@ class Reader:
     """A program that reads models.
 
     candidates: operators that it stores, each at all its sizes. stored: bytes of a layer as an operator or, for None,
-    as it is; None where the file cannot hold it. others: bytes at most of all else in the file, for a model, its
+    as it is; None where the file cannot hold it. remainder: bytes at most of all else in the file, for a model, its
     tokenizer and the layers. export: how ``compress`` writes it; None where it reads relinear's own. fused: a pattern
     of the names of layers whose last parts it wants alike. tables: whether it stores embedding and head, too.
     """
 
     candidates: tuple[str, ...]
     stored: Callable[[Any, str, OperatorConfig | None], int | None]
-    others: Callable[[Any, Any, Mapping[str, nn.Module]], int]
+    remainder: Callable[[Any, Any, Mapping[str, nn.Module]], int]
     export: str | None = None
     fused: str | None = None
     tables: bool = True
 
     def groups(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the layers that become the same, by what they have in common."""
-        found: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for name in names:
             match = re.search(self.fused, name) if self.fused else None
             key = name if match is None else f"{name[: match.start()]}.{match.lastgroup}"
-            found.setdefault(key, []).append(name)
-        return found
+            groups.setdefault(key, []).append(name)
+        return groups
 
 
-def _own(model: Any, name: str, config: OperatorConfig | None) -> int:
+def _relinear(model: Any, name: str, config: OperatorConfig | None) -> int:
     return size_of(model.get_submodule(name), config).stored
 
 
@@ -75,12 +75,12 @@ def _gguf(model: Any, name: str, config: OperatorConfig | None) -> int | None:
         return None
 
 
-def _gguf_others(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
+def _gguf_remainder(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
     """What stands before tensors, vectors in single precision, and what tensors are filled up with."""
     inside = {id(p) for module in modules.values() for p in module.parameters()}
-    left = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
-    vectors = sum(p.numel() * (4 if p.ndim == 1 else 2) for p in left)
-    return header_bytes(model, tokenizer) + vectors + _ALIGNMENT * (1 + len(left) + 2 * len(modules))
+    outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
+    stored = sum(p.numel() * (4 if p.ndim == 1 else 2) for p in outside)
+    return header_bytes(model, tokenizer) + stored + _ALIGNMENT * (1 + len(outside) + 2 * len(modules))
 
 
 def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
@@ -90,16 +90,16 @@ def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
     if not packs(model, module, config):
         return None
     (inputs, outputs), (bits, group) = linear_features(module), (config.bits, config.group)  # type: ignore[attr-defined]
-    held = 4 if bits <= 4 and config.symmetric else 8  # type: ignore[attr-defined]
+    width = 4 if bits <= 4 and config.symmetric else 8  # type: ignore[attr-defined]
     shape = 2 * torch.int64.itemsize
     bias = 0 if getattr(module, "bias", None) is None else 2 * outputs
-    return outputs * (4 * -(-inputs * held // 32) + 2 * inputs // min(group, inputs)) + shape + bias
+    return outputs * (4 * -(-inputs * width // 32) + 2 * inputs // min(group, inputs)) + shape + bias
 
 
 READERS = {
-    "relinear": Reader(("quantized", "quantized:group=256"), _own, _outside),
+    "relinear": Reader(("quantized", "quantized:group=256"), _relinear, _outside),
     "llama.cpp": Reader(
-        ("quantized:group=32,symmetric=true", "quantized:group=32"), _gguf, _gguf_others, export="gguf"
+        ("quantized:group=32,symmetric=true", "quantized:group=32"), _gguf, _gguf_remainder, export="gguf"
     ),
     "vllm": Reader(
         tuple(f"quantized:group={group},symmetric=true" for group in (32, 64, 128)),
@@ -141,11 +141,11 @@ def budget_of(
         weights = sum(math.prod(linear_features(module)) for module in modules.values())
         limit = settings.bits / 8 * weights + whole - 2 * weights  # biases as they are
         return Budget(f"bits={settings.bits}", "bytes", limit, whole, cost)
-    asked, others = settings.bytes_of(stored_bytes(model)), reader.others(model, tokenizer, modules)
+    asked, remainder = settings.bytes_of(stored_bytes(model)), reader.remainder(model, tokenizer, modules)
     what = f"size={settings.size}"
-    if asked <= others:
+    if asked <= remainder:
         raise ValueError(
-            f"{what}, {asked:,.0f} bytes, is less than the {others:,.0f} that all else takes in a file for "
+            f"{what}, {asked:,.0f} bytes, is less than the {remainder:,.0f} that all else takes in a file for "
             f"{settings.reader} (norms, what is excluded, the tokenizer); ask for more"
         )
-    return Budget(what, "bytes", asked - others, whole, cost)
+    return Budget(what, "bytes", asked - remainder, whole, cost)

@@ -96,8 +96,9 @@ def compress(
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``); "compressed-tensors"
             writes ``out_dir/compressed-tensors``, where integers stay packed (``export_compressed_tensors``).
         out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
-            and called again with the same arguments, it goes on from where it was; other budgets or candidates use the
-            same statistics, and the model of the earlier one is renamed: ``model.<time>``. None keeps nothing.
+            and called again with the same arguments, it goes on from where it was; other candidates, and budgets of the
+            same unit and reader, use the same statistics. The model of the earlier one is renamed: ``model.<time>``.
+            None keeps nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``, statistics included.
         on_progress: called with a ``Progress``, whose ``stage`` is a key of ``STAGES`` or "fit".
 
