@@ -139,11 +139,14 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
     ]
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "rotor.yaml").write_text(yaml.safe_dump(values))
-    (tmp_path / "text.txt").write_text("Once upon a time there were three words and a full stop. " * 400)
+    (tmp_path / "text").mkdir()
+    for split in ("train", "validation"):  # a text that brings its splits
+        said = f"Once upon a time there were three words of {split} and a full stop. "
+        (tmp_path / "text" / f"{split}.txt").write_text(said * 400)
     monkeypatch.setattr(room, "PAPERS", tmp_path / "papers")
     monkeypatch.setattr("relinear.compare.fits.executor_at", lambda *_: contextlib.nullcontext(Here()))
     monkeypatch.chdir(tmp_path)
-    assert main(["replicate", "rotor", "--data", "text.txt", "--budget", "0.001", "--seeds", "0,1"]) == 0
+    assert main(["replicate", "rotor", "--data", "text", "--budget", "0.001", "--seeds", "0,1"]) == 0
     page = (tmp_path / "runs" / "rotor" / "report.html").read_text()
     for said in (
         "Loss of rotor less lr1: -0.979 nats a token in the paper",

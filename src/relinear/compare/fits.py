@@ -21,6 +21,7 @@ from relinear.compare.report import number
 from relinear.compare.schema import Gap
 from relinear.compare.speed import measure_speed
 from relinear.data import DataSettings, iter_texts
+from relinear.data.corpora import whole_or_held_out
 from relinear.data.tokenizers import expected_vocabulary, load_tokenizer
 from relinear.distill import distill_
 from relinear.evaluate.language import perplexity
@@ -247,7 +248,8 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
     """Fit an operator to projections of the model's middle layer and evaluate the model on two texts.
 
     Args:
-        texts: what is fitted on, and evaluated on its validation text; and what is evaluated on, all of it.
+        texts: what is fitted on, and evaluated on its validation text; and what is evaluated on, all of it or
+            what it holds out.
         job: operator (none evaluates the model as it is), projections, settings of ``distill_``; evaluation: tokens.
     """
     found: dict[str, Any] = {}
@@ -263,7 +265,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
         found["parameters"] = sum(layer.parameters for layer in report.layers)
         found["error"] = fmean(layer.error for layer in report.layers)
     losses = []
-    for text, split in zip(texts, ("validation", "all"), strict=True):
+    for text, split in zip(texts, ("validation", whole_or_held_out(DataSettings(data=texts[1]))), strict=True):
         documents = iter_texts(DataSettings(data=text), split)
         losses.append(
             perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job["evaluation"]).loss
