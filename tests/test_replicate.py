@@ -8,7 +8,7 @@ import yaml
 
 from relinear.compare import papers as room
 from relinear.compare.executors import Here
-from relinear.compare.fits import prose
+from relinear.compare.fits import prose, settings_of
 from relinear.compare.papers import PAPERS, read_paper
 from relinear.compare.replicate import ANALYSED, MEASURES, replicate_section, replication, tokens_of
 from relinear.data import DataSettings, iter_texts
@@ -65,6 +65,8 @@ def test_of_the_hub_no_more_is_read_than_the_recipe_says(tmp_path):
     other = replication("transponder", data="allenai/c4:en").recipe.train.data
     assert (other.max_documents, other.validation_fraction) == (whole.max_documents, whole.validation_fraction)
     assert replication("transponder", data=str(tmp_path)).recipe.train.data.max_documents is None
+    assert settings_of(read_paper("rotor").fits.second).max_documents == 50_000
+    assert settings_of(str(tmp_path)).max_documents is settings_of("stdlib").max_documents is None
 
 
 def test_the_second_text_is_not_in_the_first():

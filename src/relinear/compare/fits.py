@@ -16,7 +16,18 @@ import torch
 
 from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import executor_at
-from relinear.compare.papers import PAPER, SMALL, Claim, Fits, Paper, claims_table, duration, paper_table, point_gap
+from relinear.compare.papers import (
+    PAPER,
+    SMALL,
+    Claim,
+    Fits,
+    Paper,
+    claims_table,
+    duration,
+    is_here,
+    paper_table,
+    point_gap,
+)
 from relinear.compare.report import number
 from relinear.compare.schema import Gap
 from relinear.compare.speed import measure_speed
@@ -41,6 +52,8 @@ DECODER, FITS, SECOND = "decoder", "fits", "second.txt"
 ORIGINAL = "original"
 #: a plan times a fit on this share of the tokens
 _TIMED = 1 / 8
+#: documents that are read of a text of the Hub
+_DOCUMENTS = 50_000
 #: tokens of a sequence
 _LENGTH = 128
 
@@ -231,6 +244,11 @@ def prose() -> str:
     return "\n\n".join(dict.fromkeys(each.__doc__ for each in found if isroutine(each) and each.__doc__))
 
 
+def settings_of(text: str) -> DataSettings:
+    """Return how a text is read: of one of the Hub as many documents as fits take many times over."""
+    return DataSettings(data=text, max_documents=None if is_here(text) else _DOCUMENTS)
+
+
 def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Mapping[str, Any]) -> None:
     """Fit, evaluate, and write what came of it to ``path``: losses by text, parameters and error.
 
@@ -257,7 +275,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
         report = distill_(
             model,
             dict.fromkeys(job["projections"], job["operator"]),
-            iter_texts(DataSettings(data=texts[0]), "train"),
+            iter_texts(settings_of(texts[0]), "train"),
             layers=[len(decoder_layers(model)) // 2],
             tokenizer=tokenizer,
             settings=job["settings"],
@@ -265,8 +283,8 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
         found["parameters"] = sum(layer.parameters for layer in report.layers)
         found["error"] = fmean(layer.error for layer in report.layers)
     losses = []
-    for text, split in zip(texts, ("validation", whole_or_held_out(DataSettings(data=texts[1]))), strict=True):
-        documents = iter_texts(DataSettings(data=text), split)
+    for text, split in zip(texts, ("validation", whole_or_held_out(settings_of(texts[1]))), strict=True):
+        documents = iter_texts(settings_of(text), split)
         losses.append(
             perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job["evaluation"]).loss
         )

@@ -145,6 +145,11 @@ def read_paper(name: str) -> Paper:
     return Paper.load(read_yaml(PAPERS / f"{name}.yaml"), name)
 
 
+def is_here(data: str) -> bool:
+    """Return whether a text is on this machine; one of the Hub is downloaded whole unless documents are limited."""
+    return data == "stdlib" or Path(data).expanduser().exists()
+
+
 # What pages and plans say
 
 

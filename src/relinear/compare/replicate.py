@@ -29,6 +29,7 @@ from relinear.compare.papers import (
     Paper,
     claims_table,
     duration,
+    is_here,
     paper_table,
     point_gap,
     read_paper,
@@ -211,7 +212,7 @@ def replication(
         changes = dict(paper.small)
     if data != PAPER:
         changes["train.data.data"] = data
-        if data == "stdlib" or Path(data).expanduser().exists():  # of the Hub's, all would be downloaded
+        if is_here(data):
             changes |= {"train.data.max_documents": None, "train.data.validation_fraction": 0.05}
     if tokenizer is not None:
         changes["train.data.tokenizer"] = tokenizer
