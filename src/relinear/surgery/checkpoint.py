@@ -448,8 +448,8 @@ def save_pretrained(
         tokenizer: saved along if given. What ends and pads a text is then written into the model's config too: for a
             model that was built from a config whatever the tokenizer says, else where the config says nothing.
         bits: 2 to 8 store every matrix, the embedding among them, in integers of so many bits that share a scale in
-            groups of 64 inputs, and all other floats in 16 bits. The checkpoint loads as any other, as floats that
-            have exactly the stored values; ``model`` keeps its own.
+            groups of 64 inputs, and all other floats in 16 bits. The checkpoint loads as any other, in float32 with
+            exactly the stored values, which bfloat16 rounds; ``model`` keeps its own.
         moments: with ``bits``, what ``relinear.surgery.packed.gradient_moments`` measured on some text: matrices are
             then rounded so that errors make up for each other. None rounds them to nearest.
         **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
