@@ -49,7 +49,7 @@ def command(
 
     **Example:** `relinear replicate rotor --model models/smollm2 --plan`
 
-    **Example:** `relinear replicate hdpl --budget paper --executor slurm --out runs/hdpl-paper`
+    **Example:** `relinear replicate hdpl --budget 0.01 --seeds 0,1,2 --out runs/hdpl`
     """
     from relinear.compare.papers import COMPARISON
     from relinear.compare.recipe import parse_overrides

@@ -14,7 +14,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,8 @@ class Calibration:
         folder = self.folder / f"{phase}-{mark}"
         files = {index: folder / f"{index:04d}.safetensors" for index in self.targets}
         if not all(path.is_file() for path in files.values()):
-            for index, statistics in self._backward(phase, f"gradient-{mark}", last):
+            used = {index for index, path in files.items() if path.is_file()}
+            for index, statistics in self._backward(phase, f"gradient-{mark}", last, used):
                 folder.mkdir(exist_ok=True)
                 save_tensors(files[index], make(statistics))
         return {name: value for path in files.values() for name, value in load_tensors(path)[0].items()}
@@ -266,7 +267,7 @@ class Calibration:
         moments = {name: value / count for name, value in (inputs | {"outputs": variances}).items()}
         save_tensors(self.folder / "head.safetensors", moments)
 
-    def _backward(self, phase: str, kind: str, last: bool) -> Iterator[tuple[int, Statistics]]:
+    def _backward(self, phase: str, kind: str, last: bool, used: Container[int]) -> Iterator[tuple[int, Statistics]]:
         """Yield every decoder layer of the targets, the last one first, and the moments of its linear layers.
 
         The gradients behind a layer stay on disk until the next layer is asked for: a killed walk goes on with the
@@ -274,8 +275,9 @@ class Calibration:
         """
         self._prepare()
         total, there, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
-        # nothing of this kind stands behind the last layer, so nothing tells whether its moments were used
-        remaining = total if there in ([], [total - 1]) else there[-1]
+        remaining = there[-1] if there else total
+        if remaining == total - 1 and remaining in self.targets and remaining not in used:
+            remaining = total  # nothing of this kind stands behind the last layer
         for index in reversed(range(lowest, remaining)):
             self._find(index)
             sums, group = Sums(), self.targets.get(index, {})
