@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, OPTConfig
 
 import relinear
@@ -10,6 +11,7 @@ from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
 from relinear.compression.readers import READERS
+from relinear.compression.task import tables_of
 from test_export_gguf import assert_same, gguf, llama, tokenizer_of
 from tiny_models import make_family
 
@@ -166,3 +168,9 @@ def test_an_embedding_before_a_projection_stays(tmp_path) -> None:
     ids, outside = [torch.arange(2048) * 7 % 50], ["project_in", "project_out"]
     report = compress(model, ids, settings=SETTINGS | {"bits": 6.0}, exclude=outside)
     assert all("layers" in name for name in report.plan.layers)
+
+
+def test_an_embedding_that_scales_stays_as_it_is():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    assert tables_of(transformers.Gemma3ForCausalLM(config)) == {}

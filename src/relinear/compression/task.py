@@ -121,12 +121,11 @@ def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[st
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     for name, module in model.named_modules():
         if any(module is end for end in ends) and not isinstance(module, Operator):
-            # gradients are known where decoder layers begin, not before a projection (OPT-350m)
-            if width not in (None, linear_features(module)[0]):
-                continue
             with suppress(ValueError):  # an embedding that scales, a head that is tied (it goes with it) or shared
                 plan(model, {name: OperatorConfig.read("quantized")}, exclude=exclude, init="from_weight")
-                found[name] = module
+                # gradients are known where decoder layers begin, not before a projection (OPT-350m)
+                if width in (None, linear_features(module)[0]):
+                    found[name] = module
     return found
 
 
