@@ -10,6 +10,9 @@ from transformers import AutoModelForSeq2SeqLM, BatchEncoding, T5Config
 
 from compress_helpers import SETTINGS, tiny, tokens
 from relinear.compression import compress
+from relinear.compression.corpus import read_corpus
+from relinear.compression.settings import CompressSettings
+from relinear.data.tokenizers import byte_tokenizer
 
 
 def spoilt(value: float):
@@ -156,3 +159,16 @@ def test_tokens_of_which_whole_blocks_are_too_few(tmp_path) -> None:
 def test_plans_that_are_not_there(tmp_path) -> None:
     missing = tmp_path / "none.json"
     refused(tiny(), tokens(), "there is no plan .*none.json", tmp_path, settings=SETTINGS, plan_file=missing)
+
+
+def test_padding_does_not_calibrate():
+    tokenizer = byte_tokenizer()
+    texts = [f"text number {number} of many" for number in range(200)]
+    rows = [dict(tokenizer(text, padding="max_length", max_length=64, truncation=True)) for text in texts]
+    kept = [[i for i, m in zip(row["input_ids"], row["attention_mask"], strict=True) if m] for row in rows]
+    settings = CompressSettings(bits=4.5, tokens=1024, sequence_length=64, evaluate=False)
+    padded, clean = (
+        read_corpus(data, {}, tokenizer, settings, plan_only=True).blocks
+        for data in (rows, [{"input_ids": ids} for ids in kept])
+    )
+    assert torch.equal(padded, clean)
