@@ -151,6 +151,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
+    """A file of text that tokenises at once."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(600)))
     return path

@@ -24,14 +24,6 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """A file of text that tokenises at once."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n\n".join(f"paragraph {i} says {i * i} and {i % 7}" for i in range(400)))
-    return path
-
-
-@pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A saved model with operators in it."""
     import relinear

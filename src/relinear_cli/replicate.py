@@ -70,8 +70,8 @@ def command(
     out = out or Path("runs") / paper
     where: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:
-        replicate(planned, out, overwrite=overwrite, **where, on_progress=on_progress)
+        report = replicate(planned, out, overwrite=overwrite, **where, on_progress=on_progress)
     if planned.paper.analyse:
         analyze_models(trained_in(out / COMPARISON), samples=planned.paper.samples)
-    report = write_report_of([out])
+        report = write_report_of([out])
     print(f"\nreport: {report.resolve()}")

@@ -63,7 +63,7 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
         y = model.context(ids)
         parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS if kind != "dynamic"}
         for start in range(0, task.length, task.task_length):
-            middle, end = start + (task.examples - second) * task.example_length, start + task.task_length
+            middle, end = start + task.half_length, start + task.task_length
             frozen = y[:, middle - 1]
             other = frozen.roll(1, 0)
             for kind, begin, given in (
@@ -135,8 +135,7 @@ def probe_features(y: Tensor, task: ArithmeticTask, where: str = "anywhere") -> 
     ``where`` is one of ``PLACES``: y at one position of the second half of the examples, drawn for each sample and
     task; its mean over that half; or y at the end of the task.
     """
-    half = (task.examples - task.examples // 2) * task.example_length
-    late = y.view(len(y), task.tasks, task.task_length, -1)[:, :, half:]
+    late = y.view(len(y), task.tasks, task.task_length, -1)[:, :, task.half_length :]
     if where == "average":
         return late.mean(2)
     if where == "last":
@@ -160,7 +159,7 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
     Returns:
         Share of right answers for each layer.
     """
-    step, half = task.example_length, (task.examples - task.examples // 2) * task.example_length
+    step, half = task.example_length, task.half_length
     equals = 2 * task.digits + 1
     query = ids[:, half : half + step]
     if token == "=":
@@ -219,8 +218,8 @@ def run(subject: Subject) -> Result:
     lines.append(f"the best guess without examples: {numbers['guessing']:.1%}")
     if hasattr(model, "context"):
         y = model.context(ids)
-        half = (task.examples - task.examples // 2) * task.example_length
-        ranges = [(s, s + half, s + task.task_length) for s in range(0, task.length, task.task_length)]
+        starts = range(0, task.length, task.task_length)
+        ranges = [(start, start + task.half_length, start + task.task_length) for start in starts]
         variation = [context_variation(y, slice(a, b), slice(b, c)) for a, b, c in ranges]
         hidden = torch.from_numpy(np.concatenate([samples.drawn(i)["coefficients"] for i in range(len(ids))]))
         probes = {place: linear_probe(probe_features(y, task, place).flatten(0, 1), hidden) for place in PLACES}

@@ -148,26 +148,26 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
         spots.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
-    position, beside = Axis(title="position"), True
+    position = Axis(title="position")
     return [
         Table(["measure", "value"], rows),
         Chart(
             "Dot products of normalised y; texts of two sources are joined in the middle.",
             Panel([heat], position, position),
             stem="cgt_products",
-            beside=beside,
+            beside=True,
         ),
         Chart(
             "Power by harmonic k.",
             Panel([wave], Axis(title="k"), Axis(title="power", log=True)),
             stem="cgt_spectrum",
-            beside=beside,
+            beside=True,
         ),
         Chart(
             "The components of y that vary most in one text.",
             Panel(trace, position, Axis(title="value")),
             stem="cgt_trace",
-            beside=beside,
+            beside=True,
         ),
-        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", beside=beside),
+        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", beside=True),
     ]

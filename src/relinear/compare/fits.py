@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import as_completed
@@ -43,7 +42,7 @@ from relinear.pages.figures import colours
 from relinear.pages.records import read_values, what_ran
 from relinear.surgery.checkpoint import from_pretrained
 from relinear.system.files import write_json, write_text
-from relinear.system.machine import on_threads
+from relinear.system.machine import available_cores, on_threads
 from relinear.system.progress import Progress, ProgressCallback
 from relinear.train.settings import TrainSettings
 
@@ -117,7 +116,7 @@ class FitReplication:
         Raises:
             ValueError, OSError: for a model or text that is not there.
         """
-        jobs, trained, at_once = self._jobs(), self.decoder, workers or _at_once()
+        jobs, trained, at_once = self._jobs(), self.decoder, workers or available_cores()
         seconds, first, short = 0.0, *(list(each.values())[-1] for each in (jobs, self._jobs(_TIMED)))
         if trained is None:
             folder = model_folder(self._model)
@@ -156,7 +155,7 @@ class FitReplication:
         if second is None:
             second = str(folder / SECOND)
             write_text(folder / SECOND, prose())
-        at_once = workers or _at_once()
+        at_once = workers or available_cores()
         if (trained := self.decoder) is not None:
             with executor_at(executor, 1, folder.resolve(), slurm or {}) as place:
                 Engine(place, 1, on_progress).run_round(
@@ -164,7 +163,7 @@ class FitReplication:
                 )
         model = model_folder(str(folder / DECODER) if trained else self._model)
         pending = {name: job for name, job in self._jobs().items() if not (folder / FITS / f"{name}.json").is_file()}
-        threads = max(1, _at_once() // at_once)
+        threads = max(1, available_cores() // at_once)
         with executor_at(executor, at_once, folder.resolve(), slurm or {}) as place:
             arguments = model, self.request["tokenizer"], [first, second], threads
             started = [
@@ -179,10 +178,8 @@ class FitReplication:
     def section(self, folder: Path) -> Section:
         """Return its page. Raises FileNotFoundError if it has not ended, ValueError for damaged files."""
         found = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
-        texts = [
-            first if first != str(folder / SECOND) else "PyTorch's documentation" for first in self._texts if first
-        ]
-        texts = [*texts, "PyTorch's documentation"][:2]
+        first, second = self._texts
+        texts = [first, second or "PyTorch's documentation"]
 
         def values(method: str, measure: str) -> list[float]:
             what, _, which = measure.partition(":")
@@ -229,10 +226,6 @@ class FitReplication:
             f"The decoder is {self._shown}. Every method was fitted on {number(first['settings']['tokens'])} tokens of "
             f"{texts[0]} and evaluated on {number(first['evaluation'])} of it (1) and of {texts[1]} (2)."
         )
-
-
-def _at_once() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prose() -> str:

@@ -399,7 +399,6 @@ def _reading(plan: Replication) -> list[str]:
         said.append(
             "Losses here are of another budget than the paper's, and may be of another text and tokenizer: compare the "
             "gaps, not the values. The order of two operators in short training need not be that of the paper's "
-            "budget; "
-            "--budget takes a larger share, --budget paper all of it."
+            "budget; --budget takes a larger share, --budget paper all of it."
         )
     return said

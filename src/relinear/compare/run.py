@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
@@ -50,6 +49,7 @@ from relinear.data.tokenizers import expected_vocabulary
 from relinear.deprecated import with_new_columns
 from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
+from relinear.system.machine import available_cores
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.train.fitting import training_device
 from relinear.train.run import read_result
@@ -120,8 +120,7 @@ def runs_at_once(recipe: CompareSettings) -> int:
     settings = recipe.train
     if settings.threads is None or training_device(settings).type != "cpu":
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // settings.threads)
+    return max(1, available_cores() // settings.threads)
 
 
 def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> Results:
@@ -137,15 +136,16 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    for part in _parts(recipe):
+    parts = _parts(recipe)
+    for part in parts:
         planned = plan_comparison(part, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(part, data.vocab_size, engine.on_progress)
+        planned = plan_comparison(parts[-1], data.vocab_size, engine.on_progress)
     with claimed_folder(recipe, out_dir, planned, data, overwrite) as started:
         found: list[Results] = []
-        if len(recipe.file_sizes) > 1:
-            for size, part in zip(recipe.file_sizes, _parts(recipe), strict=True):
+        if len(parts) > 1:
+            for size, part in zip(recipe.file_sizes, parts, strict=True):
                 found.append(comparison(part, out_dir / SIZES / str(size), engine))
             return saved_json(path, lambda: over_sizes(recipe, found, circumstances(started)))
         if recipe.budgets is None:
@@ -388,10 +388,11 @@ class _Comparison:
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False
     ) -> Trials:
         """The runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
-        warmup = () if ratio is None else (f"warm-up {ratio:g}",)
-        told = (*([] if settings.bits is None else [f"{settings.bits} bits"]), *warmup)
-        study = ", ".join([name, *told, *(["full length"] if full else [])])
-        prefix = "full-length-" * full + "".join(f"{each.replace('m-u', 'mu').replace(' ', '-')}-" for each in told)
+        #: what the search differs in from others of the entry: in words, and in names of folders
+        bits = {} if settings.bits is None else {f"{settings.bits} bits": f"{settings.bits}-bits-"}
+        warmup = {} if ratio is None else {f"warm-up {ratio:g}": f"warmup-{ratio:g}-"}
+        study = ", ".join([name, *bits, *warmup, *["full length"] * full])
+        prefix = "".join(["full-length-" * full, *bits.values(), *warmup.values()])
         short = lasting(_warmed(settings, ratio), fraction)
         short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
         at = functools.partial(_at, short)

@@ -158,6 +158,11 @@ class ArithmeticTask(Task):
         return self.examples * self.example_length
 
     @property
+    def half_length(self) -> int:
+        """Symbols of the first half of a task's examples, the longer one where they are odd."""
+        return (self.examples - self.examples // 2) * self.example_length
+
+    @property
     def length(self) -> int:
         """Symbols of a sample."""
         return self.tasks * self.task_length

@@ -16,6 +16,11 @@ import torch
 from relinear.system.version import __version__
 
 
+def available_cores() -> int:
+    """Return how many cores this process may use, which a scheduler or ``taskset`` may keep below the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_first_rank() -> bool:
     """Return whether this is the process that writes and tells: the only one, or the first rank of several.
 
