@@ -3,13 +3,16 @@
 import contextlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import relinear
-from conftest import make_tiny_llama
+from conftest import make_tiny_llama, mostly_slow
 from relinear.bench import run as bench
 from relinear.data.tokenizers import load_tokenizer
 from relinear.pages.page import GENERATOR
@@ -24,42 +27,19 @@ FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"
 MINE = "mine, and irreplaceable"
 NAMES = ("model", "metrics.jsonl", "checkpoints")
 EARLIER = ("status", "settings", "machine", "model", "data")
-SETTINGS = {"steps": 3}
+SETTINGS, OTHERS = {"steps": 3}, {"steps": 4}
 
-#: what happens to a folder: the same settings, other settings, --overwrite
-TABLE = """
-absent                           begins   begins   begins
-empty                            begins   begins   begins
-ours, ended                      resumes  refused  begins
-ours, killed                     resumes  refused  begins
-ours, killed before any result   resumes  refused  begins
-ours, of 0.1                     resumes  refused  begins
-ours, of 0.2                     resumes  refused  begins
-ours, with a model of others     resumes  refused  begins
-ours, with notes in it           resumes  refused  begins
-ours, of another task            refused  refused  begins
-ours, cut off                    refused  refused  begins
-run.json of another trainer      refused  refused  begins
-run.json made by another         refused  refused  begins
-run.json that is a folder        refused  refused  begins
-metrics.jsonl of others          refused  refused  begins
-a model of others                refused  refused  begins
-checkpoints of others            refused  refused  begins
-a link of others named model     refused  refused  begins
-results.json of others           begins   begins   begins
-checkpoint-500 of Hugging Face   begins   begins   begins
-logs beside                      begins   begins   begins
-a mount                          begins   begins   begins
-empty folders of our names       begins   begins   begins
-half a file of a killed process  begins   begins   begins
-a link to a folder               begins   begins   begins
-a link to what is not there      begins   begins   begins
-a file                           refused  refused  refused
-below a file                     refused  refused  refused
-read-only                        refused  refused  refused
-in use                           refused  refused  refused
-"""
-ROWS = [(line[:33].strip(), line[33:].split()) for line in TABLE.strip().splitlines()]
+ACTIONS = ("run", "run again", "other settings", "overwrite")
+PAGE = Path(__file__).parents[1] / "results" / "reliability" / "folders.md"
+
+
+def read_table() -> dict[str, list[str]]:
+    """What the page says: state of a folder -> what comes of each of ``ACTIONS``."""
+    _, _, *rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    return {state: outcomes for state, *outcomes in ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)}
+
+
+TABLE = read_table()
 
 
 def run_folder(path: Path) -> RunFolder:
@@ -77,7 +57,7 @@ def work(path: Path, settings: dict, overwrite: bool = False, ends: bool = True)
         if ends:
             model = folder.take("model")
             model.mkdir(exist_ok=True)
-            (model / "model.safetensors").write_text("ours")
+            (model / "config.json").write_text("ours")
         folder.write(status="done" if ends else "running")
         return "resumes" if record else "begins"
 
@@ -87,27 +67,27 @@ def put(path: Path, text: str = MINE) -> None:
     path.write_text(text)
 
 
-def earlier_record(folder: Path, **more: str) -> None:
-    record = {key: {} for key in EARLIER} | {"status": "running", "settings": SETTINGS} | more
+def earlier_record(folder: Path, **more: Any) -> None:
+    record = {key: {} for key in EARLIER} | {"status": "running"} | more
     put(folder / "run.json", json.dumps(record))
     put(folder / "metrics.jsonl", "a row of ours\n")
 
 
-def make(state: str, folder: Path) -> None:
-    """Put a folder into a state. What is not ours holds ``MINE``."""
+def make(state: str, folder: Path, settings: dict = SETTINGS, work: Callable[..., str] = work) -> None:
+    """Put a folder into a state, by ``work`` where it is ours. What is not ours holds ``MINE``."""
     if state == "empty":
         folder.mkdir()
     elif state == "ours, killed before any result":
-        work(folder, SETTINGS, ends=False)
+        work(folder, settings, ends=False)
         (folder / "metrics.jsonl").unlink()
     elif state == "ours, of 0.1":
-        earlier_record(folder)
+        earlier_record(folder, settings=settings)
     elif state == "ours, of 0.2":
-        earlier_record(folder, command="relinear train", date="2026-01-01", ranks=1)
+        earlier_record(folder, settings=settings, command="relinear train", date="2026-01-01", ranks=1)
     elif state.startswith("ours"):
-        work(folder, SETTINGS, ends=state == "ours, ended")
+        work(folder, settings, ends=state == "ours, ended")
         if state == "ours, with a model of others":
-            put(folder / "model" / "model.safetensors")
+            put(folder / "model" / "config.json")
         elif state == "ours, with notes in it":
             put(folder / "notes.txt")
         elif state == "ours, of another task":
@@ -117,7 +97,7 @@ def make(state: str, folder: Path) -> None:
     elif state == "run.json of another trainer":
         put(folder / "run.json", json.dumps({"settings": {"accumulation": 1}, "learning_rate": 1, "optimizer": MINE}))
     elif state == "run.json made by another":
-        put(folder / "run.json", json.dumps({"made_by": MINE, "settings": SETTINGS}))
+        put(folder / "run.json", json.dumps({"made_by": MINE, "settings": settings}))
     elif state == "run.json that is a folder":
         put(folder / "run.json" / "mine.txt")
     elif state == "metrics.jsonl of others":
@@ -166,37 +146,60 @@ def treasures(folder: Path) -> int:
     )
 
 
-@pytest.mark.parametrize("action", [0, 1, 2], ids=["same", "other", "overwrite"])
-@pytest.mark.parametrize(("state", "expected"), ROWS, ids=[state for state, _ in ROWS])
-def test_every_state_of_a_folder(state, expected, action, tmp_path, monkeypatch):
-    folder = tmp_path / "out"
-    make(state, folder)
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def refuse_files_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a folder be read-only for the superuser, too."""
+    opened = os.open
+
+    def refuses(path, flags, *rest, **options):
+        if flags & os.O_CREAT and Path(os.fsdecode(path)).parent == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags, *rest, **options)
+
+    monkeypatch.setattr("os.open", refuses)
+
+
+def check_cell(state: str, action: str, tmp_path, monkeypatch, settings=SETTINGS, others=OTHERS, work=work) -> None:
+    """Hold one cell of the page: what comes of it, and that nothing foreign is lost."""
+    folder, expected = tmp_path / "out", TABLE[state][ACTIONS.index(action)]
+    make(state, folder, settings, work)
     place = tmp_path / "file" / "out" if state == "below a file" else folder
     before = treasures(tmp_path)
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    arguments = [SETTINGS, {"steps": 4}, SETTINGS][action], action == 2
-    if state == "read-only":  # also for the superuser
-        opened = os.open
-
-        def refuses(path, flags, *rest, **how):
-            if flags & os.O_CREAT and Path(os.fsdecode(path)).parent == folder:
-                raise PermissionError(13, "Permission denied", str(path))
-            return opened(path, flags, *rest, **how)
-
-        monkeypatch.setattr("os.open", refuses)
-    if expected[action] == "refused":
-        monkeypatch.setattr("relinear.system.lock._PATIENCE", 0.0)
-        held = only_process_in(folder) if state == "in use" else contextlib.nullcontext()
-        with held, pytest.raises((ValueError, OSError), match=r"out|file"):
-            work(place, *arguments)
-        assert (sorted(os.listdir(folder)) if folder.is_dir() else []) == names
-    else:
-        assert work(place, *arguments) == expected[action]
-        assert run_folder(folder).read()["status"] == "done"
-        assert (folder / "model" / "model.safetensors").read_text() == "ours"
-        assert not list(folder.glob("*.relinear"))
-        assert work(place, arguments[0]) == "resumes"
+    if state == "read-only":
+        refuse_files_in(folder, monkeypatch)
+    monkeypatch.setattr("relinear.system.lock._PATIENCE", 0.0)
+    with only_process_in(folder) if state == "in use" else contextlib.nullcontext():
+        if action == "run again":
+            with contextlib.suppress(ValueError, OSError):
+                work(place, settings)
+        there = contents(folder)
+        try:
+            outcome = work(place, others if action == "other settings" else settings, overwrite=action == "overwrite")
+        except (ValueError, OSError) as refusal:
+            outcome, said, after = "refused", str(refusal), contents(folder)
+    assert outcome == expected
     assert treasures(tmp_path) == before
+    if outcome == "refused":
+        assert re.search("out|file", said)
+        assert after == there
+    else:
+        assert run_folder(folder).read()["status"] == "done"
+        assert MINE not in (folder / "model" / "config.json").read_text()
+        assert not list(folder.glob("*.relinear"))
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("state", TABLE)
+def test_every_state_of_a_folder(state, action, tmp_path, monkeypatch):
+    check_cell(state, action, tmp_path, monkeypatch)
+
+
+def test_the_page_has_every_state_and_its_counts():
+    assert f"{len(TABLE)} states" in PAGE.read_text()
+    assert {len(outcomes) for outcomes in TABLE.values()} == {len(ACTIONS)}
 
 
 def test_records_of_earlier_versions_may_be_other_files(tmp_path):
@@ -287,25 +290,36 @@ def settings(tmp_path_factory):
     return values | {"model_overrides": SIZES, "threads": 1}
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        *("run.json of another trainer", "a model of others", "checkpoints of others", "metrics.jsonl of others"),
-        *("logs beside", "checkpoint-500 of Hugging Face", "a link to a folder"),
-    ],
-)
-def test_train_keeps_to_the_table(state, settings, tmp_path):
-    make(state, tmp_path / "out")
-    before = treasures(tmp_path)
-    if dict(ROWS)[state][0] == "refused":
-        with pytest.raises(ValueError, match=r"no record \(run.json\) of relinear's train"):
-            train(settings, tmp_path / "out")
-        assert treasures(tmp_path) == before
-        train(settings, tmp_path / "out", overwrite=True)
-    else:
-        train(settings, tmp_path / "out")
-    assert treasures(tmp_path) == before
-    assert {"run.json", "model", "metrics.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
+@pytest.mark.parametrize("action", mostly_slow(ACTIONS, "run", "overwrite"))
+@pytest.mark.parametrize("state", mostly_slow(TABLE, "run.json of another trainer", "a model of others", "logs beside"))
+def test_relinear_train_keeps_to_the_table(state, action, settings, tmp_path, monkeypatch, capfd):
+    """By the command itself; ``train`` where it is stopped."""
+    seen = []
+    check = RunFolder.check
+
+    def watched(folder, *arguments, **options):
+        seen.append("resumes" if check(folder, *arguments, **options) else "begins")
+        return check(folder, *arguments, **options)
+
+    monkeypatch.setattr(RunFolder, "check", watched)
+
+    def command(path, values, overwrite=False, ends=True):
+        if not ends:
+
+            def stop(progress):
+                raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                train(values, path, on_progress=stop)
+            return "begins"
+        seen.clear()
+        put(tmp_path / "settings.yaml", json.dumps(values))
+        given = ["train", "--recipe", str(tmp_path / "settings.yaml"), "--out", str(path)]
+        if main([*given, *["--overwrite"] * overwrite]) != 0:
+            raise ValueError(capfd.readouterr().err)
+        return seen[0]
+
+    check_cell(state, action, tmp_path, monkeypatch, settings, settings | {"seed": 1}, command)
 
 
 COMMANDS = {
