@@ -10,8 +10,8 @@ from compress_helpers import SETTINGS
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
+from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.readers import READERS
-from relinear.compression.task import tables_of
 from test_export_gguf import assert_same, gguf, llama, tokenizer_of
 from tiny_models import make_family
 
@@ -161,16 +161,45 @@ def test_what_vllm_cannot_read_is_refused_before_any_work(tmp_path) -> None:
     assert not (tmp_path / "calibration").exists()
 
 
-def test_an_embedding_before_a_projection_stays(tmp_path) -> None:
-    config = {"vocab_size": 50, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config |= {"word_embed_proj_dim": 16, "max_position_embeddings": 64, "bos_token_id": 2}
-    model = AutoModelForCausalLM.from_config(OPTConfig(**config)).eval()
-    ids, outside = [torch.arange(2048) * 7 % 50], ["project_in", "project_out"]
-    report = compress(model, ids, settings=SETTINGS | {"bits": 6.0}, exclude=outside)
-    assert all("layers" in name for name in report.plan.layers)
+def scaling(family: str):
+    """A tiny model that does something to its rows before the first layer."""
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "pad_token_id": 0}
+    config = {
+        "gemma3": lambda: transformers.Gemma3TextConfig(**sizes),
+        "granite": lambda: transformers.GraniteConfig(**sizes, embedding_multiplier=12.0),
+        "opt": lambda: OPTConfig(
+            vocab_size=256,
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            word_embed_proj_dim=16,
+        ),
+    }[family]()
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_an_embedding_that_scales_stays_as_it_is():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    assert tables_of(transformers.Gemma3ForCausalLM(config)) == {}
+@pytest.mark.parametrize("family", ["gemma3", "granite", "opt"])
+def test_rows_are_priced_where_they_are_looked_up(family: str) -> None:
+    layers, ids = LayerByLayer(model := scaling(family)), torch.arange(2, 26).view(2, 12)  # no token twice, no padding
+    states = layers.embed(ids)
+    gradient = torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
+    (whole,) = torch.autograd.grad(states, model.get_input_embeddings().weight, gradient)
+    torch.testing.assert_close(layers.gradient_of_rows(ids, gradient), whole[ids])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "granite", "opt"])
+def test_an_embedding_takes_part_whatever_is_done_to_its_rows(family: str, tmp_path) -> None:
+    model, ids = scaling(family), torch.arange(48)[None]
+    table, outside = type(model.get_input_embeddings()), ["project_in", "project_out"] if family == "opt" else None
+    texts = [torch.randint(0, 256, (2048,), generator=torch.Generator().manual_seed(0))]
+    report = compress(model, texts, settings=SETTINGS | {"bits": 5.0}, exclude=outside, out_dir=tmp_path)
+    assert any(name.endswith("embed_tokens") and layer.operator for name, layer in report.plan.layers.items())
+    logits = model.float()(ids).logits
+    loaded = relinear.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    torch.testing.assert_close(loaded(ids).logits, logits, atol=1e-5, rtol=0)
+    relinear.fold_(loaded, verbose=False)
+    assert type(loaded.get_input_embeddings()) is table
+    torch.testing.assert_close(loaded(ids).logits, logits, atol=1e-4, rtol=0)

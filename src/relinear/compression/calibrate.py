@@ -301,7 +301,9 @@ class Calibration:
         Those of the head's outputs, tokens' variances, stand for how often tokens are looked up, too.
         """
         head = load_tensors(self.folder / "head.safetensors")[0]
-        squares = sum(grad.double().square().sum((0, 1)) for grad in self.streams.read(kind, 0)) / self.tokens
+        pairs = zip(self.parts, self.streams.read(kind, 0), strict=True)
+        gradients = (self.layers.gradient_of_rows(ids, gradient) for ids, gradient in pairs)
+        squares = sum(gradient.double().square().sum((0, 1)) for gradient in gradients) / self.tokens
         found, table = {}, self.model.get_input_embeddings()
         for name, module in self.targets[-1].items():
             inputs = squares.diag() if module is table else torch.zeros_like(head["inputs"])

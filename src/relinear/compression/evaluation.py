@@ -274,6 +274,8 @@ def _random(layer: nn.Module, device: torch.device) -> nn.Module:
     with torch.random.fork_rng():
         for parameter in made.parameters():
             nn.init.normal_(parameter, std=0.02)
+        for buffer in made.buffers():
+            buffer.fill_(1)
     return made.eval()
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.contract.modes import frozen
+from relinear.contract.operator import row_scale
 from relinear.distill.record import first_call
 from relinear.hf.model_layout import decoder_layers
 from relinear.hf.next_token_check import rounding_bound
@@ -98,6 +100,25 @@ class LayerByLayer:
             )
         self._calls.setdefault(tuple(ids.shape), calls)
         return entered[0]
+
+    def gradient_of_rows(self, ids: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient (B, T, I) for the rows of the embedding, from that (B, T, D) for the first layer's input.
+
+        Models multiply rows, normalise them or project them before the first layer.
+        """
+        table, rows = self.model.get_input_embeddings(), list[Tensor]()
+
+        def as_leaf(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            rows.append(output.detach().requires_grad_())
+            return rows[-1]
+
+        handle = table.register_forward_hook(as_leaf)
+        try:
+            with frozen(self.model), torch.enable_grad():
+                (found,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
+        finally:
+            handle.remove()
+        return found * row_scale(table)
 
     def layer(self, index: int, hidden: Tensor) -> Tensor:
         """Return what layer ``index`` makes of hidden states (B, T, D) of a shape that ``embed`` has seen."""

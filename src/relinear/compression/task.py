@@ -118,14 +118,11 @@ def linear_layers(
 def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
     """Return the embedding, and a head that is not tied to it, where they can be integers and are not excluded."""
     ends, found = (model.get_input_embeddings(), model.get_output_embeddings()), {}
-    width = getattr(model.config.get_text_config(), "hidden_size", None)
     for name, module in model.named_modules():
         if any(module is end for end in ends) and not isinstance(module, Operator):
-            with suppress(ValueError):  # an embedding that scales, a head that is tied (it goes with it) or shared
+            with suppress(ValueError):  # a head that is tied (it goes with the embedding) or shared
                 plan(model, {name: OperatorConfig.read("quantized")}, exclude=exclude, init="from_weight")
-                # gradients are known where decoder layers begin, not before a projection (OPT-350m)
-                if width in (None, linear_features(module)[0]):
-                    found[name] = module
+                found[name] = module
     return found
 
 

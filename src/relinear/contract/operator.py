@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self
@@ -107,7 +108,8 @@ class OperatorConfig(Config):
         if init == "from_weight":
             operator.from_linear(source)
         operator.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
-        operator.num_embeddings = getattr(source, "num_embeddings", None)
+        operator.num_embeddings, operator.row_scale = getattr(source, "num_embeddings", None), row_scale(source)
+        operator.embedding_class = getattr(source, "embedding_class", type(source))
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> OperatorConfig | None:
@@ -175,6 +177,9 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     weights_beyond_parameters: int = 0
     #: entries of the nn.Embedding that it stands for: called with token ids it gives ``rows``; None stands for a layer
     num_embeddings: int | None = None
+    #: what these rows are multiplied by, as Gemma's are, and the class that does it
+    row_scale: float = 1.0
+    embedding_class: type[nn.Module] = nn.Embedding
     #: where the operator is in its model, for messages; empty where it stands alone
     name_in_model: str = ""
     from_moments = RenamedHook("fit_to_calibration")
@@ -363,7 +368,8 @@ def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # Spelt out, not called: this runs at every call of every layer, and takes a third of a microsecond.
         if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
             if self.num_embeddings is not None and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
-                return self.rows(x)
+                rows = self.rows(x)
+                return rows if self.row_scale == 1 else rows * rows.new_full((), self.row_scale)
             _refuse_features(x, self.in_features, self)
         return forward(self, x)
 
@@ -431,9 +437,22 @@ def is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or _class_name(module) in _STOCK or isinstance(module, Operator)
 
 
+#: transformers' embeddings that multiply rows by a number, and do nothing else
+_SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
+
+
 def is_embedding(module: Any) -> bool:
-    """Return whether ``module`` is exactly nn.Embedding, which gives rows of its matrix (out_features, in_features)."""
-    return type(module) is nn.Embedding and module.max_norm is None
+    """Return whether ``module`` gives rows of its matrix (out_features, in_features), times ``row_scale``."""
+    known = type(module) is nn.Embedding or _SCALED.fullmatch(_class_name(module)) is not None
+    return known and module.max_norm is None
+
+
+def row_scale(module: Any) -> float:
+    """Return what ``module``, an embedding or any other layer, multiplies the rows of its matrix by; mostly 1."""
+    if isinstance(module, Operator):
+        return module.row_scale
+    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None)) if is_embedding(module) else 1.0
+    return 1.0 if scale is None else float(scale)
 
 
 def embeds(module: Any) -> bool:
@@ -483,7 +502,8 @@ def plain_linear(operator: Operator) -> nn.Module:
 
         linear, weight = Conv1D(operator.out_features, operator.in_features).to(**kw), weight.T
     elif operator.num_embeddings is not None:
-        linear = nn.Embedding(operator.num_embeddings, operator.in_features, **kw)
+        given = {"padding_idx": None, "embed_scale": operator.row_scale} if operator.row_scale != 1 else {}
+        linear = operator.embedding_class(operator.num_embeddings, operator.in_features, **given).to(**kw)
     else:
         linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
     linear.weight.copy_(weight)

@@ -31,8 +31,10 @@ from relinear.kernels.quantized import code_changer, quantized
 
 #: of the sizes that a layer could have
 BITS = (2, 3, 4, 5, 6, 8)
-#: rows that are rounded to tell what a size costs
-SAMPLED_ROWS = 16
+#: rows that are rounded to tell what a size costs: at least so many, and of a vocabulary every so many
+SAMPLED_ROWS, SAMPLED_EVERY = 16, 64
+#: rows that are rounded at a time where they are apart: a vocabulary takes gigabytes
+ROWS_AT_ONCE = 2**15
 #: shares by which moments of 8,192 tokens of one kind are drawn to their diagonals, chosen on moments of other tokens
 INPUTS_SHRINKAGE, OUTPUTS_SHRINKAGE = 0.05, 0.5
 
@@ -135,13 +137,16 @@ class QuantizedLinear(Operator):
         correlations of gradients can end farther from another sample's optimum than it began. Where G is diagonal,
         rows are apart and there is nothing that they could make up for.
         """
-        weight = weight.float()
-        grid, group = self.config.grid(weight, statistics), self.config.group
+        weight, group = weight.float(), self.config.group
         shrinkage = held_out(statistics.kinds)[0] if len(statistics.kinds) > 1 else INPUTS_SHRINKAGE
-        inputs = steadied(statistics.inputs.to(weight), shrinkage)
-        codes = gptq(weight, grid, group, inputs)
-        if statistics.outputs is None or statistics.outputs.ndim == 2:
-            outputs = statistics.outputs
+        inputs, outputs = steadied(statistics.inputs.to(weight), shrinkage), statistics.outputs
+        apart = outputs is not None and outputs.ndim == 1
+        rounded = []
+        for rows in weight.split(ROWS_AT_ONCE if apart else len(weight)):
+            grid = self.config.grid(rows, statistics)
+            rounded.append((grid, gptq(rows, grid, group, inputs)))
+        grid, codes = Grid(*map(torch.cat, zip(*(g for g, _ in rounded)))), torch.cat([c for _, c in rounded])
+        if not apart:
             outputs = None if outputs is None else steadied(outputs.to(weight), OUTPUTS_SHRINKAGE)
             codes = descend(weight, codes, grid, group, inputs, outputs, change=code_changer(weight))
         self._take_(grid, codes)
@@ -223,7 +228,11 @@ class Quantized(OperatorConfig):
         weight, several = dense_weight(linear).detach().float(), len(statistics.kinds) > 1
         left = held_out(statistics.kinds)[1] if several else uncompensated(statistics.inputs)
         left = left.to(weight)
-        rows = torch.linspace(0, len(weight) - 1, min(len(weight), SAMPLED_ROWS)).long().to(weight.device)
+        rows = (
+            torch.linspace(0, len(weight) - 1, min(len(weight), max(SAMPLED_ROWS, len(weight) // SAMPLED_EVERY)))
+            .long()
+            .to(weight.device)
+        )
         share = torch.ones(len(weight)).to(weight)
         if statistics.outputs is not None:
             share = (statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()).to(weight)
