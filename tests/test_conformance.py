@@ -91,3 +91,6 @@ def test_a_wrong_count_of_flops_is_said_in_numbers(monkeypatch) -> None:
     monkeypatch.setattr(case.config.module_class, "flops_per_token", lambda self: 3)
     with pytest.raises(AssertionError, match=r"flops_per_token\(\) says 3; the products of a forward pass take"):
         OperatorConformance().test_roles_and_cost(case)
+    # of which a token takes a part, as it does of experts that are all computed
+    monkeypatch.setattr(case.config.module_class, "inactive_per_token", lambda self: (0, 10_000))
+    OperatorConformance().test_roles_and_cost(case)

@@ -72,9 +72,24 @@ def test_a_new_package_passes_its_tests_and_ours(written, installed, tmp_path) -
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not inductor", tests, path=installed, cwd=tmp_path
     )
     assert int(re.search(r"(\d+) passed", told)[1]) > 20
+    check_style(written)
+
+
+def check_style(package: Path) -> None:
+    """Hold a package to the rules that its author may have."""
     ruff, rules = [sys.executable, "-m", "ruff"], ["--isolated", "--line-length", "120"]
     for check in (["check", "--select", "E,F,I,B"], ["format", "--check"]):
-        assert subprocess.run([*ruff, *check, *rules, "."], cwd=written, check=False).returncode == 0
+        assert subprocess.run([*ruff, *check, *rules, "."], cwd=package, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nonlinear", "routed"])
+def test_packages_of_the_other_kinds_pass_their_tests(kind, tmp_path) -> None:
+    package = tmp_path / f"some_{kind}"
+    assert main(["new", "operator", package.name, "--kind", kind, "--out", str(package)]) in (None, 0)
+    told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not inductor", path=package, cwd=package)
+    assert int(re.search(r"(\d+) passed", told)[1]) > 20
+    check_style(package)
 
 
 def relinear(words: str, path: Path, cwd: Path) -> str:

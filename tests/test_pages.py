@@ -145,6 +145,20 @@ def test_an_entry_of_another_size_does_not_win(tmp_path) -> None:
     assert [row.best for row in results_table(found).rows] == [False, True, False]
 
 
+def test_what_a_token_uses_stands_beside_the_whole(tmp_path) -> None:
+    found = comparison(tmp_path, {"dense": [3.0, 3.1], "a": [1.0, 1.1]})
+    found["entries"][1] |= {
+        "parameters": 900,
+        "inactive_parameters": 300,
+        "flops_per_token": 500,
+        "inactive_flops": 600,
+    }
+    table = results_table(found)
+    place, cost = table.head.index("parameters"), table.head.index("FLOPs / token")
+    assert [row.shown[place].text.partition(" ")[2] for row in table.rows[:2]] == ["", "(600 active)"]
+    assert table.rows[1].shown[cost].text == "500 (1.10k in all)"
+
+
 def test_a_report_shows_the_settings_that_are_not_defaults(tmp_path) -> None:
     shutil.copytree(COMPARISON, tmp_path / "comparison")
     section = results_section(tmp_path / "comparison")

@@ -199,6 +199,17 @@ def test_summary_totals_are_those_of_the_model():
     assert "transformer.h.{0..1}.mlp.c_fc (x2)" in str(after)
 
 
+def test_what_a_token_uses_of_an_operator_that_routes_is_shown(monkeypatch):
+    monkeypatch.setattr(relinear.operators.low_rank.LowRankLinear, "inactive_per_token", lambda self: (100, 200))
+    model = gpt2()
+    table = relinear.replace_(model, {"c_fc": LOW})
+    assert (table.inactive_parameters, table.inactive_flops) == (200, 400)
+    active, total = table.parameters - 200, table.flops_per_token + 400
+    assert f"{table.parameters:,} ({active:,} active)" in str(table)
+    assert f"{table.flops_per_token:,} ({total:,} in all)" in str(table)
+    assert "active" not in str(relinear.summary(gpt2()))
+
+
 def test_fold_gives_a_stock_model_back():
     for model, kind in ((llama(), nn.Linear), (gpt2(), Conv1D)):
         relinear.replace_(model, {"all-linear": LOW}, init="from_weight")

@@ -19,8 +19,8 @@ _FILES = {
     "README.md": "readme.txt",
     "compare.yaml": "compare.txt",
     "relinear_$name/__init__.py": "init.txt",
-    "relinear_$name/operator.py": "operator.txt",
-    "tests/test_$name.py": "test.txt",
+    "relinear_$name/operator.py": "operator_$kind.txt",
+    "tests/test_$name.py": "test_$kind.txt",
 }
 #: names of classes that the operator itself needs
 _OTHER_CLASSES = ("ClassVar", "Operator", "OperatorConfig", "Self", "Tensor")
@@ -29,14 +29,19 @@ _OTHER_CLASSES = ("ClassVar", "Operator", "OperatorConfig", "Self", "Tensor")
 def command(
     what: Annotated[Literal["operator"], typer.Argument(metavar="WHAT", help="What to write.")],
     name: Annotated[str, typer.Argument(help="Its name in settings, such as `block_circulant`.")],
+    kind: Annotated[
+        Literal["linear", "nonlinear", "routed"], typer.Option(help="Of map; a routed one sends tokens to experts.")
+    ] = "linear",
     out: Annotated[Path | None, typer.Option(help="The folder to make; NAME by default.")] = None,
 ) -> None:
     """Write a package with an operator of your own: the operator, its tests, its entry point. They pass as written.
 
-    It is a small low-rank layer with every method that an operator can have. Change its formula, and install it with
-    `pip install -e NAME`: every command then knows it by its name.
+    It is a small low-rank layer, one with an activation inside, or top-k low-rank experts with a balance loss. Change
+    its formula, and install it with `pip install -e NAME`: every command then knows it by its name.
 
     **Example:** `relinear new operator block_circulant`
+
+    **Example:** `relinear new operator my_experts --kind routed`
     """
     from relinear.system.files import writing
 
@@ -53,7 +58,8 @@ def command(
         raise ValueError(f"the package relinear_{name} is installed already; choose another name")
     if name in listed("operators"):
         raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")
-    words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel}
+    words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel, "kind": kind}
+    words["by"] = "flops" if kind == "routed" else "parameters"
     place: Any = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
     # once the package is there, an empty folder that a failing disk leaves beside it is no failure
     with writing(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
@@ -61,7 +67,7 @@ def command(
         for path, template in _FILES.items():
             file = made / Template(path).substitute(words)
             file.parent.mkdir(parents=True, exist_ok=True)
-            text = (_TEMPLATES / template).read_text(encoding="utf-8")
+            text = (_TEMPLATES / Template(template).substitute(words)).read_text(encoding="utf-8")
             file.write_text(Template(text).substitute(words), encoding="utf-8")
         made.rename(folder)
     print(f"written: {folder}/relinear_{name}/operator.py and what belongs to it. Next:\n")

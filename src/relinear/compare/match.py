@@ -30,11 +30,16 @@ _WIDTH_FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Parameters and forward FLOPs a token of a whole model; the bytes of its file where it is stored in few bits."""
+    """Parameters and forward FLOPs a token of a whole model; the bytes of its file where it is stored in few bits.
+
+    inactive_*: what one token does not use of the parameters, and the FLOPs that it is spared, where tokens are routed.
+    """
 
     parameters: int
     flops: int
     bytes: int = 0
+    inactive_parameters: int = 0
+    inactive_flops: int = 0
 
     def of(self, by: str) -> int:
         """Return the one that is matched."""
@@ -57,7 +62,8 @@ def measure_size(settings: TrainSettings, vocab_size: int | None) -> Size:
     """Return parameters and FLOPs a token of the model of ``settings``; builds it without weights."""
     model = skeleton(settings, vocab_size)
     table = summary(model)
-    return Size(table.parameters, table.flops_per_token, packed_bytes(model, settings.bits) if settings.bits else 0)
+    stored = packed_bytes(model, settings.bits) if settings.bits else 0
+    return Size(table.parameters, table.flops_per_token, stored, table.inactive_parameters, table.inactive_flops)
 
 
 def matched(

@@ -1,7 +1,7 @@
 """The report of a comparison: results.json -> plots and one self-contained report.html."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -244,11 +244,11 @@ def results_table(results: Results) -> Table:
     head += ["bits", "bytes", "before storing"] if stored else []
     head += ["parameters", "training speed", "inference speed", f"perplexity a {unit}", "at step 0"]
     head += ["FLOPs / token", "peak memory", "learning rate"]
-    rows = []
+    rows, dense = [], [value for value, _ in _sizes(base, number)] if base else [None, None]
     for entry in entries:
         size, flops = (
-            Cell(number(entry[key]), entry[key], _ratio(entry[key], base and base[key]))
-            for key in ("parameters", "flops_per_token")
+            Cell(text, value, _ratio(value, whole))
+            for (value, text), whole in zip(_sizes(entry, number), dense, strict=True)
         )
         name = Cell(entry["name"], None, f"{size.text} parameters")  # a telephone shows the first columns alone
         cells: list[Cell | str] = [name, _of_seeds(entry["validation_loss"], 3)]
@@ -288,12 +288,21 @@ def _ratio(value: float, base: float | None) -> str:
     return f"{value / base:.3g}× dense" if base else ""
 
 
+def _sizes(entry: EntryResult, form: Callable[[int], str]) -> list[tuple[int, str]]:
+    """Parameters and FLOPs, and as text; where an entry routes tokens also the active parameters and total FLOPs."""
+    idle, spared = entry.get("inactive_parameters", 0), entry.get("inactive_flops", 0)
+    parameters, flops = entry["parameters"], entry["flops_per_token"]
+    active = f" ({form(parameters - idle)} active)" if idle else ""
+    total = f" ({form(flops + spared)} in all)" if spared else ""
+    return [(parameters, form(parameters) + active), (flops, form(flops) + total)]
+
+
 def _operators(results: Results, palette: Mapping[str, str]) -> Table:
     matched = results["match"]["by"] != "none"
     head = ["entry", "operators", "parameters", "FLOPs / token", *(["off the target"] if matched else [])]
     rows = []
     for entry in results["entries"]:
-        sizes = [Cell(f"{entry[key]:,}", entry[key]) for key in ("parameters", "flops_per_token")]
+        sizes = [Cell(text, value) for value, text in _sizes(entry, "{:,}".format)]
         off = entry["size_mismatch"]
         mismatch = "not matched" if off is None else f"{100 * off:+.2f} %"
         cells: list[Cell | str] = [

@@ -71,6 +71,8 @@ def entry_result(
         "settings": settings.model_dump(mode="json"),
         "parameters": planned.size.parameters,
         "flops_per_token": planned.size.flops,
+        "inactive_parameters": planned.size.inactive_parameters,
+        "inactive_flops": planned.size.inactive_flops,
         "size_mismatch": planned.size_mismatch,
         "learning_rate": settings.learning_rate,
         "tuning": tuning,

@@ -125,6 +125,8 @@ class EntryResult(TypedDict):
     settings: dict[str, Any]
     parameters: Count
     flops_per_token: Count
+    inactive_parameters: NotRequired[Count]
+    inactive_flops: NotRequired[Count]
     size_mismatch: Number | None
     learning_rate: Number
     tuning: Tuning | None

@@ -328,8 +328,18 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             nn.init.zeros_(self.bias)
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of the forward pass for one token (a multiply-add counts as two)."""
+        """Floating-point operations of the forward pass for one token (a multiply-add counts as two).
+
+        Of an operator that routes tokens, those of the parts that a token is sent to: its active FLOPs.
+        """
         raise TypeError(f"{type(self).__name__} does not state its FLOPs")
+
+    def inactive_per_token(self) -> tuple[int, int]:
+        """Parameters and FLOPs of the parts that one token is not sent to, as the experts that a router leaves out.
+
+        Total FLOPs are ``flops_per_token()`` and these, active parameters all without these. Here every token uses all.
+        """
+        return 0, 0
 
     def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
         """What is wrong with values that are to be loaded, by name, in words; None where any of this shape will do.

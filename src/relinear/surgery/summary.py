@@ -19,7 +19,8 @@ from relinear.system.text import columns
 class Row:
     """One linear layer, operator or attached part. ``*_before`` is the dense layer (or what was replaced last).
 
-    parameters: weights, integers among them. bytes: what a checkpoint holds of it, scales among it.
+    parameters: weights, integers among them. bytes: what a checkpoint holds of it, scales among it. inactive_*: what
+    one token does not use of the parameters, and the FLOPs that it is spared, where tokens are routed.
     """
 
     name: str
@@ -31,6 +32,8 @@ class Row:
     parameters_before: int
     flops_before: int
     bytes: int = 0
+    inactive_parameters: int = 0
+    inactive_flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Summary:
     flops_per_token: forward FLOPs of the rows; attention scores, norms and activations are left out.
     coverage: what operators took the place of, what was left, and why; printed below the table.
     notes: what ``replace_`` warned of; printed last.
-    bytes: what a checkpoint holds of the model.
+    bytes: what a checkpoint holds of the model. inactive_*: sums of those of the rows.
     """
 
     rows: tuple[Row, ...]
@@ -52,6 +55,8 @@ class Summary:
     coverage: Coverage
     notes: tuple[str, ...] = ()
     bytes: int = 0
+    inactive_parameters: int = 0
+    inactive_flops: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON values."""
@@ -83,8 +88,11 @@ def _sizes(of: Row | Summary, count: int) -> list[str]:
     """What the columns of numbers hold for ``count`` alike rows: bits are those a weight takes, scales included."""
     parameters, before, size = of.parameters * count, of.parameters_before * count, of.bytes * count
     bits = f"{8 * size / parameters:.4g}" if parameters else ""
-    flops = (f"{number * count:,}" for number in (of.flops_per_token, of.flops_before))
-    return [f"{parameters:,}", f"{before:,}", bits, f"{size:,}", *flops]
+    active, flops = parameters - of.inactive_parameters * count, of.flops_per_token * count
+    total = flops + of.inactive_flops * count
+    shown = f"{parameters:,}" + (f" ({active:,} active)" if active < parameters else "")
+    cost = f"{flops:,}" + (f" ({total:,} in all)" if flops < total else "")
+    return [shown, f"{before:,}", bits, f"{size:,}", cost, f"{of.flops_before * count:,}"]
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:
@@ -139,6 +147,12 @@ def module_flops(module: Any) -> int:
     return 2 * in_features * out_features
 
 
+def module_inactive(module: nn.Module) -> tuple[int, int]:
+    """Parameters that one token does not use and FLOPs that it is spared, summed over the operators in ``module``."""
+    parts = [part.inactive_per_token() for part in module.modules() if isinstance(part, Operator)]
+    return sum(parameters for parameters, _ in parts), sum(flops for _, flops in parts)
+
+
 def _dense_flops(module: Any) -> int:
     """FLOPs a token of the dense layer that stands, or stood, in the place of a layer or an operator."""
     product = module.table if isinstance(module, TiedHead) else None if embeds(module) else module
@@ -174,7 +188,8 @@ def summary(
         dense = (dense_size(module) if shape else 0, _dense_flops(module))
         was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
         in_features, out_features = shape or (None, None)
-        rows.append(Row(name, operator, in_features, out_features, *size, *was, module_bytes(module)))
+        held = (module_bytes(module), *module_inactive(module))
+        rows.append(Row(name, operator, in_features, out_features, *size, *was, *held))
     parameters = module_parameters(model)
     flops = sum(row.flops_per_token for row in rows)
     return Summary(
@@ -185,4 +200,6 @@ def summary(
         flops + sum(row.flops_before - row.flops_per_token for row in rows),
         coverage(model, {name: size for name, (size, _) in (before or {}).items()}, left or {}),
         bytes=module_bytes(model),
+        inactive_parameters=sum(row.inactive_parameters for row in rows),
+        inactive_flops=sum(row.inactive_flops for row in rows),
     )
