@@ -1,5 +1,6 @@
 """What is read of the machine."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,21 @@ def test_the_machine_is_described_also_where_little_is_known(cpuinfo):
     assert (described["processor"], described["extensions"]) == ("Some CPU: fast", ["avx2", "amx_bf16"])
     cpuinfo(None)
     assert machine.describe_machine()["processor"]
+
+
+def test_a_checkout_is_recorded_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "src" / "relinear" / "system" / "machine.py"))
+    machine._commit.cache_clear()
+    assert "commit" not in machine.describe_machine()  # as installed, wherever that is
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "one")):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    machine._commit.cache_clear()
+    try:
+        assert machine.describe_machine()["commit"] == head
+    finally:
+        machine._commit.cache_clear()
 
 
 def test_other_processors_have_kernels_of_their_own(monkeypatch):

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import relinear
 from conftest import make_tiny_llama
 from relinear import LowRank, from_pretrained, replace_
+from relinear.system.files import tensor_digest
 from relinear.train import FitSettings, NonFiniteLossError, fit, read_metrics, train
+from relinear.train.run import build_model
 from relinear.train.trainer import SteadySampler
 from train_helpers import RUN, Tokens, run_settings
 
@@ -38,6 +41,20 @@ def test_nan_stops_the_run_and_says_what_to_try(tmp_path):
     assert torch.isfinite(model.weight).all()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-2"]
+
+
+def test_the_record_says_which_source_and_which_initial_values(tmp_path, corpus):
+    digests = {}
+    for name, changes in {"first": {}, "again": {"learning_rate": 0.02}, "other": {"seed": 1}}.items():
+        settings = run_settings(corpus, steps=1, warmup_steps=0, **changes)
+        train(settings, tmp_path / name)
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        digests[name] = record["model"]["initial_sha256"]
+        assert record["machine"]["relinear"] == relinear.__version__
+    assert digests["first"] == digests["again"] != digests["other"]
+    tokenizer_entries = from_pretrained(tmp_path / "first" / "model").config.vocab_size
+    model = build_model(run_settings(corpus), tokenizer_entries)
+    assert tensor_digest(model.state_dict()) == digests["first"]
 
 
 def test_nan_in_a_whole_run(tmp_path, corpus):

@@ -1,30 +1,20 @@
 """Tensors and records on disk that carry a checksum, to which they are held when they are read."""
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relinear.system.files import atomic_directory, atomic_path, read_json, write_json
+from relinear.system.files import atomic_directory, atomic_path, read_json, tensor_digest, write_json
 from relinear.system.text import cut
 
 _CHECKSUM = "checksum"
-
-
-def _digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _refusal(path: Path, what: str) -> ValueError:
@@ -38,7 +28,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping
     """Write tensors and words on them as safetensors, atomically, with a checksum of both."""
     kept, words = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, dict(about or {})
     with atomic_path(path) as temporary:
-        save_file(kept, temporary, metadata=words | {_CHECKSUM: _digest(words, kept)})
+        save_file(kept, temporary, metadata=words | {_CHECKSUM: tensor_digest(kept, words)})
 
 
 @contextlib.contextmanager
@@ -54,7 +44,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 def _checked(path: Path, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """``about`` without the checksum, to which both are held."""
-    if about.pop(_CHECKSUM, None) != _digest(about, tensors):
+    if about.pop(_CHECKSUM, None) != tensor_digest(tensors, about):
         raise _refusal(path, "has changed since it was written (its checksum differs)")
     return about
 
@@ -111,14 +101,14 @@ class Streams:
 
 def write_record(path: str | Path, values: Mapping[str, Any]) -> None:
     """Write JSON values with their checksum, atomically."""
-    write_json(path, dict(values) | {_CHECKSUM: _digest(json.loads(json.dumps(dict(values))), {})})
+    write_json(path, dict(values) | {_CHECKSUM: tensor_digest({}, json.loads(json.dumps(dict(values))))})
 
 
 def is_edited(path: Path) -> bool:
     """Return whether ``path`` is there and is not what ``write_record`` wrote, as after somebody has changed it."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         values = dict(read_json(path))
-        return values.pop(_CHECKSUM, None) != _digest(values, {})
+        return values.pop(_CHECKSUM, None) != tensor_digest({}, values)
     return path.exists()
 
 

@@ -9,8 +9,9 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from relinear.system.text import cut
@@ -205,6 +206,17 @@ def fingerprint(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file, as JSON values."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def tensor_digest(tensors: Mapping[str, Any], about: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the SHA-256, in hexadecimal, of tensors by name (values, dtypes, shapes) and of JSON values ``about``."""
+    import torch
+
+    digest = hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def write_manifest(directory: str | Path, **facts: Any) -> None:

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,7 +116,20 @@ def describe_machine() -> dict[str, Any]:
         "torch": str(torch.__version__),  # a str of its own class, which YAML does not write
         "transformers": transformers.__version__,
         "relinear": __version__,
+        **({"commit": commit} if (commit := _commit()) else {}),
     }
+
+
+@functools.cache
+def _commit() -> str:
+    """The commit of the checkout that this source runs from, "-dirty" where files differ; empty elsewhere."""
+    root = Path(__file__).parents[3]
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    if not (root / ".git").exists():  # an installed package may lie in a repository of its user's
+        return ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    return ""
 
 
 class PeakMemory:

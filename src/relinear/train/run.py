@@ -23,7 +23,7 @@ from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.packed import gradient_moments
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
-from relinear.system.files import read_json, understood
+from relinear.system.files import read_json, tensor_digest, understood
 from relinear.system.machine import is_first_rank, on_threads
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
@@ -280,12 +280,13 @@ def _stored(model: Any, data: Any, settings: TrainSettings, result: TrainResult)
 
 
 def described(model: Any, data: Any) -> dict[str, Any]:
-    """Return what ``run.json`` says of a run that goes on beside its settings: sizes of the model, data."""
+    """Return what ``run.json`` says of a run that goes on beside its settings: the model as it is initialised, data."""
     table = summary(model)
+    sizes = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
     return {
         "status": "running",
         "ranks": rank_count(),
-        "model": {"parameters": table.parameters, "flops_per_token": table.flops_per_token},
+        "model": sizes | {"initial_sha256": tensor_digest(model.state_dict())},
         "data": data.description,
     }
 
