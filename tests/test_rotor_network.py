@@ -179,9 +179,9 @@ def test_no_tokens(settings, calls):
     module = network(settings, 64, 32)
     assert module(torch.zeros(0, 64)).shape == (0, 32)
     assert not calls
-    *numbers, form = module._network_numbers()
+    *tensors, settings = module._network_tensors()
     x = torch.zeros(0, 64, requires_grad=True)
-    y = rotor._Network.apply(form, numbers[2], x, *numbers[3:], module.bias, *numbers[0], *numbers[1])
+    y = rotor._Network.apply(settings, tensors[2], x, *tensors[3:], module.bias, *tensors[0], *tensors[1])
     y.sum().backward()
     assert y.shape == (0, 32)
     assert not any(p.grad.any() for p in module.parameters())
@@ -287,21 +287,21 @@ SIGNS = {"signs": [torch.ones(64)] * 4, "rows": [8] * 4, "components": [1] * 4}
     ids=str,
 )
 def test_what_the_kernel_refuses(change, message, any_size):
-    *numbers, form = network({}, 64, 64)._network_numbers()
+    *tensors, settings = network({}, 64, 64)._network_tensors()
     x = torch.zeros(3, 64)
-    given = rotor.PreparedNetwork(64, *numbers, form)
+    prepared = rotor.PreparedNetwork(64, *tensors, settings)
     names = ("left", "right", "windows", "parts", "blades", "signs", "rows", "components")
     names += ("orders", "slopes", "mix", "reads", "writes")
-    arguments = {"y": torch.zeros(3, 64), "x": x} | dict(zip(names, given.layers, strict=True)) | change
+    arguments = {"y": torch.zeros(3, 64), "x": x} | dict(zip(names, prepared.layers, strict=True)) | change
     with pytest.raises((RuntimeError, IndexError), match=message):
-        native.kernels().rotor_network(*arguments.values(), None, *given.settings)
+        native.kernels().rotor_network(*arguments.values(), None, *prepared.settings)
 
 
 def test_an_unknown_activation_is_refused(any_size):
-    *numbers, form = network({}, 64, 64)._network_numbers()
-    given, x = rotor.PreparedNetwork(64, *numbers, form), torch.zeros(3, 64)
+    *tensors, settings = network({}, 64, 64)._network_tensors()
+    prepared, x = rotor.PreparedNetwork(64, *tensors, settings), torch.zeros(3, 64)
     with pytest.raises(RuntimeError, match="prelu, gelu, silu or elu, got tanh"):
-        native.kernels().rotor_network(x.clone(), x, *given.layers, None, *given.settings[:-1], "tanh")
+        native.kernels().rotor_network(x.clone(), x, *prepared.layers, None, *prepared.settings[:-1], "tanh")
 
 
 @pytest.mark.parametrize("layout", ["wrapped", "spread"])

@@ -1,8 +1,7 @@
 """Inference with weights that are promised to stay: layers cache what they compute from their parameters.
 
 The protocol. A ``CachingModule`` has a ``parameter_cache`` while ``for_inference_`` lasts, else None. There it looks up
-what it prepares from its parameters; whatever changes them empties the cache. ``prepared`` is a whole forward that was
-prepared so.
+what it computes from its parameters; whatever changes them empties the cache.
 """
 
 import contextlib
@@ -12,12 +11,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.parameters import forward_hooks
-
 Model = TypeVar("Model", bound=nn.Module)
 #: attribute of modules whose activations somebody reads or changes
 ACTIVATION_HOOKS = "_activation_hooks"
-Run = TypeVar("Run", bound=Callable[..., Tensor | None])
 
 
 class ParameterCache:
@@ -152,54 +148,6 @@ class CachingModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not isinstance(value, ParameterCache)}
-
-
-def prepared(
-    module: CachingModule, x: Tensor, make: Callable[[Tensor], Run | None], unsupported: Callable[[Tensor], str]
-) -> Run | None:
-    """Return how ``module`` runs inputs like x: ``make(x)``, made once a dtype; None where it is to run as usual.
-
-    None outside of ``relinear.for_inference_`` and in training, also of a submodule alone, where ``make`` has returned
-    None, where somebody reads or changes activations, and wherever calling a submodule would run anything but the
-    forward of its class, as the result reads their parameters without calling them.
-
-    Args:
-        module: what the call stands for, with all of its submodules.
-        x: inputs.
-        make: from the inputs, once for each dtype.
-        unsupported: "", or why what was made cannot take these inputs; asked at every call.
-    """
-    cache = module.parameter_cache
-    if cache is None or module.training or unsupported(x):
-        return None
-    made: tuple[Run | None, _Bare] | None = cache.get(x.dtype, lambda: (make(x), _Bare(module)))
-    return None if made is None or made[0] is None or not made[1].holds() else made[0]
-
-
-class _Bare:
-    """That submodules of a module are bare and under the promise: asked at every call.
-
-    Whether they are still those that it had is for its cache to notice.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        children = [child for child in module.modules() if child is not module]
-        self._module = module.__dict__
-        self._children = [(child, type(child), child.__dict__) for child in children]
-        self._caching = [child for child in children if isinstance(child, CachingModule)]
-        self._hooks = forward_hooks(children)
-
-    def holds(self) -> bool:
-        """Return whether the parameters of submodules may be read without calling them."""
-        if self._module.get(ACTIVATION_HOOKS) is not None:
-            return False
-        for child, kind, own in self._children:
-            if child.__class__ is not kind or own["training"] or "forward" in own or own.get(ACTIVATION_HOOKS):
-                return False
-        for child in self._caching:
-            if child.parameter_cache is None:
-                return False
-        return not any(self._hooks)
 
 
 def for_inference_(model: Model, mode: bool = True) -> Model:

@@ -205,12 +205,17 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight" and name not in self.__dict__.get("_parameters", ()):
+        # as nn.Module does, spelt out: a forward looks up several parameters, and a second call would double the time
+        attributes = self.__dict__
+        for kind in ("_parameters", "_modules", "_buffers"):
+            if kind in attributes and name in attributes[kind]:
+                return attributes[kind][name]
+        if name == "weight":
             raise AttributeError(
                 f"{self.name_in_model or 'this layer'} is a relinear operator ({type(self).__name__}) and has no "
                 "weight, which the model reads here; leave the layer out with exclude="
             )
-        return super().__getattr__(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def create(self, **kw: Any) -> None:
         """Register parameters and buffers, without values yet; ``bias`` (out_features,) comes after them.

@@ -7,7 +7,7 @@ own, under the names that a layer's parameters would have, and calling one gives
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +54,13 @@ class AffineParameters(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> tuple[Any, Any]:
         """(weight, bias), where they are while the operator runs; spelt out, as every step calls several."""
-        own, parameters = self.__dict__, self._parameters
-        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or any(_GLOBAL_HOOKS)
-        # what shards, prunes or parametrises may keep a tensor elsewhere
-        if hooked or "forward" in own or own["_backward_pre_hooks"] or not parameters.keys() >= {"weight", "bias"}:
+        state, parameters = self.__dict__, self._parameters
+        hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
+        if hooked or state["_backward_pre_hooks"] or "forward" in state or any(_GLOBAL_HOOKS):
+            return super().__call__()
+        if "weight" not in parameters or "bias" not in parameters:  # sharded, pruned or parametrised
             return super().__call__()
         return parameters["weight"], parameters["bias"]
 
@@ -89,6 +90,11 @@ def are_affine(parts: Iterable[nn.Module | None]) -> bool:
     return all(part is None or type(part) is AffineParameters for part in parts)
 
 
+def are_parameters(module: nn.Module, *names: str) -> bool:
+    """Return whether ``names`` are parameters of ``module``, or None, and not what a mask or a network computes."""
+    return module._parameters.keys() >= set(names)
+
+
 def is_bare(module: Any) -> bool:
     """Whether calling ``module`` runs the forward of its class and nothing else: no hooks, nothing put in its place.
 
@@ -99,7 +105,7 @@ def is_bare(module: Any) -> bool:
     return "forward" not in own and not any(own[hooks] for hooks in _HOOKS) and not any(_GLOBAL_HOOKS)
 
 
-def is_plain_linear(module: Any) -> bool:
+def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
     """Return whether ``module`` is exactly ``nn.Linear``, bare, with an ordinary tensor as its weight.
 
     A subclass, an adapter or a quantised layer is not, nor is one whose weight a quantiser, a sharding plan or a

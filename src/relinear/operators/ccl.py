@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -16,20 +15,18 @@ from torch import Tensor, nn
 from relinear.activations.hook_points import Gated
 from relinear.activations.shared_context import current_context
 from relinear.contract.config import MOST_LAYERS, Bounds, Count, NonNegative, check_divides, register
-from relinear.contract.inference import prepared
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import ccl, few_rows
-from relinear.kernels.native import rows_unsupported
-from relinear.kernels.native.build import is_loaded_beside
 from relinear.operators.context_manager import GELU_GAIN
+from relinear.operators.fused_inference import FusedInference, Kernel
 
 _OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
 
 
-class CCLLinear(Gated, Operator):
+class CCLLinear(FusedInference, Gated, Operator):
     """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, the gates sigmoids of a network of the context.
 
     Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
@@ -76,83 +73,77 @@ class CCLLinear(Gated, Operator):
             if last is not None:
                 _keep_variance(last, GELU_GAIN if self.trunk else 1.0)
 
-    def build_kernels(self) -> None:
-        is_loaded_beside(self.basis)
-
-    def _few_rows(self, x: Tensor) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+    def fused_kernel(self, x: Tensor) -> Kernel | None:
         parts = (self.norm, self.basis_gate, self.output_gate)
         if self.config.composition != "gates" or not are_affine((*self.trunk, *parts)):
             return None
         # by their forward: hooks are for the calls of a forward pass
         trunk = [parameter for layer in self.trunk for parameter in layer.forward()]
-        given = ((None, None) if part is None else part.forward() for part in parts)
-        others = self.bias, *itertools.chain.from_iterable(given)
-        return few_rows(x, trunk, self.basis, self.mix, *others, gate_bias=self.config.gate_bias)
+        weights = [(None, None) if part is None else part.forward() for part in parts]
+        tensors = self.bias, *itertools.chain.from_iterable(weights)
+        kernel = few_rows(x, trunk, self.basis, self.mix, *tensors, gate_bias=self.config.gate_bias)
+        return None if kernel is None else lambda x: kernel(x, self._context(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        features = context = None
-        if self.config.conditioned:
-            context = current_context(x, self.config.context_dim, "ccl")
-        cached = self.parameter_cache is not None
-        fast = prepared(self, x, self._few_rows, rows_unsupported) if cached else None
-        y = None if fast is None else fast(x, context)
-        if y is not None:
+        """Return y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, with the gates of the current context."""
+        if (y := self.fused_forward(x)) is not None:
             return y
-        if context is not None:
-            features = self._features(context)
-        factors, shares = (self.basis, self.mix, self.bias, *_affine(self.norm)), None
-        if self.config.composition != "gates":
-            assert features is not None
-            probabilities = template_shares(features, *_affine(self.basis_gate))
-            shares = self._shares(probabilities)
-            if self.training and self.config.composition == "selection" and self.config.balance:
-                self._balance(probabilities, shares)
-        if features is not None and (self._activation_hooks is not None or shares is not None):
-            inner, outer = self._through_hooks(x, features, shares)
-            if self._is_intervened or shares is not None:
-                inner = None if inner is None else self._of_features(inner)
-                return ccl_gated(x, inner, outer, *factors, self.config.gate_bias)
+        context = self._context(x)
+        features = None if context is None else self._features(context)
+        factors = self.basis, self.mix, self.bias, *_affine(self.norm)
+        templates = self.config.composition != "gates"
+        if features is not None and (templates or self._activation_hooks is not None):
+            inner, outer = self._hooked_gates(x, features)
+            if templates or self._is_intervened:
+                return ccl_gated(x, self._of_features(inner), outer, *factors, self.config.gate_bias)
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
         return ccl(x, features, *factors, *gates, self.config.gate_bias)
+
+    def _context(self, x: Tensor) -> Tensor | None:
+        return current_context(x, self.config.context_dim, "ccl") if self.config.conditioned else None
 
     def hook_sizes(self) -> dict[str, int]:
         sizes = {"basis_gate": self.config.basis_gates, "output_gate": self.out_features}
         return {name: size for name, size in sizes.items() if getattr(self, name) is not None}
 
-    def _through_hooks(self, x: Tensor, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """``_gates`` of the tokens of x, as the hooks return them."""
-        inner, outer = (
-            value
-            if value is None or self._activation_hooks is None
-            else self._hooked(name, value.expand(*x.shape[:-1], -1))
-            for name, value in zip(("basis_gate", "output_gate"), self._gates(features, shares), strict=True)
-        )
-        return inner, outer
+    def _hooked_gates(self, x: Tensor, features: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """``_gates`` for the tokens of x, as interventions change them."""
+        inner, outer = self._gates(features, self.training)
+        if self._activation_hooks is None:
+            return inner, outer
+        tokens = x.shape[:-1]
+        inner = None if inner is None else self._hooked("basis_gate", inner.expand(*tokens, -1))
+        return inner, None if outer is None else self._hooked("output_gate", outer.expand(*tokens, -1))
 
-    def _gates(self, features: Tensor, shares: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The gates of the basis (..., R), or the shares of templates (..., E), and of the outputs (..., O)."""
-        inner, outer = shares, None
-        if inner is None and self.basis_gate is not None:
+    def _gates(self, features: Tensor, record: bool = False) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gates of the basis (..., R), or the shares of templates (..., E), and of the outputs (..., O)."""
+        inner, outer = None, None
+        if self.config.composition != "gates":
+            inner = self._shares(features, record)
+        elif self.basis_gate is not None:
             inner = gate(features, *self.basis_gate())
         if self.output_gate is not None:
             outer = gate(features, *self.output_gate())
         return inner, outer
 
-    def _of_features(self, gates: Tensor) -> Tensor:
+    def _of_features(self, gates: Tensor | None) -> Tensor | None:
         """Gates of the basis as one for every feature (..., R)."""
-        return gates.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
+        return None if gates is None else gates.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
 
-    def _shares(self, probabilities: Tensor) -> Tensor:
-        """What a token takes of every template, (..., E): its probability, or zero where it is not selected."""
-        if self.config.composition == "selection":
-            return largest_shares(probabilities, self.config.selected)
-        return probabilities
+    def _shares(self, features: Tensor, record: bool) -> Tensor:
+        """Return a token's share of every template, (..., E): its probability, or zero where it is not selected.
 
-    def _balance(self, probabilities: Tensor, shares: Tensor) -> None:
-        """Note each token's probabilities, and the templates that it uses, (..., T, 2, E)."""
-        used = (shares.detach() > 0).to(shares.dtype) / self.config.selected
-        both = torch.stack([probabilities, used], -2)
-        self.record_auxiliary({"balance": both}, {"busiest": both.detach()})
+        With "selection" and ``record``, each token's probabilities and templates (..., T, 2, E) are recorded.
+        """
+        config, probabilities = self.config, template_shares(features, *_affine(self.basis_gate))
+        if config.composition != "selection":
+            return probabilities
+        shares = largest_shares(probabilities, config.selected)
+        if record and config.balance:
+            used = (shares.detach() > 0).to(shares.dtype) / config.selected
+            both = torch.stack([probabilities, used], -2)
+            self.record_auxiliary({"balance": both}, {"busiest": both.detach()})
+        return shares
 
     def reduce_over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
         """The Switch Transformer's loss against collapse, E sum_e f_e p_e, in each sequence; or the largest f_e of all.
@@ -187,12 +178,8 @@ class CCLLinear(Gated, Operator):
             return {}
         if context is None:
             context = current_context(None, self.config.context_dim, "ccl")
-        features = self._features(context)
-        shares = None
-        if self.config.composition != "gates":
-            shares = self._shares(template_shares(features, *_affine(self.basis_gate)))
-        inner, outer = self._gates(features, shares)
-        gates = {"basis": None if inner is None else self._of_features(inner), "output": outer}
+        inner, outer = self._gates(self._features(context))
+        gates = {"basis": self._of_features(inner), "output": outer}
         return {name: value for name, value in gates.items() if value is not None}
 
     def factors(self) -> tuple[Tensor, Tensor]:

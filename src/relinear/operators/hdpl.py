@@ -11,24 +11,20 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as affine
-from torch.nn.functional import silu
 
 from relinear.activations.interventions import Latent, LatentOperator
 from relinear.contract.config import Count, NonNegative, check_divides, register
-from relinear.contract.inference import prepared
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional import hdpl as reference
-from relinear.functional.block_diagonal import block_diagonal
 from relinear.kernels.hdpl import few_rows, hdpl
-from relinear.kernels.native import rows_unsupported
-from relinear.kernels.native.build import is_loaded_beside
+from relinear.operators.fused_inference import FusedInference
 
 #: log sigma^2 after ``from_linear``: noise of 2 % of a latent of unit variance
 _FITTED_LOGVAR = -8.0
 
 
-class HDPLLinear(LatentOperator):
+class HDPLLinear(FusedInference, LatentOperator):
     """y = diag(W_1 .. W_K) x + D silu(z) + bias with z ~ N(mu(x), sigma(x)^2) in training and z = mu(x) in eval.
 
     Parameters: ``blocks`` (K, O/K, I/K), ``mu.weight`` (R, I), ``mu.bias`` (R,), ``logvar.weight`` (R, I),
@@ -87,39 +83,36 @@ class HDPLLinear(LatentOperator):
             if encoder is not None and encoder.bias is not None:
                 nn.init.uniform_(encoder.bias, -bound, bound) if authors else nn.init.zeros_(encoder.bias)
 
-    def build_kernels(self) -> None:
-        is_loaded_beside(self.blocks)
-
-    def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         if not are_affine((self.mu, self.decoder)):
             return None
         # by their forward: hooks are for the calls of a forward pass
         return few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.parameter_cache is not None and (fast := prepared(self, x, self._few_rows, rows_unsupported)):
-            return fast(x)
-        modules: Any = self._modules  # torch's attributes of modules take a while
-        own: Any = self._parameters
-        blocks, bias = (own["blocks"], own["bias"]) if own.keys() >= {"blocks", "bias"} else (self.blocks, self.bias)
-        to_mu, matrix, noise = modules["mu"](), modules["decoder"]()[0], None
-        to_logvar: Any = (None, None)
-        if modules.get("logvar") is not None:
-            to_logvar = modules["logvar"]()
-            if self.training:
-                # one draw for all tokens and dimensions, in at least float32, where the generator is fastest
-                dtype = torch.promote_types(x.dtype, torch.float32)
-                noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
-        # mu and log sigma^2 are affine in x; z = mu + sigma noise; y = blocks x + matrix silu(z) + bias: one kernel
-        arguments: Any = x, blocks, *to_mu, *to_logvar, matrix, bias, noise
-        y, z, mu, logvar = hdpl(*arguments)
-        if self._activation_hooks is not None and (hook := self._latent_hook) is not None:
-            z = hook(Latent(z, mu, _log_variance(x, mu, *to_logvar) if logvar is None else logvar))
-            if hook.interventions:
-                y = block_diagonal(x, blocks) + affine(silu(z), matrix, bias)
+        """Return y: mu and log sigma^2 are affine in x, z = mu + sigma noise, y = blocks x + D silu(z) + bias."""
+        if (y := self.fused_forward(x)) is not None:
+            return y
+        mu_encoder, logvar_encoder, noise = self.mu(), (None, None), None
+        if self.training and self.logvar is not None:
+            logvar_encoder, noise = self.logvar(), self._noise(x)
+        blocks, (decoder, _), bias = self.blocks, self.decoder(), self.bias
+        y, z, mu, logvar = hdpl(x, blocks, *mu_encoder, *logvar_encoder, decoder, bias, noise)
+        if (hook := self._latent_hook) is not None:
+            changed = hook(Latent(z, mu, self._log_variance(x, mu) if logvar is None else logvar))
+            y = y if changed is z else reference.hdpl_decode(x, changed, blocks, decoder, bias)
         if logvar is not None:
             self._regularise(mu, logvar)
         return y
+
+    def _noise(self, x: Tensor) -> Tensor:
+        """Draw a standard normal (..., R), in at least float32, where the generator is fastest."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
+
+    def _log_variance(self, x: Tensor, mu: Tensor) -> Tensor:
+        """Return log sigma^2 (..., R), -inf where there is no noise."""
+        return torch.full_like(mu, -math.inf) if self.logvar is None else affine(x, *self.logvar())
 
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
         config = self.config
@@ -159,11 +152,6 @@ class HDPLLinear(LatentOperator):
         """Of a training forward; eval saves the variance encoder's 2 R I, which there is none of without noise."""
         encoders = [encoder for encoder in (self.mu, self.logvar) if encoder is not None]
         return 2 * sum(p.numel() for p in (self.blocks, self.decoder.weight, *(e.weight for e in encoders)))
-
-
-def _log_variance(x: Tensor, mu: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """log sigma^2 (..., R) of inputs x (..., I): of its encoder, or -inf, that is sigma = 0, where there is none."""
-    return torch.full_like(mu, -math.inf) if weight is None else affine(x, weight, bias)
 
 
 def _orthogonal_(matrix: Tensor) -> None:

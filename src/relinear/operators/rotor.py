@@ -1,4 +1,4 @@
-"""Rotor layers: linear maps composed of Clifford sandwiches r x s~, and the network of them that stands in for one."""
+"""Rotor layers: linear maps composed of Clifford sandwiches r x s~, and networks of them that replace one."""
 
 # Legend: I in_features, O out_features, V = 2^n window, P = n(n-1)/2 planes, W terms or branches
 
@@ -16,6 +16,7 @@ from relinear.clifford.tables import device_table
 from relinear.contract.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, register
 from relinear.contract.inference import ParameterCache
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, ParamRole
+from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
 from relinear.kernels.autograd import lowered
 from relinear.kernels.dense import dense_inference, prefers_dense
@@ -27,7 +28,7 @@ _SLOPE = 0.25  # of a fresh PReLU
 
 
 def _mixed(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor, mix: Tensor) -> Tensor:
-    """What follows a rotor layer (..., W V) within the network (``mixed_branches``): (..., V).
+    """Return the output (..., W V) of a rotor layer permuted, normalised, activated and mixed (``mixed_branches``).
 
     Args:
         step: number of the step, for the permutation.
@@ -41,7 +42,7 @@ def _mixed(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor, mix
 
 
 def _slopes(activation: str, learnt: Tensor | None, mix: Tensor) -> Tensor:
-    """Those of the PReLU of a step's branches (W,); of an activation that is none, what nobody reads."""
+    """Return the slopes of the PReLU of a step's branches (W,); an activation without slopes reads none of them."""
     slope = reference.ACTIVATIONS[activation]
     if learnt is not None:
         return learnt.expand(len(mix))
@@ -76,12 +77,12 @@ class _Branches(nn.Module):
         if not takes_step(x, left, left if right is None else right, slopes, self.mix):
             return _mixed(config, self.rotors(x, rotors), self.window, self.index, slopes, self.mix)
         seed = config.seed if config.permute else None
-        given = x.reshape(-1, self.window), *self.rotors.factors_for(x, rotors), slopes, self.mix
-        y = rotor_step(*given, seed, self.index, config.basis, config.normalize, config.activation)
+        tensors = x.reshape(-1, self.window), *self.rotors.factors_for(x, rotors), slopes, self.mix
+        y = rotor_step(*tensors, seed, self.index, config.basis, config.normalize, config.activation)
         return y.view(x.shape)
 
     def slopes_or(self, slope: Tensor | None) -> Tensor:
-        """Slopes of the branches (W,), given the network's."""
+        """Return the slopes of the branches (W,), by default the network's."""
         return _slopes(self.config.activation, slope if self.slopes is None else self.slopes, self.mix)
 
 
@@ -121,7 +122,7 @@ class RotorLinear(Operator):
         return [stage.rotors if isinstance(stage, _Branches) else stage for stage in self._stages()]
 
     def reset_parameters(self) -> None:
-        """Every stage by its own rule; zero bias."""
+        """Initialise every stage by its own rule, and the bias at zero."""
         for stage in self._stages():
             stage.reset_parameters()
         if self.slope is not None:
@@ -135,17 +136,17 @@ class RotorLinear(Operator):
         return prefers_dense(factored, "rotor", in_features, out_features, dtype, tokens, tiled(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, self._prefers_dense)
-        if dense is not None:
-            return dense
+        """Return the sum of sandwiches r x s~ plus bias, or the network of such sums."""
+        if (y := dense_inference(self, x, self._prefers_dense)) is not None:
+            return y
         (x,) = lowered(x)
-        if self._is_one_pass(x):
-            return self._in_one_pass(x)
+        if self._is_fused(x):
+            return self._fused_network(x)
         y = self._without_bias(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _is_one_pass(self, x: Tensor) -> bool:
-        """Whether the kernel of a whole network runs."""
+    def _is_fused(self, x: Tensor) -> bool:
+        """Return whether one kernel runs the whole network."""
         if self.exit is None:
             return False
         sums = self._sums()
@@ -153,26 +154,26 @@ class RotorLinear(Operator):
             return False
         return takes_network(x, [size for s in sums for size in s.factor_sizes])
 
-    def _in_one_pass(self, x: Tensor) -> Tensor:
+    def _fused_network(self, x: Tensor) -> Tensor:
         cache, tokens, run = self._network_cache(x), x.reshape(-1, self.in_features), None
         if cache is not None:
-            run = cache.get("network", lambda: PreparedNetwork(self.in_features, *self._network_numbers()))
+            run = cache.get("network", lambda: PreparedNetwork(self.in_features, *self._network_tensors()))
         if run is not None:
             y = run(tokens, self.bias)
         else:
-            left, right, orders, slopes, mix, network = self._network_numbers()
+            left, right, orders, slopes, mix, network = self._network_tensors()
             y = rotor_network(tokens, left, right, orders, slopes, mix, self.bias, network)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _network_cache(self, x: Tensor) -> ParameterCache | None:
-        """Of ``_network_numbers``, where every layer may cache its own."""
-        own = all({"mix", "slopes"} <= step._parameters.keys() for step in self.hidden) and "slope" in self._parameters
-        if not own or any(s.cache_for(x) is None for s in self._sums()):
+        """Return the cache of ``_network_tensors``; None unless every layer may cache."""
+        parameters = are_parameters(self, "slope") and all(are_parameters(s, "mix", "slopes") for s in self.hidden)
+        if not parameters or any(s.cache_for(x) is None for s in self._sums()):
             return None
         return self.always_cached(self.entry.left)
 
-    def _network_numbers(self) -> tuple[Any, ...]:
-        """What ``rotor_network`` takes beside inputs and bias."""
+    def _network_tensors(self) -> tuple[Any, ...]:
+        """Return the arguments of ``rotor_network`` but inputs and bias."""
         config, sums = self.config, self._sums()
         hidden = cast("list[_Branches]", list(self.hidden))
         rotors = exponentials(sums) if self.entry.exponentiates else [None] * len(sums)
@@ -193,11 +194,11 @@ class RotorLinear(Operator):
         return left, right, orders, torch.cat(slopes), torch.cat(mix), network
 
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
-        """Those of every stage, from one batch; None where stages know theirs or compute them in another way."""
+        """Return the rotors of every stage from one batch; None where stages have cached or compute theirs."""
         sums = self._sums()
-        elsewhere = self.entry.left.is_meta  # offloaded: each stage has its own for as long as it runs
-        kept = elsewhere or not self.entry.exponentiates or self.entry.cache_for(x) is not None
-        return [None] * len(sums) if kept else exponentials(sums)
+        offloaded = self.entry.left.is_meta  # each stage has its parameters for as long as it runs
+        separate = offloaded or not self.entry.exponentiates or self.entry.cache_for(x) is not None
+        return [None] * len(sums) if separate else exponentials(sums)
 
     def _without_bias(self, x: Tensor) -> Tensor:
         if self.exit is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from relinear import clifford
 from relinear.clifford.tables import device_table
 from relinear.contract.inference import CachingModule, ParameterCache
+from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
 from relinear.kernels.dense import factored_cost, prefers_dense
 from relinear.kernels.implementations import is_transformed
@@ -23,8 +24,6 @@ from relinear.system.machine import cpu_features
 
 if TYPE_CHECKING:
     from relinear.operators.rotor import Rotor
-
-_PARAMETERS = {"left", "right", "scale"}
 
 
 def tiled(dtype: torch.dtype) -> bool:
@@ -77,20 +76,20 @@ class SandwichSum(CachingModule):
     def reset_parameters(self) -> None:
         """Rotors by ``init_std`` (see ``Rotor``); general terms normal, such that variance is kept; scales likewise."""
         terms, _, inputs = self.counts
-        kept = (terms * inputs) ** -0.5 / self._share  # the factor of a term that keeps the variance of the sum
+        scale = (terms * inputs) ** -0.5 / self._share  # of a term, which keeps the variance of the sum
         for parameter in (self.left, self.right):
             if parameter is None:
                 continue
             if self.config.terms == "rotor":
                 nn.init.normal_(parameter, std=self.config.init_std)
             else:
-                share = 1.0 if self.config.scale else kept**0.5  # half for either factor
+                share = 1.0 if self.config.scale else scale**0.5  # half for either factor
                 nn.init.normal_(parameter, std=share / math.sqrt(parameter.shape[-1]))
         if self.scale is not None:
-            nn.init.constant_(self.scale, 1.0 if self.config.gains == "ones" else kept)
-        for vectors in self._buffers.values():
-            nn.init.normal_(cast("Tensor", vectors))
-            cast("Tensor", vectors).div_(cast("Tensor", vectors).norm(dim=-1, keepdim=True))
+            nn.init.constant_(self.scale, 1.0 if self.config.gains == "ones" else scale)
+        for vectors in self.buffers():
+            nn.init.normal_(vectors)
+            vectors.div_(vectors.norm(dim=-1, keepdim=True))
 
     @property
     def _share(self) -> float:
@@ -121,8 +120,8 @@ class SandwichSum(CachingModule):
         """Simple parts by Algorithms 1 and 2 of the paper, from where the last ones in training ended."""
         wide = torch.promote_types(beta.dtype, torch.float32)
         beta, stored = beta.to(wide), getattr(self, name)
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if again:  # gradient checkpointing: what the forward pass found is there
+        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if recomputed:  # by gradient checkpointing, from the vectors of the forward pass
             return reference.simple_parts(beta, stored.to(wide, copy=True))
         assert self.config.power_iterations is not None
         vectors = reference.turned_vectors(beta, stored.to(wide), self.config.power_iterations)
@@ -218,7 +217,7 @@ class SandwichSum(CachingModule):
         Where something else stands in a parameter's place (a mask, a parametrisation, a tensor that another network
         computes), its values come from more than parameters: nothing is cached.
         """
-        if self.training or torch.compiler.is_compiling() or not self._parameters.keys() >= _PARAMETERS:
+        if self.training or torch.compiler.is_compiling() or not are_parameters(self, "left", "right", "scale"):
             return None
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return None
@@ -228,8 +227,8 @@ class SandwichSum(CachingModule):
         self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Tensor], Tensor]:
         """The map with everything that depends on parameters computed beforehand, the faster way."""
-        asked = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
-        if device.type == "cpu" and prefers_dense(self.factored_cost(tokens, dtype), *asked):
+        layer = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
+        if device.type == "cpu" and prefers_dense(self.factored_cost(tokens, dtype), *layer):
             weight = cache.get(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
             return lambda x: torch.nn.functional.linear(x, weight)
         left, right = self._cached_factors(cache, dtype)
@@ -243,11 +242,11 @@ class SandwichSum(CachingModule):
         middle = self.shape.columns if self.config.terms != "kronecker" else columns
 
         def direct(x: Tensor) -> Tensor:
-            given = x.reshape(-1, columns)
-            found = [a @ torch.nn.functional.linear(given, b).view(-1, rows, middle) for a, b in pairs]
-            if len(found) == 1:
-                return found[0].view(*x.shape[:-1], -1)
-            windows = torch.stack([y.view(-1, self.window) for y in found], 1)
+            matrices = x.reshape(-1, columns)
+            outputs = [a @ torch.nn.functional.linear(matrices, b).view(-1, rows, middle) for a, b in pairs]
+            if len(outputs) == 1:
+                return outputs[0].view(*x.shape[:-1], -1)
+            windows = torch.stack([y.view(-1, self.window) for y in outputs], 1)
             return reference.from_windows(windows, self.out_features, self.config.windows).view(*x.shape[:-1], -1)
 
         return direct
@@ -263,14 +262,12 @@ def exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
     if len(sizes) > 1:
         every = {size: iter(exponentials([s for s in sums if s.window == size])) for size in sizes}
         return [next(every[s.window]) for s in sums]
-    sides: list[tuple[Tensor, ...]] = []
-    given = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
+    lefts, rights = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
     with torch.autocast(sums[0].left.device.type, enabled=False):
         if sums[0].shape.components == 1:  # numbers commute, and either side is an exponential of the same kind
-            found = _batched(clifford.left_factor, [*given[0], *given[1]])
-            return list(zip(found[: len(sums)], found[len(sums) :], strict=True))
-        for betas, factor in zip(given, (clifford.left_factor, clifford.right_factor), strict=True):
-            sides.append(_batched(factor, betas))
+            factors = _batched(clifford.left_factor, [*lefts, *rights])
+            return list(zip(factors[: len(sums)], factors[len(sums) :], strict=True))
+        sides = _batched(clifford.left_factor, lefts), _batched(clifford.right_factor, rights)
     return list(zip(*sides, strict=True))
 
 
@@ -278,6 +275,6 @@ def _batched(factor: Callable[[Tensor], Tensor], betas: Sequence[Tensor]) -> tup
     """``factor`` of each of the bivectors (W, o, i, P)."""
     if len(betas) == 1:
         return (factor(betas[0]),)
-    found = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))
-    parts = found.split([beta.shape[:3].numel() for beta in betas])
+    factors = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))
+    parts = factors.split([beta.shape[:3].numel() for beta in betas])
     return tuple(part.unflatten(0, beta.shape[:3]) for part, beta in zip(parts, betas, strict=True))

@@ -15,18 +15,17 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import Gated
 from relinear.contract.config import Config, Count, check_choice, register
-from relinear.contract.inference import CachingModule, prepared
+from relinear.contract.inference import CachingModule
 from relinear.contract.operator import NotLinearError
 from relinear.contract.parameters import add_parameters, is_bare, is_plain_linear
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
-from relinear.kernels.native import rows_unsupported
-from relinear.kernels.native.build import is_loaded_beside
 from relinear.kernels.transponder import few_rows, modulated_linear
+from relinear.operators.fused_inference import FusedInference
 
 
 class _Alphas(nn.Module):
-    """What both modulators share: curvatures alpha = exp(log_alpha), so that alpha > 0 holds throughout training."""
+    """Hold the curvatures alpha = exp(log_alpha) of a modulator: alpha > 0 throughout training."""
 
     #: marks a module that the analyses read gates from
     is_modulator = True
@@ -38,8 +37,8 @@ class _Alphas(nn.Module):
         )
 
     def alphas(self) -> dict[str, float]:
-        """The curvature of every gate, by name of the gate ("channel", "scalar" or "static"); 1 where it is fixed."""
-        names = [name for name in ("channel", "scalar", "static") if f"{name}_log_alpha" in self._parameters]
+        """Return the curvature of every gate by its name ("channel", "scalar" or "static"); 1 where it is fixed."""
+        names = [name for name in ("channel", "scalar", "static") if hasattr(self, f"{name}_log_alpha")]
         return {name: float(self._alpha(f"{name}_log_alpha")) for name in names}
 
 
@@ -92,15 +91,13 @@ class Modulator(Gated, CachingModule, _Alphas):
             scalar_down_bias=(rank,) if separate and biases else None,
         )
         self.init, self.phi = settings.init, settings.phi
-        #: what keeps the gates from the kernels, which know one form: a shared A, sigmoids, no biases
-        self.against_kernels = next(
-            (why for why, so in (("phi", self.phi != "sigmoid"), ("biases", biases), ("two A", separate)) if so), ""
-        )
+        #: whether kernels compute the gates: they know a shared A and sigmoids, no biases
+        self.has_kernels = self.phi == "sigmoid" and not biases and not separate
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self, identity: bool | None = None) -> None:
-        """A and B uniform, biases zero, alpha = 1.
+        """Initialise A and B uniformly, biases at zero, alpha at 1.
 
         The paper says "Kaiming uniform (He et al., 2015)": "he" has that paper's bound sqrt(6 / fan-in). "kaiming" has
         1 / sqrt(fan-in), sqrt(6) times less, which is what ``nn.Linear`` makes of torch's function of that name; the
@@ -115,13 +112,13 @@ class Modulator(Gated, CachingModule, _Alphas):
         ups = () if identity else (self.channel_up, self.scalar_up)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
-        for drawn in (self.down, self.scalar_down, *ups):
-            if drawn is not None:
-                nn.init.kaiming_uniform_(drawn, a=slope)
+        for matrix in (self.down, self.scalar_down, *ups):
+            if matrix is not None:
+                nn.init.kaiming_uniform_(matrix, a=slope)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         gates = None if self._activation_hooks is None else self._through_hooks(x)
-        if self.against_kernels or self._is_intervened:
+        if not self.has_kernels or self._is_intervened:
             gated = z
             for gate in (self.gates_of(x) if gates is None else gates).values():
                 gated = gated * gate
@@ -129,14 +126,13 @@ class Modulator(Gated, CachingModule, _Alphas):
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
 
-    def after_linear(self, x: Tensor, linear: nn.Module) -> Tensor:
+    def after_linear(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel where there is one."""
-        if self.against_kernels or self._is_intervened:
+        if not self.has_kernels or self._is_intervened:
             return self(x, linear(x))
         if self._activation_hooks is not None:
             self._through_hooks(x)
-        weight, bias = linear._parameters["weight"], linear._parameters["bias"]
-        assert weight is not None
+        weight, bias = linear.weight, linear.bias
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return modulated_linear(x, weight, bias, self.down, *self._folded())
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
@@ -157,8 +153,8 @@ class Modulator(Gated, CachingModule, _Alphas):
 
     def gates_of(self, x: Tensor) -> dict[str, Tensor]:
         """Return the gates for the input x (..., I): "channel" (..., O) and "scalar" (..., 1), in float32 at least."""
-        own = self.scalar_down is not None
-        scalar_down = (self.scalar_down, self.scalar_down_bias) if own else (self.down, self.down_bias)
+        shared = self.scalar_down is None
+        scalar_down = (self.down, self.down_bias) if shared else (self.scalar_down, self.scalar_down_bias)
         parts = {
             "channel": (self.down, self.down_bias, self.channel_up, self.channel_bias),
             "scalar": (*scalar_down, self.scalar_up, self.scalar_bias),
@@ -220,7 +216,7 @@ class StaticModulator(_Alphas):
 
     @torch.no_grad()
     def reset_parameters(self, identity: bool | None = None) -> None:
-        """The gate at exactly 1, which is the only start there is."""
+        """Initialise the gate at exactly 1, whatever ``identity``."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         if self.scalar_beta is not None and self.channel_beta is not None:
@@ -296,7 +292,7 @@ def build_modulator(
     return cls(settings, in_features, out_features, device=device, dtype=dtype)
 
 
-class TransponderLinear(Wrapper):
+class TransponderLinear(FusedInference, Wrapper):
     """y = base(x) * channel gate(x) * scalar gate(x); the gates are the submodule ``modulator``.
 
     The gates scale the whole output of the projection, its bias included (Eq. 6). ``modules_to_save=["modulator"]`` is
@@ -311,22 +307,16 @@ class TransponderLinear(Wrapper):
         """Set every gate to exactly 1."""
         self.modulator.reset_parameters(identity=True)
 
-    def build_kernels(self) -> None:
-        is_loaded_beside(next(self.parameters()))
-
-    def _few_rows(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         base, modulator = self.base, self.modulator
-        if type(modulator) is Modulator and is_plain_linear(base) and not modulator.against_kernels:
-            weight, bias = base._parameters["weight"], base._parameters["bias"]
-            assert weight is not None
-            return few_rows(x, weight, bias, modulator.down, *modulator._fold())
+        if type(modulator) is Modulator and is_plain_linear(base) and modulator.has_kernels:
+            return few_rows(x, base.weight, base.bias, modulator.down, *modulator._fold())
         return None
 
     def forward(self, x: Tensor) -> Tensor:
-        cached = self.parameter_cache is not None
-        fast = prepared(self, x, self._few_rows, rows_unsupported) if cached else None
-        if fast is not None:
-            return fast(x)
+        """Return y = base(x) * channel gate(x) * scalar gate(x) (Eq. 6)."""
+        if (y := self.fused_forward(x)) is not None:
+            return y
         base, modulator = self.base, self.modulator
         if type(modulator) is Modulator and is_plain_linear(base) and is_bare(modulator):
             return modulator.after_linear(x, base)

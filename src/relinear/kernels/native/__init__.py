@@ -45,11 +45,7 @@ def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = 
         return "no plain tensor on a CPU"
     if call.transformed:
         return call.opaque
-    if not build.compiler():
-        return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
-    if not (may_build or build.is_built()):
-        return "not worth building the kernels"
-    return "" if build.is_loaded() else "the kernels could not be built"
+    return build.missing(may_build)
 
 
 def few_rows_unsupported(x: Tensor, *parameters: Tensor | None) -> str:
@@ -61,7 +57,7 @@ def few_rows_unsupported(x: Tensor, *parameters: Tensor | None) -> str:
         x: inputs.
         parameters: matrices, biases and whatever else is to be plain, contiguous and of x's dtype.
     """
-    reason = rows_unsupported(x) or unsupported_reason(Call(x), fewest=1, may_build=False)
+    reason = rows_unsupported(x) or build.missing(may_build=False)
     if reason:
         return reason
     dtype = x.dtype

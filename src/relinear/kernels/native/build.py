@@ -86,6 +86,15 @@ def is_loaded_beside(parameter: torch.Tensor) -> bool:
     return parameter.is_cpu and compiler() != "" and is_loaded()
 
 
+def missing(may_build: bool) -> str:
+    """Say why the kernels cannot be called, or must not be built for this call; "" where they can."""
+    if not compiler():
+        return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
+    if not (may_build or is_built()):
+        return "not worth building the kernels"
+    return "" if is_loaded() else "the kernels could not be built"
+
+
 def library_path() -> Path:
     """Return where the compiled kernels are kept: a name for what they depend on, this processor included.
 

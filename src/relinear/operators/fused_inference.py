@@ -1,0 +1,67 @@
+"""Inference on a few rows by one compiled kernel for a whole operator, as long as its weights do not change."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from relinear.contract.inference import ACTIVATION_HOOKS, CachingModule
+from relinear.contract.parameters import forward_hooks
+from relinear.kernels.native import rows_unsupported
+from relinear.kernels.native.build import is_loaded_beside
+
+Kernel = Callable[[Tensor], Tensor | None]
+
+
+class FusedInference(CachingModule):
+    """Run a whole operator as one kernel, between ``relinear.for_inference_`` and the end of its promise.
+
+    A ``forward`` returns ``fused_forward(x)`` where that is not None; ``fused_kernel`` says which kernel it is. Comes
+    first among the bases.
+    """
+
+    def fused_kernel(self, x: Tensor) -> Kernel | None:
+        """Return the kernel with its parameters, for inputs like x; None where there is none.
+
+        It is asked for once a dtype, and cached until a parameter changes. For inputs that it does not support after
+        all it returns None.
+        """
+        raise TypeError(f"{type(self).__name__} does not name its kernel")
+
+    def fused_forward(self, x: Tensor) -> Tensor | None:
+        """Return the output for a few rows x (..., I), or None where ``forward`` has to compute it.
+
+        None outside of ``for_inference_``, in training, where activations are read or changed, and wherever calling a
+        submodule runs more than the forward of its class: the kernel reads parameters without calling submodules.
+        """
+        cache = self.parameter_cache
+        if cache is None or self.training or rows_unsupported(x):
+            return None
+        kernel, submodules = cache.get(x.dtype, lambda: (self.fused_kernel(x), _Submodules(self))) or (None, None)
+        return None if kernel is None or not submodules.are_bare() else kernel(x)
+
+    def build_kernels(self) -> None:
+        is_loaded_beside(next(self.parameters()))
+
+
+class _Submodules:
+    """The submodules of an operator; its cache notices if one is replaced."""
+
+    def __init__(self, module: nn.Module) -> None:
+        children = [child for child in module.modules() if child is not module]
+        self._module = module.__dict__
+        self._children = [(child, type(child), child.__dict__) for child in children]
+        self._caching = [child for child in children if isinstance(child, CachingModule)]
+        self._hooks = forward_hooks(children)
+
+    def are_bare(self) -> bool:
+        """Return whether the parameters of submodules may be read without calling them."""
+        if self._module.get(ACTIVATION_HOOKS) is not None:
+            return False
+        for child, cls, attributes in self._children:
+            changed = child.__class__ is not cls or "forward" in attributes
+            if changed or attributes["training"] or attributes.get(ACTIVATION_HOOKS):
+                return False
+        for child in self._caching:
+            if child.parameter_cache is None:
+                return False
+        return not any(self._hooks)
