@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import relinear
 from relinear.data import DataSettings, prepare_data
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 
 
 def main() -> None:

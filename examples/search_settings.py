@@ -11,7 +11,8 @@ from pathlib import Path
 
 import optuna
 
-from relinear.train import NonFiniteLossError, TrainSettings, train
+import relinear
+from relinear.training import NonFiniteLossError, TrainSettings
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
         values = {"model": "tiny", "operators": {"all-linear": f"low_rank:rank={rank}"}, "learning_rate": rate}
         values |= {"steps": options.steps, "save_model": False, "data": {"data": str(options.text)}}
         try:
-            return train(TrainSettings.load(values), options.out / f"trial-{trial.number}").validation_loss
+            return relinear.train(TrainSettings.load(values), options.out / f"trial-{trial.number}").validation_loss
         except NonFiniteLossError:
             raise optuna.TrialPruned from None
 

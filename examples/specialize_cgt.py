@@ -12,7 +12,7 @@ from transformers import GPT2LMHeadModel
 import relinear
 from relinear.data import DataSettings, prepare_data
 from relinear.models.cgt import CGTObjective
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 
 
 def main() -> None:

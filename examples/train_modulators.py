@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import relinear
 from relinear.data import DataSettings, prepare_data
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 
 
 def main() -> None:

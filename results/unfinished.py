@@ -34,7 +34,7 @@ from relinear.data import prepare_data
 from relinear.pages.figures import colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import read_json
-from relinear.train import TrainSettings
+from relinear.training import TrainSettings
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 from relinear.compare.tune import Trials
 from relinear.system.files import write_json
-from relinear.train import TrainResult
-from relinear.train.run import read_outcome
+from relinear.training import TrainResult
+from relinear.training.run import read_outcome
 
 VOCABULARY = 258
 

@@ -14,7 +14,7 @@ import relinear.surgery.parallel
 from conftest import make_tiny_llama
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
 from relinear.surgery.layer_bias import LayerBias
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 from tiny_models import make_cgt
 from train_helpers import DATA, Gradients, Tokens
 

@@ -12,7 +12,7 @@ from relinear.models.cgt.objective import (
     real_positions,
     rest_of,
 )
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 from tiny_models import make_cgt
 
 B, T, E = 4, 6, 3

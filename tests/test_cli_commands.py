@@ -21,7 +21,7 @@ from relinear.compression import CompressSettings
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill import DistillSettings
 from relinear.system.progress import Progress
-from relinear.train import TrainSettings
+from relinear.training import TrainSettings
 from relinear_cli import progress
 from relinear_cli.main import COMMANDS, app, command_of, main
 from relinear_cli.options import named_entries, parse_layers, parse_operators

@@ -431,12 +431,12 @@ def test_our_own_faults_show_their_traceback(capfd, monkeypatch):
 
 
 def test_interrupt_says_how_to_go_on(capfd, monkeypatch, text, tmp_path):
-    import relinear.train
+    import relinear.training
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(relinear.train, "train", interrupt, raising=False)
+    monkeypatch.setattr(relinear.training, "train", interrupt, raising=False)
     assert main(["train", "--data", str(text), "--out", str(tmp_path / "out")]) == 130
     assert "start the same command again" in capfd.readouterr().err
 

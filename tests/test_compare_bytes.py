@@ -14,8 +14,8 @@ from relinear.compare.settings import CompareSettings
 from relinear.contract import config as registry
 from relinear.data import prepare_data
 from relinear.system.files import read_json
-from relinear.train import TrainSettings, train
-from relinear.train.run import build_model
+from relinear.training import TrainSettings, train
+from relinear.training.run import build_model
 from relinear_cli.main import main
 
 PLUGIN = '''

@@ -29,9 +29,9 @@ from relinear.compare.tune import check_neighbours, grid_search
 from relinear.data import prepare_data
 from relinear.evaluate import KneserNey
 from relinear.system.lock import LOCK
-from relinear.train.run import build_model
-from relinear.train.settings import TrainSettings
-from relinear.train.trainer import SteadySampler
+from relinear.training.run import build_model
+from relinear.training.settings import TrainSettings
+from relinear.training.trainer import SteadySampler
 from relinear_cli.main import main
 from relinear_cli.terminal import print_results
 

@@ -19,8 +19,8 @@ from relinear.compare.tune import check_neighbours
 from relinear.deprecated import with_new_columns
 from relinear.system.files import read_json, write_json
 from relinear.system.timing import Timing
-from relinear.train.run import read_result
-from relinear.train.settings import TrainSettings
+from relinear.training.run import read_result
+from relinear.training.settings import TrainSettings
 from relinear_cli.main import main
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

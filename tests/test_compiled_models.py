@@ -24,13 +24,13 @@ from relinear.contract.auxiliary_losses import named_operators, operator_metrics
 from relinear.models import heads  # noqa: F401  registers its kind
 from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias
-from relinear.train import FitSettings, fit
-from relinear.train.fitting import checkpointing, compiled
-from relinear.train.settings import TrainSettings
+from relinear.training import FitSettings, fit
+from relinear.training.fitting import checkpointing, compiled
+from relinear.training.settings import TrainSettings
 from tiny_models import make_cgt
 from train_helpers import DATA, Tokens
 
-fit_file = importlib.import_module("relinear.train.fitting")
+fit_file = importlib.import_module("relinear.training.fitting")
 BATCHES = torch.randint(96, (3, 2, 12), generator=torch.Generator().manual_seed(1))
 #: of every operator the first case
 KINDS = {case.config.kind: case for case in reversed(CASES)}

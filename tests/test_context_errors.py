@@ -21,7 +21,7 @@ import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear.activations.shared_context import context_owner, current_context
 from relinear.functional.context_manager import linear_recurrence
-from relinear.train import TrainSettings, build_model
+from relinear.training import TrainSettings, build_model
 
 MANAGER = relinear.ContextManager(dim=8)
 LAYER = relinear.CCL(rank=4, context_dim=8)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from relinear.testing import Coordinates, check_coordinates
-from relinear.train import TrainSettings, build_model
-from relinear.train.optim import build_optimizer
+from relinear.training import TrainSettings, build_model
+from relinear.training.optim import build_optimizer
 
 
 def maker(parametrization, **changes):

@@ -10,7 +10,7 @@ from relinear.activations import Patch, intervene
 from relinear.activations.hook_points import Gated
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.testing import Case
-from relinear.train import Progress, fit
+from relinear.training import Progress, fit
 from train_helpers import FIT, FIT_DATA
 
 

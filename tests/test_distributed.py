@@ -11,7 +11,7 @@ import torch
 
 import relinear
 from dist_ranks import MODELS, PARTS, PLANNED, SETTINGS, SPLIT, built, one_step, step_by_hand
-from relinear.train import fit
+from relinear.training import fit
 from train_helpers import DATA, Tokens
 
 # The launch takes some twenty seconds; the limit is for a machine that has other things to do.

@@ -17,7 +17,7 @@ from relinear.compare.recipe import read_yaml
 from relinear.data.packing import PackedDataset
 from relinear.system.files import atomic_path, read_json, writing
 from relinear.system.lock import only_process_in
-from relinear.train.fitting import remove_checkpoints
+from relinear.training.fitting import remove_checkpoints
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, preloads and locks")
 

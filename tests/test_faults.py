@@ -22,7 +22,7 @@ from relinear.system import lock
 from relinear.system.files import check_manifest, read_json, write_manifest, writing
 from relinear.system.lock import only_process_in
 from relinear.system.signals import Terminated
-from relinear.train import FitSettings, fit, train
+from relinear.training import FitSettings, fit, train
 from relinear_cli.main import main
 from train_helpers import FIT, FIT_DATA, RUN, Tokens, dropout_model, run_settings
 

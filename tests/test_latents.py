@@ -272,15 +272,15 @@ def train(model, folder, *, steps, callbacks, resume=None):
 
 
 def test_running_moments_survive_a_resume(tmp_path) -> None:
-    whole = relinear.train.LatentMoments(every=1)
+    whole = relinear.training.LatentMoments(every=1)
     train(make_model(), tmp_path / "whole", steps=4, callbacks=[whole])
-    read = relinear.train.read_moments(tmp_path / "whole")
+    read = relinear.training.read_moments(tmp_path / "whole")
     assert set(read) == {Q0, Q1}
     torch.testing.assert_close(read[Q0].std, whole.moments()[Q0].std)
 
     folder = tmp_path / "parts"
-    train(make_model(), folder, steps=4, callbacks=[relinear.train.LatentMoments(every=1)])
-    resumed = relinear.train.LatentMoments(every=1)
+    train(make_model(), folder, steps=4, callbacks=[relinear.training.LatentMoments(every=1)])
+    resumed = relinear.training.LatentMoments(every=1)
     torch.manual_seed(9)
     train(make_model(), folder, steps=4, callbacks=[resumed], resume=str(folder / "checkpoint-2"))
     assert resumed._sums[Q0]["tokens"] == whole._sums[Q0]["tokens"]
@@ -289,16 +289,16 @@ def test_running_moments_survive_a_resume(tmp_path) -> None:
     assert content["latents"][Q0]["sums"]["tokens"] == pytest.approx(16 * (1 + 0.99 + 0.99**2 + 0.99**3))
     (folder / "latent_moments.json").write_text("{}")
     with pytest.raises(ValueError, match="not a file of latent moments"):
-        relinear.train.read_moments(folder)
+        relinear.training.read_moments(folder)
 
 
 def test_running_moments_of_a_relinear_run(tmp_path) -> None:
-    from relinear.train import FitSettings, fit
+    from relinear.training import FitSettings, fit
 
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 96, (8, 8))]
-    callback = relinear.train.LatentMoments(every=2)
+    callback = relinear.training.LatentMoments(every=2)
     model = make_model()
     fit(model, data, FitSettings(steps=3, batch_size=2), out_dir=tmp_path / "run", callbacks=[callback])
-    assert set(relinear.train.read_moments(tmp_path / "run")) == {Q0, Q1}
+    assert set(relinear.training.read_moments(tmp_path / "run")) == {Q0, Q1}
     assert callback._sums[Q0]["tokens"] == pytest.approx(2 * 8 * (1 + 0.99))
     assert all(operator._latent_hook is None for operator in latent_operators(model).values())

@@ -24,7 +24,7 @@ from relinear.explore import server as explore_server
 from relinear.hf.model_source import missing_directory
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import writing
-from relinear.train import FitSettings, TrainSettings, fit
+from relinear.training import FitSettings, TrainSettings, fit
 from relinear_cli.errors import one_message
 from relinear_cli.main import main
 from relinear_cli.terminal import fitted
@@ -202,7 +202,7 @@ def test_the_first_evaluation_is_bounded(tmp_path):
 
 
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch):
-    monkeypatch.setattr("relinear.train.trainer._QUIET", -1.0)
+    monkeypatch.setattr("relinear.training.trainer._QUIET", -1.0)
     told = []
     settings = FitSettings(steps=1, batch_size=2, eval_start_tokens=32, save_every=0)
     fit(make_tiny_llama(), (_Validation(4), _Validation(40)), settings, on_progress=told.append)

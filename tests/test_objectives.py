@@ -11,8 +11,8 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.contract.objective import ObjectiveConfig
 from relinear.contract.settings import Settings
-from relinear.train import FitSettings, TrainSettings, fit, read_metrics, train
-from relinear.train.distill import Distill, divergence
+from relinear.training import FitSettings, TrainSettings, fit, read_metrics, train
+from relinear.training.distill import Distill, divergence
 from relinear_cli.main import main
 from tiny_models import make_cgt
 from train_helpers import Gradients, Interrupt, Padded, Tokens, probe_model, run_settings, stop_at
@@ -62,7 +62,7 @@ def test_a_step_against_a_teacher_is_that_of_plain_autograd_however_it_is_divide
     objective = Distill(teacher=teacher, temperature=2.0, cross_entropy=0.25)
     model, data = probe_model(dtype=torch.float32).train(), Padded()
     big = relinear.from_pretrained(teacher).eval()
-    from relinear.train.trainer import SteadySampler
+    from relinear.training.trainer import SteadySampler
 
     samples = [data[i] for i in SteadySampler(len(data), 32, 0)]
     ids, labels = (torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels"))

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 import relinear
 from relinear.distill import run as distill_run
-from relinear.train import read_metrics, train
-from relinear.train import run as train_run
+from relinear.training import read_metrics, train
+from relinear.training import run as train_run
 from relinear_cli.main import main
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -11,8 +11,8 @@ from relinear import attach_, from_preset, replace_
 from relinear.compare.settings import CompareSettings
 from relinear.contract.parameter_roles import ParamRole
 from relinear.models import ReadoutScale
-from relinear.train import FitSettings, TrainSettings, build_model, fit
-from relinear.train.optim import parameter_groups, parameter_roles, scale_stock_, width_ratio
+from relinear.training import FitSettings, TrainSettings, build_model, fit
+from relinear.training.optim import parameter_groups, parameter_roles, scale_stock_, width_ratio
 from train_helpers import Tokens
 
 MUP = FitSettings(steps=4, learning_rate=1e-2, weight_decay=0.3, parametrization="mup", device="cpu", threads=1)

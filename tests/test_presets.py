@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 import relinear
 from relinear.models import HeadBias, draw_as_torch_, from_preset, preset_config, preset_names
 from relinear.models.cgt import CGTForCausalLM, CGTForRegression
-from relinear.train import TrainSettings, train
-from relinear.train.run import build_model
+from relinear.training import TrainSettings, train
+from relinear.training.run import build_model
 
 COUNTS = {
     "tiny": 1_115_776,

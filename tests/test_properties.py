@@ -22,7 +22,7 @@ from fuzz.kinds import settings_examples
 from relinear.compare.recipe import BUNDLED, apply_overrides, read_recipe, read_yaml
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
-from relinear.train import TrainSettings
+from relinear.training import TrainSettings
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -45,7 +45,7 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
 
 FIRST = (
     *("replace_", "plan", "attach_", "fold_", "summary", "save_pretrained", "from_pretrained", "from_preset"),
-    *("compress", "distill_", "fit", "perplexity", "check_causality", "for_inference_", "specialize"),
+    *("compress", "distill_", "train", "fit", "perplexity", "check_causality", "for_inference_", "specialize"),
     *("register", "Operator", "OperatorConfig"),
 )
 
@@ -131,9 +131,9 @@ print([m for m in sys.argv[1].split(",") if m in sys.modules], len(sys.modules) 
             "import relinear.surgery.checkpoint",
             "import relinear.models.cgt",
             "import relinear.operators.context_manager",
-            "import relinear_cli.main; import relinear.train.settings",
+            "import relinear_cli.main; import relinear.training.settings",
             "import relinear.data; relinear.data.DataSettings",
-            "from relinear.train import fit",
+            "from relinear.training import fit",
             "from relinear.distill import distill_; import relinear; assert relinear.distill_ is distill_",
         ],
         "import transformers, relinear",

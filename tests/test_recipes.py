@@ -7,7 +7,7 @@ import pytest
 
 from relinear.compare.recipe import BUNDLED, change_recipe, read_recipe, read_value
 from relinear.compare.settings import CompareSettings
-from relinear.train import FitSettings
+from relinear.training import FitSettings
 from relinear_cli.main import main
 
 NAMES = sorted(path.stem for path in BUNDLED.glob("*.yaml"))

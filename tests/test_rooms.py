@@ -35,11 +35,11 @@ MAY_IMPORT = {
     "testing": _MODEL | {"operators", "surgery", "system"},
     "evaluate": {"contract", "hf", "data"},
     "distill": _MODEL | {"surgery", "data", "evaluate", "pages", "system"},
-    "train": _MODEL | {"surgery", "models", "data", "evaluate", "pages", "system"},
-    "compression": _MODEL | {"surgery", "distill", "data", "evaluate", "train", "pages", "system"},
+    "training": _MODEL | {"surgery", "models", "data", "evaluate", "pages", "system"},
+    "compression": _MODEL | {"surgery", "distill", "data", "evaluate", "training", "pages", "system"},
     "analysis": _MODEL | {"clifford", "surgery", "data", "models", "pages", "system"},
     "explore": _MODEL | {"surgery", "data", "models", "analysis", "pages", "system"},
-    "compare": _MODEL | {"surgery", "models", "data", "train", "distill", "analysis", "evaluate", "pages", "system"},
+    "compare": _MODEL | {"surgery", "models", "data", "training", "distill", "analysis", "evaluate", "pages", "system"},
 }
 MAY_IMPORT["bench"] = set(MAY_IMPORT)
 
@@ -77,9 +77,9 @@ def test_a_wrong_import_is_seen(tmp_path) -> None:
     file = tmp_path / "wrong.py"
     file.write_text(
         "def f():\n    from relinear_cli import main\n    import relinear.data.x\n"
-        "    from relinear import HDPL, train\n"
+        "    from relinear import HDPL, training\n"
     )
-    assert rooms_imported(file) == {"relinear_cli", "data", "train", ""}
+    assert rooms_imported(file) == {"relinear_cli", "data", "training", ""}
 
 
 def test_rooms_stand_on_each_other_in_the_order_of_the_table() -> None:

@@ -18,8 +18,8 @@ from relinear.data.tokenizers import load_tokenizer
 from relinear.pages.page import GENERATOR
 from relinear.system.lock import only_process_in
 from relinear.system.run_folder import RunFolder, differences, overwriting, set_aside
-from relinear.train import fit, train
-from relinear.train.fitting import remove_checkpoints
+from relinear.training import fit, train
+from relinear.training.fitting import remove_checkpoints
 from relinear_cli.main import main
 from train_helpers import FIT, FIT_DATA, Interrupt, dropout_model, stop_at
 

@@ -11,7 +11,7 @@ import relinear
 from relinear.data import DataSettings, iter_texts, prepare_data
 from relinear.data.tasks import ArithmeticTask, Joined, MixtureTask, RegressionTask, Samples, task_of
 from relinear.data.tokenizers import encode
-from relinear.train import train
+from relinear.training import train
 
 
 def test_arithmetic_text_has_the_papers_format():

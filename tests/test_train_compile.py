@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 from train_helpers import Tokens, probe_model
 
 SETTINGS = FitSettings(

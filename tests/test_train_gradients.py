@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from relinear.train import FitSettings, fit
-from relinear.train.trainer import SteadySampler
+from relinear.training import FitSettings, fit
+from relinear.training.trainer import SteadySampler
 from train_helpers import DATA, TARGETS, Gradients, Tokens, probe_model
 
 SETTINGS = FitSettings(

@@ -10,8 +10,8 @@ from cases import CASES
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import LowRank, replace_
 from relinear.contract.operator import ParamRole
-from relinear.train import FitSettings
-from relinear.train.optim import build_optimizer, build_schedule, parameter_groups, parameter_roles
+from relinear.training import FitSettings
+from relinear.training.optim import build_optimizer, build_schedule, parameter_groups, parameter_roles
 from tiny_models import make_cgt
 
 SETTINGS = FitSettings(steps=100, learning_rate=1e-2, warmup_steps=10, weight_decay=0.3)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import mostly_slow
 from relinear.models.cgt.objective import CGTObjective, GuidedTraining
-from relinear.train import fit, read_metrics, read_result, train
+from relinear.training import fit, read_metrics, read_result, train
 from tiny_models import make_cgt
 from train_helpers import FIT, FIT_DATA, Interrupt, dropout_model, run_settings, stop_at
 
@@ -124,7 +124,7 @@ def test_every_part_of_a_checkpoint_is_held_to_its_manifest(tmp_path):
 
 KILLED = """
 import json, os, signal, sys
-from relinear.train import train
+from relinear.training import train
 def on_progress(progress):
     if progress.stage == "train" and progress.done == 8:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,9 +12,9 @@ import relinear
 from conftest import make_tiny_llama
 from relinear import LowRank, from_pretrained, replace_
 from relinear.system.files import tensor_digest
-from relinear.train import FitSettings, NonFiniteLossError, fit, read_metrics, train
-from relinear.train.run import build_model
-from relinear.train.trainer import SteadySampler
+from relinear.training import FitSettings, NonFiniteLossError, fit, read_metrics, train
+from relinear.training.run import build_model
+from relinear.training.trainer import SteadySampler
 from train_helpers import RUN, Tokens, run_settings
 
 FIT = FitSettings(steps=4, batch_size=4, warmup_steps=0, threads=1, device="cpu", log_every=2)

@@ -8,7 +8,7 @@ from relinear import LowRank
 from relinear.contract.config import parse_setting
 from relinear.contract.settings import Settings
 from relinear.system.allocator import tune_allocator
-from relinear.train import TrainSettings
+from relinear.training import TrainSettings
 
 
 class Inner(Settings):

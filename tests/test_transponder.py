@@ -16,8 +16,8 @@ from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError
 from relinear.functional import transponder as reference
 from relinear.kernels import native
-from relinear.train import FitSettings, fit
-from relinear.train.optim import build_optimizer
+from relinear.training import FitSettings, fit
+from relinear.training.optim import build_optimizer
 
 I, O, R = 12, 10, 8
 IDS = torch.randint(0, 96, (2, 17), generator=torch.Generator().manual_seed(3))

@@ -11,7 +11,7 @@ from relinear import replace_
 from relinear.contract.config import register
 from relinear.contract.operator import OperatorConfig
 from relinear.operators.low_rank import LowRankLinear
-from relinear.train import FitSettings, TrainSettings
+from relinear.training import FitSettings, TrainSettings
 
 MODELS = {"llama": make_tiny_llama, "gpt2": make_tiny_gpt2}
 TARGETS = {"llama": "up_proj", "gpt2": "c_fc"}

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 import relinear
 from conftest import make_tiny_llama
 from relinear.models.cgt import objective
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 from tiny_models import make_cgt
 from train_helpers import DATA, Gradients, probe_model
 

@@ -381,7 +381,7 @@ def _model(name: str, plan: Plan) -> Any:
 
 def _training(name: str, mode: str, plan: Plan) -> dict[str, Any]:
     """Steps as ``relinear train`` does them, auxiliary losses included, of which the first tenth is not timed."""
-    from relinear.train.fitting import compiled
+    from relinear.training.fitting import compiled
 
     _, _, length, batch, rate = MODELS[name]
     batch, length = max(1, batch // plan.shrink), max(8, length // plan.shrink)

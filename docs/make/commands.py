@@ -21,7 +21,7 @@ from relinear.compare.settings import CompareSettings
 from relinear.compression import CompressSettings
 from relinear.contract.settings import Settings
 from relinear.distill import DistillSettings
-from relinear.train import TrainSettings
+from relinear.training import TrainSettings
 from settings import meanings_of
 
 __all__ = ["made", "markdown", "page", "settings_page"]

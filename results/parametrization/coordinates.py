@@ -21,9 +21,9 @@ from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import command_line, describe_machine
 from relinear.testing.coordinates import KINDS, check_coordinates
-from relinear.train.optim import build_optimizer
-from relinear.train.run import build_model
-from relinear.train.settings import TrainSettings
+from relinear.training.optim import build_optimizer
+from relinear.training.run import build_model
+from relinear.training.settings import TrainSettings
 from relinear_cli.options import parse_operators
 
 FILE = "coordinates.json"

@@ -17,7 +17,7 @@ from widths import at_heads
 
 from relinear.data import prepare_data
 from relinear.system.machine import describe_machine
-from relinear.train import NonFiniteLossError, TrainSettings, build_model, fit
+from relinear.training import NonFiniteLossError, TrainSettings, build_model, fit
 from relinear_cli.options import parse_operators
 
 GRID = [2.0**power for power in range(-11, -5)]  # 0.0005 to 0.016

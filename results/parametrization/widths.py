@@ -1,7 +1,7 @@
 """A preset at another width, with heads of one size."""
 
 from relinear.models import preset_config, preset_names
-from relinear.train.settings import TrainSettings
+from relinear.training.settings import TrainSettings
 
 
 def at_heads(settings: TrainSettings, width: int) -> TrainSettings:

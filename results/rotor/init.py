@@ -15,7 +15,7 @@ from pathlib import Path
 
 import relinear
 from relinear.system.machine import describe_machine
-from relinear.train import TrainSettings, train
+from relinear.training import TrainSettings, train
 
 CASES = {
     "dense": None,

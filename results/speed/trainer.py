@@ -79,7 +79,7 @@ def trainer_defaults(options: argparse.Namespace) -> float:
 
 def relinear_train(options: argparse.Namespace) -> float:
     """``relinear train`` with compilation and the dtype that it chooses itself."""
-    from relinear.train import TrainSettings, train
+    from relinear.training import TrainSettings, train
 
     relinear.system.allocator.tune_allocator()
     settings = TrainSettings(

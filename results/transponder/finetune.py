@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import relinear
 from relinear.data import DataSettings, prepare_data
 from relinear.system.files import write_json
-from relinear.train import FitSettings, fit
+from relinear.training import FitSettings, fit
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RATES = {"modulators": (1e-3, 3e-3, 1e-2), "lora": (3e-4, 1e-3, 3e-3), "ia3": (3e-3, 1e-2, 3e-2, 1e-1)}

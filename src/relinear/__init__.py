@@ -56,7 +56,8 @@ from relinear.surgery.plan import replace_ as replace_
 from relinear.surgery.saved_config import SavedConfig as SavedConfig
 from relinear.surgery.summary import summary as summary
 from relinear.system.version import __version__ as __version__
-from relinear.train.fitting import fit as fit
+from relinear.training.fitting import fit as fit
+from relinear.training.run import train as train
 
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ += ["__version__", "activations", "analysis", "clifford", "contract", "data", "evaluate", "residual"]

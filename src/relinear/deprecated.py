@@ -20,7 +20,7 @@ _HOMES = {
     "residual_ residual_methods",
     "relinear.surgery": "lora_on_operators_ placement placement_names train_only_",
     "relinear.system.allocator": "tune_allocator",
-    "relinear.train": "LatentMoments read_moments",
+    "relinear.training": "LatentMoments read_moments",
 }
 #: name in ``relinear`` -> (module that it is in now, its name there)
 MOVED = {name: (module, name) for module, names in _HOMES.items() for name in names.split()}
@@ -51,7 +51,15 @@ MOVED_MODULES = {
     "relinear.compress.calibrate": "relinear.compression.calibrate",
     "relinear.compress.export_gguf": "relinear.compression.gguf",
     "relinear.compress.settings": "relinear.compression.settings",
+    "relinear.train.callbacks": "relinear.training.callbacks",
+    "relinear.train.fit": "relinear.training.fitting",
+    "relinear.train.optim": "relinear.training.optim",
+    "relinear.train.run": "relinear.training.run",
+    "relinear.train.settings": "relinear.training.settings",
+    "relinear.train.trainer": "relinear.training.trainer",
 }
+#: package of 0.2 whose name is that of a function -> the room that has both now
+_HIDDEN = {"relinear.compress": "relinear.compression", "relinear.train": "relinear.training"}
 _PACKAGES = {name.rpartition(".")[0] for name in MOVED_MODULES}
 #: (module now, name of 0.2) -> its name now
 _RENAMED = {
@@ -77,9 +85,11 @@ class _MovedModules:
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        if name == "relinear.compress":  # importing from below it must not hide the function
-            function = import_module("relinear.compression").compress
+        if name in _HIDDEN:  # importing from below it must not hide the function
+            room = import_module(_HIDDEN[name])
+            function = getattr(room, name.rpartition(".")[2])
             function.__path__, function.__spec__ = [], None
+            vars(function).update({n: getattr(room, n) for n in getattr(room, "__all__", vars(room)) if n[0] != "_"})
             sys.modules[name] = function
         elif name in MOVED_MODULES:
             new = MOVED_MODULES[name]

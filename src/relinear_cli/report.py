@@ -164,7 +164,7 @@ def _section(run: Path) -> Section:
     from relinear.compression.report import report_section
     from relinear.distill.report import distill_section
     from relinear.pages.records import picture_of, read_values
-    from relinear.train.report import run_section
+    from relinear.training.report import run_section
 
     sections = {RECORD: replicate_section, SCALE: scale_section, RESULTS: results_section}
     for name, of_directory in sections.items():

@@ -45,7 +45,7 @@ def command(
     """
     from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
     from relinear.system.machine import is_first_rank
-    from relinear.train import TrainSettings, train
+    from relinear.training import TrainSettings, train
     from relinear_cli.progress import watch
 
     written: dict[str, Any] = {

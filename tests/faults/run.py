@@ -451,7 +451,7 @@ def run(
 
     import relinear.compare.run
     import relinear.compression
-    import relinear.train.trainer  # noqa: F401  imported once, for every fork
+    import relinear.training.trainer  # noqa: F401  imported once, for every fork
     import relinear_cli.main  # noqa: F401
     from kills.works import come_to
 

@@ -33,9 +33,9 @@ from relinear.data.sources import local_sources
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.language import _lambada_rows
 from relinear.surgery.summary import summary
-from relinear.train import FitSettings, TrainSettings, fit, read_metrics, read_result
-from relinear.train.callbacks import read_moments
-from relinear.train.run import _check_model
+from relinear.training import FitSettings, TrainSettings, fit, read_metrics, read_result
+from relinear.training.callbacks import read_moments
+from relinear.training.run import _check_model
 from relinear_cli import options, terminal
 from train_helpers import Tokens
 

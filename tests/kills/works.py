@@ -20,7 +20,7 @@ from relinear.compression import evaluation
 from relinear.contract.operator import is_linear
 from relinear.data.tokenizers import train_bpe
 from relinear.distill.run import distill_
-from relinear.train import TrainSettings, train, trainer  # noqa: F401
+from relinear.training import TrainSettings, train, trainer  # noqa: F401
 
 __all__ = ["COMPRESSIONS", "WORKS", "come_to"]
 

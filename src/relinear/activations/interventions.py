@@ -412,7 +412,7 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
 
     Args:
         a, b: models within ``latents`` blocks that have run a forward, what those blocks returned, or moments by
-            operator name (``relinear.train.read_moments``).
+            operator name (``relinear.training.read_moments``).
         names: operator name in ``a`` -> name in ``b``; by default equal names.
 
     Returns:

@@ -23,7 +23,7 @@ from relinear.system.machine import on_threads
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 from relinear.system.timing import interleave
-from relinear.train.fitting import compiled as through_compiler
+from relinear.training.fitting import compiled as through_compiler
 
 ModelPass = Literal["step", "prefill", "decode"]
 #: tokens of the prompt that decoding goes on from: few, so that next to no prefill is timed with it

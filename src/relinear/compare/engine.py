@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from relinear.system.progress import Progress, ProgressCallback
-from relinear.train.callbacks import pace, read_metrics
-from relinear.train.run import read_ended, read_outcome, train
-from relinear.train.settings import TrainSettings
-from relinear.train.trainer import NonFiniteLossError
+from relinear.training.callbacks import pace, read_metrics
+from relinear.training.fitting import NonFiniteLossError
+from relinear.training.run import read_ended, read_outcome, train
+from relinear.training.settings import TrainSettings
 
 #: seconds between looks at what runs have written
 _POLL = 1.0

@@ -117,7 +117,7 @@ def _start_server() -> None:
     if _CONTEXT.get_start_method() == "forkserver":
         from multiprocessing import forkserver
 
-        _CONTEXT.set_forkserver_preload(["relinear.train.run", "relinear.compare.speed"])
+        _CONTEXT.set_forkserver_preload(["relinear.training.run", "relinear.compare.speed"])
         before = dict(os.environ)
         os.environ.update(_QUIET | _FORKED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         try:

@@ -44,7 +44,7 @@ from relinear.surgery.checkpoint import from_pretrained
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import available_cores, on_threads
 from relinear.system.progress import Progress, ProgressCallback
-from relinear.train.settings import TrainSettings
+from relinear.training.settings import TrainSettings
 
 #: names in the folder: the model that stands in, one file a fit, the text that stands in for a second one
 DECODER, FITS, SECOND = "decoder", "fits", "second.txt"

@@ -13,9 +13,9 @@ from relinear.compare.settings import CompareSettings
 from relinear.data import PackedData
 from relinear.system.files import writing
 from relinear.system.run_folder import RunFolder
-from relinear.train.fitting import training_device, training_dtype
-from relinear.train.run import read_result
-from relinear.train.settings import TrainSettings
+from relinear.training.fitting import training_device, training_dtype
+from relinear.training.run import read_result
+from relinear.training.settings import TrainSettings
 
 RUN, RESULTS, SCALE, SPEED, NGRAM = "run.json", "results.json", "scale.json", "speed.json", "ngram.json"
 #: folders of short runs, of final runs, and of comparisons at each budget or size

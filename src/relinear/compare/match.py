@@ -20,8 +20,8 @@ from relinear.surgery.packed import packed_bytes
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
 from relinear.system.progress import Progress, ProgressCallback, no_progress
-from relinear.train.run import build_model
-from relinear.train.settings import TrainSettings
+from relinear.training.run import build_model
+from relinear.training.settings import TrainSettings
 
 # A size may grow or shrink by this factor in the search.
 _LARGEST_FACTOR = 4096.0

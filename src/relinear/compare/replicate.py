@@ -49,7 +49,7 @@ from relinear.pages.page import write_page
 from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
-from relinear.train.fitting import training_device
+from relinear.training.fitting import training_device
 
 #: evaluations while training, and validation tokens at least and at most, below the paper's budget
 _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20

@@ -19,7 +19,7 @@ from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, picture_of, what_ran
 from relinear.system.confidence import half_width
 from relinear.system.files import read_json
-from relinear.train.settings import TrainSettings
+from relinear.training.settings import TrainSettings
 
 RESULTS, SCALE = "results.json", "scale.json"
 REPORT = "report.html"

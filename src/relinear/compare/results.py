@@ -32,8 +32,8 @@ from relinear.compare.settings import CompareSettings, shortened
 from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
 from relinear.system.files import atomic_path
-from relinear.train.settings import TrainSettings
-from relinear.train.trainer import SteadySampler
+from relinear.training.settings import TrainSettings
+from relinear.training.trainer import SteadySampler
 
 
 def _statistic(values: list[float]) -> Statistic:

@@ -51,10 +51,9 @@ from relinear.models import model_place, preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import available_cores
 from relinear.system.progress import ProgressCallback, no_progress
-from relinear.train.fitting import training_device
-from relinear.train.run import read_result
-from relinear.train.settings import TrainSettings
-from relinear.train.trainer import NonFiniteLossError
+from relinear.training.fitting import NonFiniteLossError, training_device
+from relinear.training.run import read_result
+from relinear.training.settings import TrainSettings
 
 T = TypeVar("T")
 #: in an entry's folder there: the rates at which final runs diverged

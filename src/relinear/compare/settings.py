@@ -15,7 +15,7 @@ from relinear.contract.config import nearest, parse_setting
 from relinear.contract.settings import Different, Patterns, PositiveInt, Seed, Settings
 from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed
-from relinear.train.settings import TrainSettings
+from relinear.training.settings import TrainSettings
 
 DENSE = "dense"
 #: settings that say where something happens within a run, and move with its length

@@ -12,10 +12,10 @@ from relinear.compare.schema import Speed
 from relinear.contract.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
-from relinear.train.fitting import checkpointing, compiled, training_device, training_dtype
-from relinear.train.optim import build_optimizer
-from relinear.train.run import build_model
-from relinear.train.settings import TrainSettings
+from relinear.training.fitting import checkpointing, compiled, training_device, training_dtype
+from relinear.training.optim import build_optimizer
+from relinear.training.run import build_model
+from relinear.training.settings import TrainSettings
 
 
 def training_step(

@@ -10,8 +10,8 @@ from typing import Any
 from relinear.compare.engine import Run, Search
 from relinear.compare.schema import Trial
 from relinear.compare.settings import Tune
-from relinear.train.run import read_outcome
-from relinear.train.trainer import NonFiniteLossError
+from relinear.training.fitting import NonFiniteLossError
+from relinear.training.run import read_outcome
 
 #: a learning rate, and an initialisation where that is tuned
 Point = tuple[float, float | None]

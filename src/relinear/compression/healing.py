@@ -28,9 +28,9 @@ from relinear.contract.modes import evaluating
 from relinear.contract.objective import GuidedTraining
 from relinear.contract.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
-from relinear.train.distill import against
-from relinear.train.fitting import remove_checkpoints, run_fit
-from relinear.train.settings import FitSettings
+from relinear.training.distill import against
+from relinear.training.fitting import remove_checkpoints, run_fit
+from relinear.training.settings import FitSettings
 
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
 #: size, and at 1e-4 Adam's first steps undo it

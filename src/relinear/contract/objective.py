@@ -44,7 +44,7 @@ class ObjectiveConfig(Config):
 
 
 class GuidedTraining(nn.Module):
-    """A model together with its objective, as a module that returns a loss; ``relinear.train.fitting`` makes one.
+    """A model together with its objective, as a module that returns a loss; ``relinear.training.fitting`` makes one.
 
     In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
     the last training loss, detached.

@@ -13,7 +13,7 @@ from relinear.hf.model_layout import output_head
 from relinear.models import ReadoutScale
 from relinear.models.heads import SCALE
 from relinear.surgery.plan import attach_
-from relinear.train.settings import FitSettings
+from relinear.training.settings import FitSettings
 
 
 def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:

@@ -27,10 +27,11 @@ from relinear.system.files import read_json, tensor_digest, understood
 from relinear.system.machine import is_first_rank, on_threads
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
-from relinear.train.callbacks import read_metrics
-from relinear.train.fitting import (
+from relinear.training.callbacks import read_metrics
+from relinear.training.fitting import (
     FILES,
     FREE,
+    NonFiniteLossError,
     TrainResult,
     evaluate,
     let_ranks_differ,
@@ -38,9 +39,8 @@ from relinear.train.fitting import (
     remove_checkpoints,
     run_fit,
 )
-from relinear.train.optim import check_readout, scale_added_, scale_stock_, width_ratio
-from relinear.train.settings import TrainSettings
-from relinear.train.trainer import NonFiniteLossError
+from relinear.training.optim import check_readout, scale_added_, scale_stock_, width_ratio
+from relinear.training.settings import TrainSettings
 
 #: what to do where a directory's record is of no use
 _ELSEWHERE = "give another directory, or overwrite this one"

@@ -24,13 +24,13 @@ from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
 from relinear.system.signals import Terminated, on_terminate
-from relinear.train.settings import FitSettings
+from relinear.training.settings import FitSettings
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from relinear.train.callbacks import RunLog, StopOnTerminate
-    from relinear.train.trainer import RelinearTrainer
+    from relinear.training.callbacks import RunLog, StopOnTerminate
+    from relinear.training.trainer import RelinearTrainer
 
 #: what training writes at the top of its folder
 FILES = ("metrics.jsonl", "checkpoints", "block_losses.npy", "latent_moments.json")
@@ -39,6 +39,10 @@ FREE: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint
 
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
 # file at once, because a function of the same name as its file cannot be imported on first use.
+
+
+class NonFiniteLossError(ValueError):
+    """The loss, or a weight, became NaN, infinite or as good as that: training cannot go on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +254,7 @@ def fit(
         Terminated: (a KeyboardInterrupt) after a SIGTERM, with ``out_dir``, once the step under way is saved.
 
     Examples:
-        >>> from relinear.train import FitSettings
+        >>> from relinear.training import FitSettings
         >>> ids = torch.randint(258, (8, 32))
         >>> samples = [{"input_ids": row, "labels": row} for row in ids]
         >>> relinear.fit(relinear.from_preset("tiny"), samples, FitSettings(steps=2, batch_size=4)).steps
@@ -319,8 +323,8 @@ def run_fit(
     collate: Callable | None = None,
 ) -> TrainResult:
     """``fit`` in a folder that the caller holds; without ``resume`` there is nothing in it."""
-    from relinear.train.callbacks import RunLog, StopOnTerminate
-    from relinear.train.trainer import RelinearTrainer
+    from relinear.training.callbacks import RunLog, StopOnTerminate
+    from relinear.training.trainer import RelinearTrainer
 
     train_data, validation = _datasets(data)
     with contextlib.ExitStack() as stack:
@@ -350,7 +354,7 @@ def run_fit(
 
 def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
     """Return the validation loss of ``model`` as a run takes it at its end; losses by block go to ``out_dir``."""
-    from relinear.train.trainer import RelinearTrainer
+    from relinear.training.trainer import RelinearTrainer
 
     losses = out_dir / "block_losses.npy"
     with _prepared(model, settings.updated(compile=False)):
@@ -377,7 +381,7 @@ def remove_checkpoints(folder: Path, but: str = "") -> None:
 def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTerminate, resume: bool) -> TrainResult:
     from accelerate.utils import broadcast_object_list
 
-    from relinear.train.trainer import check_checkpoint, last_checkpoint
+    from relinear.training.trainer import check_checkpoint, last_checkpoint
 
     checkpoints = trainer.home
     checkpoint = last_checkpoint(checkpoints) if resume else None

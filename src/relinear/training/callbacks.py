@@ -21,7 +21,7 @@ from relinear.activations.interventions import Latent, Moments, observe
 from relinear.contract.config import shown
 from relinear.system.files import parse_json, read_json, read_text, understood, write_json, write_text, writing
 from relinear.system.progress import Progress, ProgressCallback, no_progress
-from relinear.train.settings import FitSettings
+from relinear.training.settings import FitSettings
 
 
 class StopOnTerminate(TrainerCallback):
@@ -208,7 +208,7 @@ class LatentMoments(TrainerCallback):
         ValueError: if ``every`` is below 1 or ``decay`` outside of (0, 1].
 
     Examples:
-        >>> moments = relinear.train.LatentMoments(every=1)  # for relinear.fit(..., callbacks=[moments])
+        >>> moments = relinear.training.LatentMoments(every=1)  # for relinear.fit(..., callbacks=[moments])
         >>> moments.moments()
         {}
     """
@@ -281,9 +281,9 @@ def read_moments(path: str | Path) -> dict[str, Moments]:
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (8, 32))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)}, layers=0)
-        >>> rows, moments = [{"input_ids": row, "labels": row} for row in ids], relinear.train.LatentMoments(every=1)
-        >>> _ = relinear.fit(model, rows, relinear.train.FitSettings(steps=2), out_dir="run", callbacks=[moments])
-        >>> list(relinear.train.read_moments("run"))
+        >>> rows, moments = [{"input_ids": row, "labels": row} for row in ids], relinear.training.LatentMoments(every=1)
+        >>> _ = relinear.fit(model, rows, relinear.training.FitSettings(steps=2), out_dir="run", callbacks=[moments])
+        >>> list(relinear.training.read_moments("run"))
         ['model.layers.0.self_attn.q_proj']
     """
     path = Path(path)

@@ -7,7 +7,7 @@ from typing import Any
 from relinear.pages.blocks import Block, Chart, Facts, Listing, Section, Text
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
 from relinear.pages.records import about, as_yaml, in_words, read_values, what_ran
-from relinear.train.callbacks import read_metrics
+from relinear.training.callbacks import read_metrics
 
 
 def run_section(directory: Path) -> Section:

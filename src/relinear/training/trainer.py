@@ -29,9 +29,9 @@ from relinear.hf.config_record import sync_record
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, sync_files, write_manifest, writing
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside
-from relinear.train.fitting import remove_checkpoints, training_device, training_dtype
-from relinear.train.optim import build_optimizer, build_schedule
-from relinear.train.settings import FitSettings
+from relinear.training.fitting import NonFiniteLossError, remove_checkpoints, training_device, training_dtype
+from relinear.training.optim import build_optimizer, build_schedule
+from relinear.training.settings import FitSettings
 
 _RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
 #: parts that every checkpoint has, whatever wrote it (DeepSpeed keeps its own in one folder)
@@ -46,10 +46,6 @@ DIVERGED = 100.0
 #: seconds after which an evaluation says how far it is
 _QUIET = 2.0
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
-
-
-class NonFiniteLossError(ValueError):
-    """The loss, or a weight, became NaN, infinite or as good as that: training cannot go on."""
 
 
 class SteadySampler(Sampler[int]):

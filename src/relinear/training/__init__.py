@@ -1,0 +1,32 @@
+"""Training: transformers' Trainer with our callbacks, groups and schedules; ``train`` for runs, ``fit`` for models."""
+
+from typing import TYPE_CHECKING
+
+from relinear.system.lazy import imported_on_first_use
+from relinear.system.progress import Progress
+from relinear.training.callbacks import LatentMoments, read_metrics, read_moments
+from relinear.training.fitting import NonFiniteLossError, TrainResult, fit
+from relinear.training.run import build_model, read_result, train
+from relinear.training.settings import FitSettings, TrainSettings
+
+if TYPE_CHECKING:
+    from relinear.training.trainer import RelinearTrainer
+
+__all__ = [
+    "FitSettings",
+    "LatentMoments",
+    "NonFiniteLossError",
+    "Progress",
+    "RelinearTrainer",
+    "TrainResult",
+    "TrainSettings",
+    "build_model",
+    "fit",
+    "read_metrics",
+    "read_moments",
+    "read_result",
+    "train",
+]
+
+# transformers' Trainer takes seconds to import
+__getattr__ = imported_on_first_use(__name__, {"trainer": ["RelinearTrainer"]})
