@@ -216,6 +216,11 @@ def train(
             that holds another run or files of others under the run's names, or in which another process is at work;
             ``NonFiniteLossError`` if the loss becomes NaN or explodes.
         OSError: if ``out_dir`` cannot be written.
+
+    Examples:
+        >>> settings = {"model": "tiny", "operators": {"all-linear": "low_rank:rank=8"}, "steps": 2, "batch_size": 2}
+        >>> relinear.train(settings, "run").steps
+        2
     """
     settings, out_dir = TrainSettings.load(settings), Path(out_dir)
     overwrite, first = overwriting(overwrite, resume), is_first_rank()
