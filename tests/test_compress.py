@@ -339,7 +339,7 @@ def test_plan_can_be_edited_and_given_back(tmp_path) -> None:
     values["layers"][name]["operator"] = "low_rank:rank=5"
     edited = tmp_path / "edited.json"
     edited.write_text(json.dumps(values))
-    report = compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path, plan_file=edited)
+    report = compress(model, tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path, plan_file=edited)
     assert list(report.plan.replaced) == [name]
     assert model.get_submodule(name).config == relinear.LowRank(rank=5)
     assert report.plan.layers[name].nats is None  # what was predicted is of another rank
@@ -369,18 +369,19 @@ def test_a_plan_of_narrower_mlps_is_refused(tmp_path) -> None:
 
 
 def test_a_plan_for_other_layers_is_refused(tmp_path) -> None:
-    compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path, plan_only=True)
+    compress(tiny(), tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path, plan_only=True)
     with pytest.raises(ValueError, match="which targets= and exclude= leave alone"):
         compress(
             tiny(),
             tokens(),
+            keep=0.8,
             settings=SETTINGS,
             targets="q_proj",
             plan_file=tmp_path / "plan.json",
             out_dir=tmp_path / "b",
         )
     with pytest.raises(ValueError, match="lm_head lies outside of the decoder layers"):
-        compress(tiny(), tokens(), settings=SETTINGS, targets="lm_head", out_dir=tmp_path / "c")
+        compress(tiny(), tokens(), keep=0.8, settings=SETTINGS, targets="lm_head", out_dir=tmp_path / "c")
 
 
 def test_nothing_is_kept_where_no_directory_is_given() -> None:

@@ -41,13 +41,16 @@ def test_budgets_are_met_and_spent(keep: float, tmp_path) -> None:
             {"bits": 4, "candidates": ("low_rank:rank=1",)},
             r"LowRank\(rank=1\) stores no integers.*give candidates=quantized",
         ),
-        ({"candidates": ("quantized",)}, r"Quantized\(.*\) stores integers, which a count of parameters leaves out"),
-        ({"candidates": ("neurons",)}, "neurons"),
         (
-            {"candidates": ("monarch:blocks=40",)},
+            {"keep": 0.5, "candidates": ("quantized",)},
+            r"Quantized\(.*\) stores integers, which a count of parameters leaves out",
+        ),
+        ({"keep": 0.5, "candidates": ("neurons",)}, "neurons"),
+        (
+            {"keep": 0.5, "candidates": ("monarch:blocks=40",)},
             r"Monarch\(blocks=40\) fits none of the layers.*\(32, 16\)",
         ),
-        ({"candidates": ("hdpl:rank=2,blocks=2",)}, "candidates: .*only operators with a dense matrix"),
+        ({"keep": 0.5, "candidates": ("hdpl:rank=2,blocks=2",)}, "candidates: .*only operators with a dense matrix"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_computed(settings, message, tmp_path) -> None:
@@ -66,7 +69,7 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(settings, message
 
 def test_texts_to_judge_on_are_checked_before_anything_is_computed(tmp_path) -> None:
     def start(out, ids, **more):
-        compress(tiny(), tokens(), settings=SETTINGS | more, out_dir=out, evaluate_on={"far": [ids]})
+        compress(tiny(), tokens(), keep=0.8, settings=SETTINGS | more, out_dir=out, evaluate_on={"far": [ids]})
 
     with pytest.raises(ValueError, match="evaluate_on, far: the corpus has 3 tokens"):
         start(tmp_path / "a", torch.arange(3), evaluate=True)
@@ -234,7 +237,7 @@ def test_the_page_shows_the_plan_and_is_safe(tmp_path, monkeypatch) -> None:
 
 
 def test_the_page_of_a_plan_alone(tmp_path) -> None:
-    report = compress(tiny(), tokens(), settings=SETTINGS, out_dir=tmp_path / "a", plan_only=True)
+    report = compress(tiny(), tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path / "a", plan_only=True)
     assert "Nothing was evaluated" in (tmp_path / "a" / "report.html").read_text()
     assert isinstance(report.budget, Budget)
 

@@ -38,7 +38,7 @@ print(json.dumps(found))
 
 
 #: families that are healed, too, and what is trained
-HEALED = {"qwen2": "operators", "gpt_neox": "lora"}
+HEALED = {"qwen2": "operators", "gpt_neox": "all"}
 
 
 def tokens(count: int = 256) -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ def run(kind: str, folder) -> tuple:
             "heal": HEALED[kind],
             "heal_tokens": 512,
             "heal_held_out_tokens": 64,
-            "candidates": ["low_rank"],  # which leaves some layers dense, for adapters
+            "candidates": ["low_rank"],
         }
         if kind in HEALED
         else {}

@@ -1,7 +1,6 @@
-"""Budgets of bytes, what the report says first, and the loss at every budget."""
+"""Budgets of bytes, and what the report says first."""
 
 import dataclasses
-import json
 import math
 
 import pytest
@@ -101,42 +100,6 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     assert "&lt;other&gt; text" in page
     assert "LlamaForCausalLM" in page.partition("In figures")[0]
     assert "evaluated on 4 windows of 1 documents" in page
-
-
-def test_the_frontier_is_predicted_and_measured_and_changes_nothing(tmp_path) -> None:
-    model = tiny()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    settings = SETTINGS | LOW | {"evaluate": True, "evaluation_tokens": 64}
-    report = compress(model, tokens(1024), settings=settings, out_dir=tmp_path, frontier=True)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not (tmp_path / "model").exists()
-    rows = json.loads((tmp_path / "frontier.json").read_text())["budgets"]
-    assert len(rows) > 8
-    assert [row["bits"] for row in rows] == sorted(row["bits"] for row in rows)
-    assert [row["predicted"] for row in rows] == sorted((row["predicted"] for row in rows), reverse=True)
-    measured = [row for row in rows if "measured" in row]
-    assert 2 <= len(measured) <= 5
-    assert all(row["measured"]["windows"] == 4 for row in measured)
-    # the same budget, carried out
-    row = measured[0]
-    again = tiny()
-    bits = SETTINGS | LOW | {"keep": row["share_of_parameters"] + 1e-9, "evaluate": True, "evaluation_tokens": 64}
-    found = compress(again, tokens(1024), settings=bits | {"passages": 0}, out_dir=tmp_path / "one").evaluation
-    assert found["nats"] == pytest.approx(row["measured"]["nats"], abs=1e-4)
-    page = (tmp_path / "report.html").read_text()
-    assert "The frontier" in page
-    assert page.count("data-figure=") == 1
-    assert len(page) < 1_000_000
-    assert f"{row['bits']:.2f} bits a weight" in str(report)
-    with pytest.raises(ValueError, match="frontier weighs operators"):
-        compress(tiny(), tokens(), settings=SETTINGS, frontier=True, plan_file=tmp_path / "plan.json")
-
-
-def test_a_frontier_that_is_not_evaluated_is_predicted_alone(tmp_path) -> None:
-    report = compress(tiny(), tokens(), settings=SETTINGS | {"bits": 4.25}, out_dir=tmp_path, frontier=True)
-    assert len(report.budgets) > 8
-    assert not any("measured" in row for row in report.budgets)
-    assert "The frontier" in (tmp_path / "report.html").read_text()
 
 
 def test_integers_are_chosen_and_fitted(tmp_path) -> None:

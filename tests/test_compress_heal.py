@@ -39,13 +39,13 @@ def divergence(model, original) -> float:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["llama", "gpt2"], "llama"))
-@pytest.mark.parametrize("what", mostly_slow(["operators", "all", "lora"], "operators"))
+@pytest.mark.parametrize("what", mostly_slow(["operators", "all"], "operators"))
 def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, tmp_path) -> None:
     original = pretrained(kind)
     before, after = copy.deepcopy(original), copy.deepcopy(original)
     compress(before, tokens(), keep=0.6, settings=SETTINGS)
     flags = {name: p.requires_grad for name, p in before.named_parameters()}
-    settings = HEALED | {"heal": what, "heal_learning_rate": 3e-3 if what == "lora" else 1e-3}
+    settings = HEALED | {"heal": what, "heal_learning_rate": 1e-3}
     report = compress(after, tokens(), keep=0.6, settings=settings, out_dir=tmp_path)
     assert divergence(after, original) < 0.9 * divergence(before, original)
     assert report.healing.after <= report.healing.before
@@ -65,7 +65,7 @@ def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["operators", "all", "lora"])
+@pytest.mark.parametrize("what", ["operators", "all"])
 def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
     def run(folder, stop_at=None):
         model = pretrained()
@@ -138,40 +138,16 @@ def test_half_precision_is_healed_in_full_and_given_back() -> None:
 )
 def test_refusals_before_anything_is_computed(settings: dict, message: str, tmp_path) -> None:
     with pytest.raises(ValueError, match=message):
-        compress(pretrained(), tokens(), settings=SETTINGS | settings, out_dir=tmp_path)
+        compress(pretrained(), tokens(), settings=SETTINGS | {"keep": 0.6} | settings, out_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_plans_that_leave_nothing_to_train_are_refused(tmp_path) -> None:
-    settings = HEALED | {"heal": "lora"}
-    with pytest.raises(ValueError, match="adapts layers that stay dense, and the plan leaves none"):
-        compress(pretrained(), tokens(), keep=0.2, targets="mlp.down_proj", settings=settings, out_dir=tmp_path)
-    assert not (tmp_path / "model").exists()
+def test_plans_that_leave_nothing_to_train_are_refused() -> None:
     with pytest.raises(ValueError, match="trains the operators, and the plan has none"):
         heal(pretrained(), pretrained(), *tokens(1024)[0].view(64, 16).split(32))
 
 
-@pytest.mark.slow
-def test_layers_that_are_corrected_leave_the_original_as_it_was() -> None:
-    from relinear.compression import run
-
-    model, kept = pretrained(), []
-    wanted = model(input_ids=tokens()[0][None, :16]).logits
-
-    def copy_and_keep(model):
-        kept.append(original_copy(model))
-        return kept[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "original_copy", copy_and_keep)
-        settings = HEALED | {"heal_tokens": 64, "heal_learning_rate": 1e-4}
-        report = compress(model, tokens(), keep=0.6, settings=settings)
-    dense = [name for name, layer in report.plan.layers.items() if layer.operator is None]
-    assert any(not torch.equal(model.get_submodule(n).weight, kept[0].get_submodule(n).weight) for n in dense)
-    assert torch.equal(kept[0](input_ids=tokens()[0][None, :16]).logits, wanted)
-
-
-@pytest.mark.parametrize("what", mostly_slow(["operators", "all", "lora"], "operators", "lora"))
+@pytest.mark.parametrize("what", ["operators", "all"])
 def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
     model = pretrained().bfloat16()
     teacher = original_copy(model)
@@ -182,8 +158,7 @@ def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
     flags = {name: p.requires_grad for name, p in teacher.named_parameters()}
     blocks = tokens(64 * 16)[0].view(64, 16)
     settings = CompressSettings.load(HEALED | {"heal": what})
-    dense = ["model.layers.0.mlp.up_proj"] if what == "lora" else []
-    heal(model, teacher, blocks[:48], blocks[48:], settings=settings, dense=dense)
+    heal(model, teacher, blocks[:48], blocks[48:], settings=settings)
     after = dict(teacher.named_buffers()) | dict(teacher.named_parameters())
     assert {name: value.dtype for name, value in after.items()} == {name: dtype for name, (dtype, _) in before.items()}
     assert all(torch.equal(value, before[name][1]) for name, value in after.items())

@@ -137,14 +137,6 @@ def test_a_plan_that_is_given_is_counted_in_the_readers_bytes(tmp_path) -> None:
         compress(small(), ids, settings=SETTINGS, **plan)
 
 
-def test_budgets_are_predicted_in_the_readers_bytes(tmp_path) -> None:
-    ids = [torch.randint(0, 320, (2048,), generator=torch.Generator().manual_seed(0))]
-    settings = SETTINGS | {"reader": "llama.cpp", "bits": 8.0, "candidates": ["quantized:group=32"]}
-    more = {"tokenizer": tokenizer_of(), "out_dir": tmp_path, "frontier": True}
-    report = compress(small(), ids, settings=settings, **more)
-    assert min(row["bits"] for row in report.budgets) == 5.0
-
-
 @pytest.mark.parametrize("export", ["plain", "compressed-tensors"])
 def test_a_reader_gets_its_file_or_none(export: str, tmp_path) -> None:
     settings = SETTINGS | {"reader": "llama.cpp", "bits": 5.0}

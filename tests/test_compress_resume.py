@@ -115,19 +115,17 @@ INTEGERS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "bits": 4.25}
 INTEGERS |= {"evaluation_tokens": 96, "candidates": ["quantized"]}
 
 
-def integers(folder, on_progress=no_progress, frontier: bool = False) -> dict[str, bytes]:
-    """What integers of bits by layer leave: plan and model, or budgets."""
+def integers(folder, on_progress=no_progress) -> dict[str, bytes]:
+    """What integers of bits by layer leave: plan and model."""
     ids = torch.randint(1, 260, (2048,), generator=torch.Generator().manual_seed(0))
     model = make_family("llama", vocab_size=260)
     more = {"settings": INTEGERS, "tokenizer": byte_tokenizer(), "out_dir": folder, "on_progress": on_progress}
-    report = compress(model, [ids], targets="down_proj", frontier=frontier, **more)
-    if frontier:
-        return {"budgets": json.dumps(report.budgets).encode()}
+    compress(model, [ids], targets="down_proj", **more)
     found = [folder / "plan.json", *(path for path in (folder / "model").rglob("*") if path.is_file())]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-@pytest.mark.parametrize("stage", ["forward", "candidates", "fit", "judging", "report", "frontier"])
+@pytest.mark.parametrize("stage", ["forward", "candidates", "fit", "judging", "report"])
 def test_integers_killed_in_every_stage(stage: str, tmp_path, monkeypatch) -> None:
     observed: list[int] = []
     observe = stages.observe
@@ -142,16 +140,15 @@ def test_integers_killed_in_every_stage(stage: str, tmp_path, monkeypatch) -> No
     def reported(*given):
         raise _Kill
 
-    frontier = stage == "frontier"
     with monkeypatch.context() as patch:
         if stage == "judging":
             patch.setattr(stages, "observe", judged)
         if stage == "report":
             patch.setattr(stages, "write_page", reported)
         with pytest.raises(_Kill):
-            integers(tmp_path / "killed", killing(stage), frontier)
+            integers(tmp_path / "killed", killing(stage))
     assert not (tmp_path / "killed" / "model").exists()
-    assert integers(tmp_path / "killed", frontier=frontier) == integers(tmp_path / "whole", frontier=frontier)
+    assert integers(tmp_path / "killed") == integers(tmp_path / "whole")
 
 
 def test_everything_that_is_left_was_written(whole) -> None:

@@ -75,7 +75,7 @@ SMALLER = {
     "layers=[12]": "layers=[1]",
     "--layers 12": "--layers 1",
     '"learning_rate": 0.05': '"learning_rate": 0.05, "tokens": 256, "validation_tokens": 256',
-    "keep=0.8, tokenizer": 'keep=0.8, settings={"tokens": 512}, tokenizer',
+    "bits=4.5, tokenizer": 'bits=4.5, settings={"tokens": 512}, tokenizer',
     '{"steps": 300}': '{"steps": 1, "data": {"data": "books"}}',
     "2048x2048": "32x32",
     "1,4096": "1",

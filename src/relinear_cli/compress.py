@@ -15,12 +15,15 @@ def command(
     model: options.PretrainedModel,
     data: Corpora,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
-    bits: Annotated[float | None, typer.Option(help="Of a weight, embedding too; in place of --keep.")] = None,
-    keep: Annotated[
-        float | None, typer.Option(help="Share of the parameters, by low rank; 0.8 where no other budget is given.")
-    ] = None,
     size: Annotated[
         str | None, typer.Option(help="Of the file at most, in place of --bits: 90MB, or a share such as 0.3.")
+    ] = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(help="Of a weight, embedding too.", show_default="4.5, where no budget is given"),
+    ] = None,
+    keep: Annotated[
+        float | None, typer.Option(help="Share of the parameters, by low rank, in place of --bits.")
     ] = None,
     reader: Annotated[
         Literal["relinear", "llama.cpp", "vllm"] | None,
@@ -46,16 +49,13 @@ def command(
         int | None, typer.Option(min=0, help="Distillation tokens after compression; 0 turns it off.", show_default="0")
     ] = None,
     heal: Annotated[
-        Literal["operators", "all", "lora"] | None,
+        Literal["operators", "all"] | None,
         typer.Option(help="What distillation trains.", show_default="operators"),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(exists=True, help="A plan to apply, such as an edited DIR/plan.json.")
     ] = None,
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
-    frontier: Annotated[
-        bool, typer.Option("--frontier", help="Print and draw the loss at many budgets, some measured, and stop.")
-    ] = False,
     export: Annotated[
         Literal["plain", "gguf", "compressed-tensors"] | None,
         typer.Option(help="Also write DIR/plain, DIR/model.gguf or DIR/compressed-tensors, to load without relinear."),
@@ -101,14 +101,14 @@ def command(
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     text_reader = options.load_model_tokenizer(model, tokenizer)
     which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings}
-    what: Any = {"plan_file": plan, "plan_only": plan_only, "frontier": frontier, "export": export, "out_dir": out}
+    what: Any = {"plan_file": plan, "plan_only": plan_only, "export": export, "out_dir": out}
     what["overwrite"] = overwrite
     loaded = options.load_model(model)
     texts: Any = {"tokenizer": text_reader, "evaluate_on": _read(judges)}
     with watch(resumable=True) as on_progress:
         report = compress(loaded, _read(corpora), **texts, **which, **what, on_progress=on_progress)
     print(report)
-    _say_where(out, proposed=plan_only or frontier)
+    _say_where(out, proposed=plan_only)
 
 
 def _read(corpora: dict[str, tuple[Any, str]]) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def _tokenizer() -> Any:
 def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -> Callable[[Path, Path], None]:
     """A compression with all that it keeps state of; its figures are compared, times are not waited for.
 
-    With ``bits`` it is by bytes: integers, the embedding among them. The plan "frontier" is made by a second command,
-    behind one that shows many budgets.
+    With ``bits`` it is by bytes: integers, the embedding among them. The plan "proposed" is made by a second command,
+    behind one that only plans.
     """
     # a GGUF file has no layers of two matrices
     operator = "monarch:blocks=4" if export == "gguf" else "low_rank:rank=4"
@@ -108,9 +108,9 @@ def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -
         torch.manual_seed(0)
         model, given = make_tiny_llama(vocab_size=320), {}
         shown = out.with_name(f"shown-{out.name}")
-        if plan == "frontier" and not shown.exists():
+        if plan == "proposed" and not shown.exists():
             shared = {"tokenizer": _tokenizer(), "settings": chosen, "out_dir": out}
-            relinear.compress(model, _ids(20), frontier=True, **shared)
+            relinear.compress(model, _ids(20), plan_only=True, **shared)
             shown.touch()
         if plan == "given":
             found = [name for name, module in model.named_modules() if is_linear(module) and "layers.1" not in name]
@@ -145,7 +145,7 @@ WORKS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-_AXES = itertools.product(("", "operators", "all", "lora"), ("made", "given"), ("", "plain", "gguf"))
+_AXES = itertools.product(("", "operators", "all"), ("made", "given"), ("", "plain", "gguf"))
 #: every way of compressing: its axes in words -> as in ``WORKS``
 COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
     f"compress heal={heal or None} plan={plan} export={export or None}": _compress_by(heal, plan, export)
@@ -153,9 +153,8 @@ COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-#: of integers: every way of healing and of exporting, the plan made or behind a frontier. No adapters: they go on
-#: layers that stay dense, and none does
-_INTEGERS = itertools.product(("operators", "", "all"), ("frontier", "made"), ("", "gguf", "plain"))
+#: of integers: every way of healing and of exporting, the plan made at once or behind one that was proposed
+_INTEGERS = itertools.product(("operators", "", "all"), ("proposed", "made"), ("", "gguf", "plain"))
 COMPRESSIONS |= {
     f"compress bits=4.25 heal={heal or None} plan={plan} export={export or None}": _compress_by(
         heal, plan, export, bits=4.25
@@ -178,8 +177,7 @@ def come_to(out: Path) -> dict[str, Any]:
             found[str(name)] = digest.hexdigest()
         elif path.suffix == ".gguf":
             found[str(name)] = hashlib.sha256(path.read_bytes()).hexdigest()
-        elif path.name in ("run.json", "results.json", "report.json", "plan.json", "healed.json",
-                           "frontier.json"):  # fmt: skip
+        elif path.name in ("run.json", "results.json", "report.json", "plan.json", "healed.json"):
             found[str(name)] = _lasting(json.loads(path.read_text()))
         elif path.name == "metrics.jsonl":
             found[str(name)] = [_lasting(json.loads(line)) for line in path.read_text().splitlines()]

@@ -1,8 +1,7 @@
-"""What layers may become: candidates, the plan that is chosen among them, fits, and the loss at other budgets."""
+"""What layers may become: candidates, the plan that is chosen among them, and fits."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -17,12 +16,8 @@ from relinear.compression.budget import (
     Budget,
     Candidate,
     allocate,
-    round_to_half_,
-    stored_bytes,
 )
 from relinear.compression.calibrate import Calibration, Statistics
-from relinear.compression.corpus import Corpus
-from relinear.compression.evaluation import read
 from relinear.compression.plan import CompressPlan, LayerPlan, check_fittable
 from relinear.compression.readers import READERS
 from relinear.compression.task import Task
@@ -31,19 +26,12 @@ from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, place_
 from relinear.system.version import __version__
 
-#: budgets that are predicted, from the smallest to the whole; predicted nats near which one is measured
-BUDGETS, MEASURED_NEAR = 32, (0.01, 0.03, 0.1, 0.2, 0.4)
-
 
 class SearchSpace:
-    """Operators of the setting ``candidates``, each at every size that it has, for each layer apart.
-
-    candidates: those of the last plan, by layer or by what has several layers become the same.
-    """
+    """Operators of the setting ``candidates``, each at every size that it has, for each layer apart."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.candidates: Mapping[str, list[Candidate]] = {}
         self.reader = READERS[task.settings.reader]
         default = self.reader.candidates if task.settings.by_bytes else ("pivoted_low_rank",)
         self.entries = tuple(OperatorConfig.read(text) for text in task.settings.candidates or default)
@@ -88,24 +76,20 @@ class SearchSpace:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
         modules = self.task.modules
         errors = calibration.each("candidates", _mark([entry.to_dict() for entry in self.entries]), self._errors)
-        self.nats = {name: layer_nats(module, name, self.entries, errors) for name, module in modules.items()}
-        self.candidates = {
-            key: group_candidates([(name, self.nats[name]) for name in names], budget)
-            for key, names in self.reader.groups(modules).items()
+        nats = {name: layer_nats(module, name, self.entries, errors) for name, module in modules.items()}
+        groups = self.reader.groups(modules)
+        candidates = {
+            key: group_candidates([(name, nats[name]) for name in names], budget) for key, names in groups.items()
         }
-        return self.choose(budget)
-
-    def choose(self, budget: Budget) -> CompressPlan:
-        """Return the best plan among ``candidates``. Raises ValueError if the budget cannot be met."""
-        chosen, layers = allocate(self.candidates, budget.limit, budget.unit), dict[str, LayerPlan]()
-        for key, names in self.reader.groups(self.task.modules).items():
+        chosen, layers = allocate(candidates, budget.limit, budget.unit), dict[str, LayerPlan]()
+        for key, names in groups.items():
             for name in names:
                 config, stored = chosen[key].config, None
                 if budget.unit == "bytes":
                     stored = budget.cost(name, config)
-                nats = 0.0 if config is None else self.nats[name][config]
-                layers[name] = LayerPlan.of(self.task.modules[name], config, nats, stored)
-        return CompressPlan.of(self.task.model, {name: layers[name] for name in self.task.modules})
+                predicted = 0.0 if config is None else nats[name][config]
+                layers[name] = LayerPlan.of(modules[name], config, predicted, stored)
+        return CompressPlan.of(self.task.model, {name: layers[name] for name in modules})
 
     def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
         """The errors of all sizes of the entries for layers, by the entry's number and the layer's name."""
@@ -120,54 +104,6 @@ class SearchSpace:
                     errors = [error for _, error in entry.candidate_errors(module, known)]
                     found[f"{at} {name}"] = torch.tensor(errors, dtype=torch.float64)
         return found
-
-    def frontier(self, budget: Budget, calibration: Calibration, corpus: Corpus) -> list[dict[str, Any]]:
-        """Return a row for each budget, as JSON values: bytes, bits a weight, nats; the model is left as it was.
-
-        Where ``evaluate`` is off every budget is predicted and none measured.
-
-        Args:
-            budget: in whose unit plans are made.
-            calibration: for the fits. corpus: whose windows evaluate those budgets that are measured.
-        """
-        task, candidates = self.task, self.candidates
-        least = sum(min(c.cost for c in options) for options in candidates.values())
-        limits = [least * (budget.whole / least) ** (at / BUDGETS) for at in range(BUDGETS + 1)]
-        rows: dict[float, tuple[dict[str, Any], CompressPlan]] = {}
-        before = stored_bytes(task.model)
-        for limit in limits:
-            whole = self.choose(dataclasses.replace(budget, limit=limit))
-            row = self._row(whole, before)
-            rows.setdefault(row["bytes"], (row, whole))
-        lossy = [row for row, _ in rows.values() if row["predicted"] > 0 and task.settings.evaluate]
-        near = {min(lossy, key=lambda row: abs(row["predicted"] / n - 1))["bytes"] for n in MEASURED_NEAR if lossy}
-        texts = {"": corpus.evaluation, **corpus.elsewhere}
-        original = {name: read(task.model, blocks) for name, blocks in texts.items() if near}
-        chosen = [rows[at] for at in sorted(near, reverse=True)]
-        fits = fit_layers(task, [whole for _, whole in chosen], calibration) if chosen else []
-        for done, ((row, whole), fitted) in enumerate(zip(chosen, fits, strict=True), start=1):
-            copied = task.on_a_copy()
-            replace_layers_(copied, whole, fitted)
-            if task.settings.by_bytes:
-                round_to_half_(copied.model)
-            found = {name: read(copied.model, blocks).against(original[name]) for name, blocks in texts.items()}
-            row |= {"measured": found.pop(""), "elsewhere": found}
-            task.on_progress("frontier", done, len(near))
-        return [row for row, _ in rows.values()]
-
-    def _row(self, whole: CompressPlan, before: int) -> dict[str, Any]:
-        """A budget's row; ``before``: bytes of the whole original."""
-        modules = self.task.modules.values()
-        after = round(sum((layer.bits or 0) * layer.parameters_before for layer in whole.layers.values()) / 8)
-        remaining = before - sum(map(stored_bytes, modules)) + after
-        weights = sum(inputs * outputs for inputs, outputs in map(linear_features, modules))
-        return {
-            "bytes": remaining,
-            "share_of_bytes": remaining / before,
-            "bits": 8 * after / weights,
-            "share_of_parameters": whole.parameters / whole.parameters_before,
-            "predicted": whole.nats,
-        }
 
 
 def layer_nats(
@@ -215,37 +151,23 @@ def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
     return found[::-1]
 
 
-def fit_layers(
-    task: Task, plans: Sequence[CompressPlan], calibration: Calibration, last: bool = False
-) -> list[dict[str, Tensor]]:
-    """Return, for each of ``plans``, the states of its operators, fitted to their layers under the original's moments.
+def fit_layers(task: Task, whole: CompressPlan, calibration: Calibration) -> dict[str, Tensor]:
+    """Return the states of a plan's operators, fitted to their layers under the original's moments.
 
-    All plans are fitted in one walk over the layers.
-
-    Args:
-        last: whether the calibration is asked for nothing more.
+    The calibration is asked for nothing more after this: its states go from the disk.
     """
-    asked = {f"{config} {name}": (name, config) for whole in plans for name, config in whole.replaced.items()}
 
     def fits(statistics: Statistics) -> dict[str, Tensor]:
-        found = dict[str, nn.Module]()
-        for key, (name, config) in asked.items():
+        fitted = dict[str, nn.Module]()
+        for name, config in whole.replaced.items():
             if name in statistics:
                 source = task.modules[name]
                 exact = linear_of(dense_weight(source).detach().double(), dense_bias(source))
-                found[key] = config.convert(source).fit_to_calibration(exact, statistics[name])
-        return flat_states(found)
+                fitted[name] = config.convert(source).fit_to_calibration(exact, statistics[name])
+        return flat_states(fitted)
 
-    found = calibration.each("fit", _mark(sorted(asked)), fits, last)
-    return [
-        {
-            key.removeprefix(f"{config} "): state
-            for name, config in whole.replaced.items()
-            for key, state in found.items()
-            if key.startswith(f"{config} {name}.")
-        }
-        for whole in plans
-    ]
+    asked = {name: config.to_dict() for name, config in whole.replaced.items()}
+    return calibration.each("fit", _mark(asked), fits, last=True)
 
 
 def replace_layers_(task: Task, whole: CompressPlan, states: Mapping[str, Tensor]) -> None:

@@ -9,10 +9,9 @@ everything takes the whole model once more; Adam takes two values for each param
 
 import copy
 import dataclasses
-import importlib.util
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from relinear.compression.settings import CompressSettings
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.modes import evaluating
 from relinear.contract.objective import GuidedTraining
-from relinear.contract.operator import is_conv1d
 from relinear.surgery.states import own_parameters_
 from relinear.training.distill import against
 from relinear.training.fitting import remove_checkpoints, run_fit
@@ -34,7 +32,7 @@ from relinear.training.settings import FitSettings
 
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
 #: size, and at 1e-4 Adam's first steps undo it
-PLAIN_RATE, LORA_RATE = 3e-5, 1e-3
+LEARNING_RATE = 3e-5
 #: evaluations on the held-out part, beside the one before the first step
 EVALUATIONS = 8
 #: steps in which the learning rate rises, as a share of all
@@ -45,7 +43,7 @@ WARMUP = 0.1
 class HealReport:
     """What healing did.
 
-    what: "operators", "all" or "lora". tokens, steps: trained on. best_step: after which step the parameters are those
+    what: "operators" or "all". tokens, steps: trained on. best_step: after which step the parameters are those
     that were kept; 0 where healing did not help. before, after: KL(original || model) on the held-out part, in nats a
     token.
     """
@@ -76,22 +74,10 @@ def original_copy(model: nn.Module) -> Any:
     return copy.deepcopy(model, {id(p): p for p in model.parameters() if p.ndim > 1})
 
 
-def check_heal(settings: CompressSettings) -> None:
-    """Raise ImportError where the settings ask for adapters and there is no PEFT."""
-    if settings.heal_tokens and settings.heal == "lora" and importlib.util.find_spec("peft") is None:
-        raise ImportError("heal='lora' needs PEFT: pip install 'relinear[peft]'; or heal='operators'")
-
-
-def check_healable(settings: CompressSettings, operators: int, dense: int) -> None:
-    """Raise ValueError where a plan leaves nothing that this way of healing trains.
-
-    Args:
-        operators: how many layers become operators. dense: how many others an adapter could go on.
-    """
+def check_healable(settings: CompressSettings, operators: int) -> None:
+    """Raise ValueError where a plan of so many ``operators`` leaves nothing that this way of healing trains."""
     if settings.heal == "operators" and not operators:
-        raise ValueError("heal='operators' trains the operators, and the plan has none; use heal='all' or heal='lora'")
-    if settings.heal == "lora" and not dense:
-        raise ValueError("heal='lora' adapts layers that stay dense, and the plan leaves none; use heal='operators'")
+        raise ValueError("heal='operators' trains the operators, and the plan has none; use heal='all'")
 
 
 def heal(
@@ -101,7 +87,6 @@ def heal(
     held_out: Tensor,
     *,
     settings: CompressSettings | None = None,
-    dense: Iterable[str] = (),
     folder: str | Path | None = None,
     on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> HealReport:
@@ -116,8 +101,7 @@ def heal(
             copies of its own of those that were trained.
         blocks: token ids (N, T) to train on, in a random order, each once.
         held_out: token ids (N, T) that evaluate it.
-        settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``heal_rank``, ``batch_size`` and ``seed`` of these.
-        dense: names of the linear layers that get adapters in ``heal="lora"``.
+        settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``batch_size`` and ``seed`` of these.
         folder: of state and metrics; None keeps nothing.
         on_progress: told "heal", steps done and in all.
 
@@ -125,14 +109,13 @@ def heal(
         ValueError: if nothing is left to train, or there are fewer blocks than a step takes. NonFiniteLossError: (a
             ValueError) if training diverges.
     """
-    chosen, dense = settings or CompressSettings(), list(dense)
-    check_heal(chosen)
-    check_healable(chosen, sum(1 for _ in named_operators(model)), len(dense))
+    chosen = settings or CompressSettings()
+    check_healable(chosen, sum(1 for _ in named_operators(model)))
     if len(blocks) < chosen.heal_batch or not len(held_out):
         least, got = f"{chosen.heal_batch} blocks (heal_batch)", f"{len(blocks)} and {len(held_out)}"
         raise ValueError(f"healing takes at least {least} to train on and one that is held out, got {got}")
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
-        return _Healing(model, teacher, blocks, held_out, chosen, dense, Path(home), on_progress).run()
+        return _Healing(model, teacher, blocks, held_out, chosen, Path(home), on_progress).run()
 
 
 @contextmanager
@@ -171,14 +154,14 @@ class _Evaluated(GuidedTraining):
 class _Healing:
     """One healing under way."""
 
-    def __init__(self, model, teacher, blocks, held_out, settings, dense, home, on_progress) -> None:
+    def __init__(self, model, teacher, blocks, held_out, settings, home, on_progress) -> None:
         self.model, self.teacher, self.blocks, self.held_out = model, teacher, blocks, held_out
-        self.settings, self.dense, self.on_progress = settings, dense, on_progress
-        names = ("heal", "heal_learning_rate", "heal_batch", "heal_rank", "batch_size", "seed")
+        self.settings, self.on_progress = settings, on_progress
+        names = ("heal", "heal_learning_rate", "heal_batch", "batch_size", "seed")
         marked = {name: getattr(settings, name) for name in names}
         both = torch.cat([blocks, held_out])
         origin = fingerprint(teacher, both, [], {})
-        mark = fingerprint(model, both, [*dense, origin, str(len(blocks))], marked)
+        mark = fingerprint(model, both, [origin, str(len(blocks))], marked)
         self.folder = home / f"heal-{mark[:16]}"
         self.best = self.folder / "best.safetensors"
         self.steps = len(blocks) // settings.heal_batch
@@ -186,51 +169,19 @@ class _Healing:
     def run(self) -> HealReport:
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self.folder / "healed.json"
-        tuner = self._adapt() if self.settings.heal == "lora" else None
-        try:
-            self._mark_trained()
-            if not record.is_file():
-                write_record(record, self._train())
-            report = HealReport(**read_record(record))
-            self._take_best()
-        finally:
-            if tuner is not None:
-                self._own_dense_()  # merging writes into weights that the teacher may hold as well
-                tuner.merge_and_unload()
-                for name in ("peft_config", "active_adapter", "_hf_peft_config_loaded"):  # PEFT's notes: none is left
-                    self.model.__dict__.pop(name, None)
+        self._mark_trained()
+        if not record.is_file():
+            write_record(record, self._train())
+        report = HealReport(**read_record(record))
+        self._take_best()
         remove_checkpoints(self.folder / "checkpoints")
         return report
 
-    def _adapt(self) -> Any:
-        """Put adapters on the dense layers: they give nothing yet."""
-        from peft import LoraConfig, LoraModel
-
-        conv = [name for name in self.dense if is_conv1d(self.model.get_submodule(name))]
-        config = LoraConfig(
-            r=self.settings.heal_rank,
-            lora_alpha=self.settings.heal_rank,
-            target_modules=self.dense,
-            fan_in_fan_out=len(conv) == len(self.dense),
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.settings.seed)
-            return LoraModel(self.model, config, "default")
-
-    def _own_dense_(self) -> None:
-        held = {id(p) for p in self.teacher.parameters()}
-        dense = (p for name in self.dense for p in self.model.get_submodule(name).parameters())
-        own_parameters_(self.model, [p for p in dense if id(p) in held])
-
     def _mark_trained(self) -> None:
         """Let those parameters train that are to; the teacher gets its own copies of them where it shares them."""
-        if self.settings.heal == "all":
-            self.model.requires_grad_(True)
-        else:
-            if self.settings.heal == "operators":
-                self.model.requires_grad_(False)
-            for _, operator in named_operators(self.model):
-                operator.requires_grad_(True)
+        self.model.requires_grad_(self.settings.heal == "all")
+        for _, operator in named_operators(self.model):
+            operator.requires_grad_(True)
         own_parameters_(self.teacher, self._trained().values())
         self.teacher.requires_grad_(False)
 
@@ -245,7 +196,7 @@ class _Healing:
             steps=self.steps,
             batch_size=batch,
             accumulation=settings.heal_batch // batch,
-            learning_rate=settings.heal_learning_rate or (LORA_RATE if settings.heal == "lora" else PLAIN_RATE),
+            learning_rate=settings.heal_learning_rate or LEARNING_RATE,
             warmup_steps=min(self.steps - 1, max(1, round(WARMUP * self.steps))),
             min_lr_ratio=0.0,
             weight_decay=0.0,

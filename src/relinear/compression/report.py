@@ -1,7 +1,7 @@
 """What a compression did, as a value that can be printed and written, and the page on it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from relinear.compression.healing import HealReport
 from relinear.compression.plan import CompressPlan, by_type, holds_integers, layer_type
 from relinear.contract.operator import OperatorConfig
 from relinear.pages import page as pages
-from relinear.pages.blocks import Chart, Part, Section
-from relinear.pages.figures import PALETTE, REFERENCE, Axis, Panel, Series, blend
+from relinear.pages.blocks import Part, Section
+from relinear.pages.figures import blend
 from relinear.pages.records import about, what_ran
 from relinear.system.files import understood
 from relinear.system.machine import circumstances
@@ -30,8 +30,7 @@ class CompressReport:
     was allowed; None for a plan that was given. evaluation: the compressed model compared with the original (loss,
     agreement, samples, speed), None where it was not measured. peak_memory_bytes: of this call. settings: all of them.
     healing: None where there was none. left: what no target could name, such as experts that are held as one tensor, in
-    words. corpus: the texts.
-    budgets: rows of the frontier. model: its name.
+    words. corpus: the texts. model: its name.
     """
 
     plan: CompressPlan
@@ -41,7 +40,6 @@ class CompressReport:
     bytes: int
     bytes_before: int
     corpus: Corpus | None = None
-    budgets: tuple[dict[str, Any], ...] = ()
     model: str = ""
     healing: HealReport | None = None
     budget: Budget | None = None
@@ -95,7 +93,7 @@ class CompressReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        copied = ["parameters", "parameters_before", "remarks", "model", "verdict", "bytes", "bytes_before", "budgets"]
+        copied = ["parameters", "parameters_before", "remarks", "model", "verdict", "bytes", "bytes_before"]
         copied += ["evaluation", "peak_memory_bytes", "left", "seconds", "settings"]
         parts = {"budget": self.budget, "healing": self.healing}
         corpus = {} if self.corpus is None else self.corpus.to_dict()
@@ -121,21 +119,11 @@ class CompressReport:
             lines.append(str(self.healing))
         if self.evaluation is not None:
             lines += _evaluation_lines(self.evaluation, self.plan.nats)
-        lines += [*map(_budget_line, self.budgets), *self.remarks]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.remarks])
 
 
 def _plus_minus(found: Mapping[str, Any]) -> str:
     return "" if found["interval"] is None else f" ± {found['interval']:.3f}"
-
-
-def _budget_line(row: Mapping[str, Any]) -> str:
-    measured = "".join(
-        f", {found['nats']:+z.3f} ± {found['interval'] or 0:.3f} measured on {name}"
-        for name, found in ({"the corpus": row["measured"]} | row["elsewhere"] if "measured" in row else {}).items()
-    )
-    share = f"{row['bits']:.2f} bits a weight ({row['share_of_bytes']:.2f} of the bytes)"
-    return f"{share}: {row['predicted']:+z.3f} nats predicted{measured}"
 
 
 def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
@@ -179,29 +167,9 @@ def report_section(report: Mapping[str, Any]) -> Section:
             "report": report,
             "picture": _picture(report["layers"]),
             "types": by_type(report["layers"]),
-            "frontier": _frontier(report.get("budgets") or []),
         }
     note = about(report, report.get("model"))
     return Section("Compression", "compress", [Part(TEMPLATE, values), *what_ran(report)], note=note)
-
-
-def _frontier(rows: Sequence[Mapping[str, Any]]) -> Chart | None:
-    """Loss against bits a weight; None without rows."""
-    if not rows:
-        return None
-    y = [row["predicted"] for row in rows]
-    series = [Series(name="predicted", colour=REFERENCE, x=[row["bits"] for row in rows], y=y, mode="plain")]
-    measured = [row for row in rows if "measured" in row]
-    corpora = {"the corpus": [row["measured"] for row in measured]} if measured else {}
-    corpora |= {name: [row["elsewhere"][name] for row in measured] for row in measured[:1] for name in row["elsewhere"]}
-    x = [row["bits"] for row in measured]
-    for at, (name, results) in enumerate(corpora.items()):
-        low, high = ([r["nats"] + sign * (r["interval"] or 0) for r in results] for sign in (-1, 1))
-        shown: dict[str, Any] = {"name": f"measured on {name}", "colour": PALETTE[at], "mode": "points", "number": at}
-        series.append(Series(x=x, y=[r["nats"] for r in results], low=low, high=high, **shown))
-    panel = Panel(series, Axis(title="bits a weight"), Axis(title="nats a token above the original", from_zero=True))
-    text = "Loss against bytes, from one calibration: predicted for many budgets, measured for some (95 %)."
-    return Chart(text, panel)
 
 
 def _depth(name: str) -> tuple[int, str]:

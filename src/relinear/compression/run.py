@@ -21,7 +21,7 @@ from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere
 from relinear.compression.evaluation import Observation, compared, like_before, measure_speed, observe
 from relinear.compression.export import check_packable, check_stock, export_compressed_tensors, export_plain
 from relinear.compression.gguf import check_gguf, check_gguf_operator, export_gguf
-from relinear.compression.healing import HealReport, check_heal, check_healable, heal, original_copy
+from relinear.compression.healing import HealReport, check_healable, heal, original_copy
 from relinear.compression.plan import CompressPlan, LayerPlan
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
@@ -36,7 +36,7 @@ from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.tied import tied_head
 from relinear.system.files import fingerprint, write_json, writing
-from relinear.system.machine import PeakMemory, command_line
+from relinear.system.machine import PeakMemory
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, set_aside
 
@@ -48,7 +48,6 @@ EXPORTS = {"plain": export_plain, "gguf": export_gguf, "compressed-tensors": exp
 STAGES = {
     "forward": "calibrating",
     "candidates": "planning",
-    "frontier": "measuring budgets",
     "original": "running the original",
     "evaluation": "running the compressed model",
     "heal": "healing",
@@ -61,6 +60,8 @@ def compress(
     model: Any,
     texts: Iterable[Any] | Mapping[str, Iterable[Any]],
     *,
+    bits: float | None = None,
+    size: float | str | None = None,
     keep: float | None = None,
     tokenizer: Any = None,
     targets: str | Iterable[str] = ALL_LINEAR,
@@ -68,7 +69,6 @@ def compress(
     settings: CompressSettings | Mapping[str, Any] | None = None,
     plan_file: str | Path | None = None,
     plan_only: bool = False,
-    frontier: bool = False,
     out_dir: str | Path | None = None,
     overwrite: bool = False,
     export: Literal["plain", "gguf", "compressed-tensors"] | None = None,
@@ -82,15 +82,13 @@ def compress(
         texts: texts, conversations (lists of ``{"role", "content"}``, written by the tokenizer's chat template), or
             tensors or mappings of token ids, as for ``distill_``; read as far as needed. Or a mapping of several such
             corpora by name, which are taken in turns, ``sequence_length`` tokens of each.
-        keep: share of the parameters to keep; a shorthand for the setting of this name.
+        bits, size, keep: the budget; shorthands for the settings of these names.
         tokenizer: of the model, needed for texts; saved beside the model.
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
         settings: ``CompressSettings`` or a mapping of its fields.
         plan_file: a plan to carry out in place of one that is made here.
         plan_only: stop after the plan, the model as it was. Where ``out_dir`` holds a model already, plan and report
             are put beside its own as ``proposed-*``.
-        frontier: stop after the plan as well, and say in the report and in ``frontier.json`` what other budgets would
-            cost: predicted for many, measured for a few, each of which takes a fit of the whole model.
         evaluate_on: texts of other kinds, by name, that the result is also evaluated on; of each ``evaluation_tokens``.
         export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
             "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``); "compressed-tensors"
@@ -104,7 +102,7 @@ def compress(
 
     Returns:
         The report: what every layer became, sizes in bytes, losses in nats a token, seconds by phase. ``model`` has
-        changed in place, unless only a plan or a frontier was asked for.
+        changed in place, unless only a plan was asked for.
 
     Raises:
         ValueError: if the budget cannot be met, the corpus is too short or of another vocabulary, the model is
@@ -113,15 +111,15 @@ def compress(
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny", num_hidden_layers=1), torch.randint(258, (8, 128))
-        >>> settings = {"bits": 4.25, "tokens": 512, "sequence_length": 64, "evaluate": False}
-        >>> report = relinear.compress(model, ids, targets="up_proj", settings=settings)
+        >>> settings = {"tokens": 512, "sequence_length": 64, "evaluate": False}
+        >>> report = relinear.compress(model, ids, bits=4.25, targets="up_proj", settings=settings)
         >>> report.bytes < report.bytes_before
         True
     """
     check_choice("export", export or "plain", EXPORTS)
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
-    chosen = CompressSettings.load(given if keep is None else given | {"keep": keep}, "compress settings")
-    check_heal(chosen)
+    given |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
+    chosen = CompressSettings.load(given, "compress settings")
     named = {reader.export: name for name, reader in READERS.items()}
     if chosen.by_bytes and export is not None and export in named and chosen.reader == "relinear":
         chosen = chosen.updated(reader=named[export])
@@ -160,9 +158,6 @@ def compress(
         job = _Job(
             Task(model, modules, chosen, folder, report_progress), export, kept, (record or {}).get("made"), tokenizer
         )
-        if frontier and plan_file is not None:
-            raise ValueError("frontier weighs operators by budgets: leave out plan_file")
-        plan_only = plan_only or frontier
         given_plan = None if plan_file is None else job.space.load_plan(plan_file, job.budget)
         if given_plan is None:
             job.space.check(job.budget)
@@ -173,7 +168,7 @@ def compress(
             check_ids(ids, model, name)
         if corpus.repeats:
             warnings.warn(corpus.repeats, stacklevel=2)
-        report = job.run(corpus, tokenizer, given_plan, plan_only, frontier)
+        report = job.run(corpus, tokenizer, given_plan, plan_only)
         if out_dir is not None and not plan_only:
             with at_half_precision(model) if chosen.by_bytes else nullcontext():
                 _save(model, Path(out_dir), tokenizer, export)
@@ -185,7 +180,7 @@ def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: 
     """Return the folder of a compression. Raises ValueError where it holds other work, before any is done."""
     folder = RunFolder(
         out_dir,
-        *("compress", "compress.json", ("calibration", "frontier.json", *_RESULTS)),
+        *("compress", "compress.json", ("calibration", *_RESULTS)),
         earlier={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
         settings_of=lambda record: record.get("settings", settings.measured),
     )
@@ -218,9 +213,7 @@ class _Job:
     def _lap(self, phase: str) -> None:
         self.ends[phase] = time.monotonic()
 
-    def run(
-        self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool, frontier: bool
-    ) -> CompressReport:
+    def run(self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.start()
@@ -232,15 +225,8 @@ class _Job:
         calibration = self.calibration = self.task.calibrate(corpus.blocks, corpus.kinds)
         loss = calibration.loss
         self._lap("calibration")
-        budget, budgets = None, list[dict[str, Any]]()
-        if given_plan is None:
-            budget = self.budget
-            whole = self.space.plan(calibration, budget)
-            if frontier:
-                budgets = self.space.frontier(budget, calibration, corpus)
-                write_json(self.folder / "frontier.json", {"budgets": budgets, "command": command_line()})
-        else:
-            whole = given_plan
+        budget = self.budget if given_plan is None else None
+        whole = given_plan or self.space.plan(calibration, self.budget)
         if is_edited(place := proposal(self.folder, "plan.json")):
             set_aside(place)
         whole.save(place)
@@ -260,7 +246,6 @@ class _Job:
             model=model_name(self.model),
             healing=healing,
             budget=budget,
-            budgets=tuple(budgets),
             bytes_before=bytes_before,
             bytes=bytes_before - sum(map(self._saved_bytes, whole.layers.values())),
             evaluation=evaluation,
@@ -311,9 +296,8 @@ class _Job:
         self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Carry the plan out and heal; compare the result with the original where that is asked for."""
-        dense = [name for name in self.modules if name not in whole.replaced and name not in self.task.tables]
         if self.settings.heal_tokens:
-            check_healable(self.settings, len(whole.replaced), len(dense))
+            check_healable(self.settings, len(whole.replaced))
         original = self._observe("original", corpus, tokenizer)
         ends = list(self.task.tables.values())
         ends += [head for table in ends if (head := tied_head(self.model, table)) is not None]
@@ -321,8 +305,7 @@ class _Job:
         layers = {name: copy.deepcopy(one).to("meta") for name, one in changed.items()}
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
-        (states,) = fit_layers(self.task, [whole], calibration, last=True)
-        replace_layers_(self.task, whole, states)
+        replace_layers_(self.task, whole, fit_layers(self.task, whole, calibration))
         self._lap("fit")
         healing = None
         if teacher is not None:
@@ -330,7 +313,7 @@ class _Job:
             held_out = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
             trained = torch.ones(len(corpus.further), dtype=torch.bool)
             trained[held_out] = False
-            how: dict[str, Any] = {"dense": dense, "folder": self.folder, "on_progress": self.task.on_progress}
+            how: dict[str, Any] = {"folder": self.folder, "on_progress": self.task.on_progress}
             parts = corpus.further[trained], corpus.further[held_out]
             healing = heal(self.model, teacher, *parts, settings=self.settings, **how)
             self._lap("heal")

@@ -15,19 +15,18 @@ from relinear.distill.settings import check_whole_blocks
 
 #: bytes of a unit
 _UNITS = {"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-#: share that is kept where no budget is given
-KEEP = 0.8
+#: bits of a weight where no budget is given: the least that every reader stores with its scales
+BITS = 4.5
 
 
 class CompressSettings(Settings):
     """Hold the settings of ``compress``; unknown keys and values out of range are errors.
 
     Args:
-        keep: share of the parameters of the linear layers, between 0 and 1, by low rank; 0.8 where no budget is given.
-        bits: in place of ``keep``, how many bits a weight takes on average, below 16, scales included: of linear
-            layers, embedding and head, as ``reader`` stores them.
-        size: likewise, what the weights' file takes at most: "90MB", bytes, or a share of the original's bytes at half
-            precision.
+        size: what the weights' file takes at most: "90MB", bytes, or a share of the original's bytes at half precision.
+        bits: in place of ``size``, how many bits a weight takes on average, below 16, scales included: of linear
+            layers, embedding and head, as ``reader`` stores them; 4.5 where no budget is given.
+        keep: in place of both, the share of the parameters of the linear layers, between 0 and 1, by low rank.
         reader: the program that will run the model, and decides what layers can become: "relinear", "llama.cpp"
             (GGUF) or "vllm" (compressed-tensors).
         speed_batch: sequences at once where ``evaluate`` measures speeds.
@@ -41,12 +40,10 @@ class CompressSettings(Settings):
             healing.
         heal_tokens: distillation tokens after compression, of the corpus behind those that calibrate; 0 turns it off.
             The whole model learns to give the original's logits.
-        heal: what is trained then: the "operators"; "all" parameters; or with "lora" the operators, and adapters on
-            the layers that stayed dense, which are merged in the end.
+        heal: what is trained then: the "operators", or "all" parameters.
         heal_held_out_tokens: how many evaluate healing: the parameters that were best there are kept.
-        heal_learning_rate: the peak; None is 3e-5, and 1e-3 for lora.
+        heal_learning_rate: the peak; None is 3e-5.
         heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
-        heal_rank: of the adapters.
         evaluate: compare the compressed model with the original: loss and agreement on tokens that
             calibration has not seen, samples, speed.
         evaluation_tokens: of documents that do not calibrate, for ``evaluate``.
@@ -63,9 +60,9 @@ class CompressSettings(Settings):
         4.25
     """
 
-    keep: float | None = Field(default=None, gt=0, lt=1)
-    bits: float | None = Field(default=None, gt=0, lt=16)
     size: float | str | None = None
+    bits: float | None = Field(default=None, gt=0, lt=16)
+    keep: float | None = Field(default=None, gt=0, lt=1)
     reader: Literal["relinear", "llama.cpp", "vllm"] = "relinear"
     speed_batch: Batch = 1
     tokens: int = Field(default=32768, ge=2, le=10**12)
@@ -74,11 +71,10 @@ class CompressSettings(Settings):
     candidates: tuple[str, ...] = ()
     seed: Seed = 0
     heal_tokens: int = Field(default=0, ge=0)
-    heal: Literal["operators", "all", "lora"] = "operators"
+    heal: Literal["operators", "all"] = "operators"
     heal_held_out_tokens: int = Field(default=8192, ge=2)
     heal_learning_rate: float | None = Field(default=None, gt=0)
     heal_batch: Batch = 4
-    heal_rank: int = Field(default=16, ge=1)
     evaluate: bool = True
     evaluation_tokens: int = Field(default=16384, ge=2)
     passages: int = Field(default=50, ge=0)
@@ -96,7 +92,7 @@ class CompressSettings(Settings):
             return values
         given = with_new_keys(cls.__name__, values)
         if all(given.get(budget) is None for budget in ("keep", "bits", "size")):
-            given["keep"] = KEEP
+            given["bits"] = BITS
         return given
 
     @model_validator(mode="after")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from relinear.hf.vocabulary import check_length_fits, entries_of
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
 
-#: told the phase ("forward", "candidates", "frontier", "original", "fit", "heal", "evaluation"), how much of it is
+#: told the phase ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is
 #: done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
@@ -82,11 +81,6 @@ class Task:
     def progress_of(self, phase: str) -> Callable[[int, int], None]:
         """Return a callback for the progress of ``phase``: called with how much is done and how much there is."""
         return partial(self.on_progress, phase)
-
-    def on_a_copy(self) -> Task:
-        """Return the same task on a copy of the model."""
-        model = copy.deepcopy(self.model)
-        return dataclasses.replace(self, model=model, modules={n: model.get_submodule(n) for n in self.modules})
 
     def calibrate(self, blocks: Tensor, kinds: Sequence[int] = ()) -> Calibration:
         """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
