@@ -1,5 +1,6 @@
 """Pages: what is in them as text, and what they do in a browser where there is one."""
 
+import csv
 import json
 import re
 import shutil
@@ -157,6 +158,39 @@ def test_what_a_token_uses_stands_beside_the_whole(tmp_path) -> None:
     place, cost = table.head.index("parameters"), table.head.index("FLOPs / token")
     assert [row.shown[place].text.partition(" ")[2] for row in table.rows[:2]] == ["", "(600 active)"]
     assert table.rows[1].shown[cost].text == "500 (1.10k in all)"
+
+
+def test_a_comparison_as_csv_and_latex(tmp_path, capsys) -> None:
+    shutil.copytree(COMPARISON, tmp_path / "100%_run")
+    found = comparison(tmp_path / "100%_run", {"dense": [3.0, 3.1], "a": [1.0, 1.1], "b_c": [2.0, 2.11]})
+    found["reference"] = "dense"
+    gap = {"mean": -2.0, "low": -2.5, "high": -1.5, "values": [-2.0], "standard_error": 0.1, "blocks": 2}
+    found["entries"] = [entry | {"gap": None} for entry in found["entries"]]
+    found["entries"][1] |= {"gap": gap, "inactive_parameters": 100}
+    (tmp_path / "100%_run" / "results.json").write_text(json.dumps(found))
+    table, tex = tmp_path / "t.csv", tmp_path / "t.tex"
+    command = ["report", str(tmp_path / "100%_run"), "--csv", str(table), "--latex", str(tex)]
+    assert main(command) in (None, 0)
+    rows = list(csv.DictReader(table.open(encoding="utf-8")))
+    assert [(row["entry"], row["gap_low"], row["seeds"]) for row in rows] == [
+        ("dense", "", "2"),
+        ("a", "-2.5", "2"),
+        ("b_c", "", "2"),
+    ]
+    assert int(rows[1]["parameters"]) - int(rows[1]["active_parameters"]) == 100
+    points = list(csv.DictReader((tmp_path / "t-curves.csv").open(encoding="utf-8")))
+    assert {(row["entry"], row["seed"]) for row in points} == {(n, s) for n in ("dense", "a", "b_c") for s in "01"}
+    text = tex.read_text(encoding="utf-8")
+    assert r"\textbf{a} & 1.050 & $-2.000$ [$-2.500$, $-1.500$] &" in text
+    assert r"b\_c & " in text
+    for row in text.partition("\\toprule\n")[2].partition("\\bottomrule")[0].replace("\\midrule\n", "").splitlines():
+        assert row.endswith(r" \\")
+        assert row.count(" & ") == text.partition("}{")[2].partition("}")[0].count("r")
+    capsys.readouterr()
+    assert main(command) == 2  # as that is no file of ours to replace
+    assert "t.csv is there already" in capsys.readouterr().err
+    assert main([*command[:1], str(tmp_path), *command[2:]]) == 2
+    assert "one comparison" in capsys.readouterr().err
 
 
 def test_a_report_shows_the_settings_that_are_not_defaults(tmp_path) -> None:

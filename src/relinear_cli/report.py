@@ -27,6 +27,12 @@ def command(
     analyze: Annotated[
         bool, typer.Option("--analyze", help="First look into the trained models of RUN, one of every entry.")
     ] = False,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Also the table in numbers, and FILE-curves.")
+    ] = None,
+    latex: Annotated[
+        Path | None, typer.Option("--latex", metavar="FILE", help="Also the table with its intervals, for booktabs.")
+    ] = None,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Rename what is in the way, a file of others or analyses of another text."),
@@ -41,14 +47,19 @@ def command(
     **Example:** `relinear report runs/demo --analyze`
 
     **Example:** `relinear report runs/demo runs/compress --out both.html`
+
+    **Example:** `relinear report runs/demo --csv demo.csv --latex demo.tex`
     """
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.scaling import SCALE, read_scale
     from relinear.pages.page import check_page
+    from relinear.system.files import write_text
+    from relinear.system.run_folder import set_aside
     from relinear_cli.terminal import print_results, print_scale
 
     if out is not None:
         check_page(page_of(runs, out), overwrite)
+    tables = _tables(runs, csv, latex, overwrite) if csv or latex else {}
     if analyze:
         analyze_models([folder for run in runs for folder in trained_in(run)], overwrite)
     path = write_report_of(runs, out)
@@ -58,6 +69,37 @@ def command(
         elif (run / RESULTS).is_file():
             print_results(read_results(run))
     print(f"\nreport: {path.resolve()}")
+    for file, text in tables.items():
+        set_aside(file)
+        write_text(file, text)
+        print(f"table: {file}")
+
+
+def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: bool) -> dict[Path, str]:
+    """Return the text of each file on the one comparison in ``runs``.
+
+    Raises:
+        ValueError: for several directories, for one without a comparison, and for files that are there.
+    """
+    from relinear.compare.replicate import COMPARISON
+    from relinear.compare.report import RESULTS, read_results
+    from relinear.compare.tables import as_csv, curve_rows, latex_tables, table_rows
+
+    found = [folder for run in runs for folder in (run, run / COMPARISON) if (folder / RESULTS).is_file()]
+    if len(runs) > 1 or not found:
+        raise ValueError("--csv and --latex take the directory of one comparison that has finished")
+    results, files = read_results(found[0]), dict[Path, str]()
+    if csv is not None:
+        files[csv] = as_csv(table_rows(results))
+        files[csv.with_name(f"{csv.stem}-curves{csv.suffix}")] = as_csv(curve_rows(results))
+    if latex is not None:
+        files[latex] = latex_tables(results)
+    for file in files:
+        if not file.absolute().parent.is_dir():
+            raise ValueError(f"there is no directory {file.absolute().parent} to put {file.name} in")
+        if file.exists() and not overwrite:
+            raise ValueError(f"{file} is there already; give another name, or --overwrite, which renames it")
+    return files
 
 
 def trained_in(run: Path) -> list[Path]:

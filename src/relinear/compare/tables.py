@@ -1,0 +1,103 @@
+"""A comparison as files for a paper: its table and its curves as CSV, its table in LaTeX (booktabs)."""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from relinear.compare.report import budget_table, results_table
+from relinear.compare.schema import EntryResult, Results
+from relinear.pages.blocks import Table
+
+#: how the heads of columns begin that a printed table has
+_PRINTED = ("entry", "validation loss", "gap", "bits", "bytes", "parameters", "FLOPs", "training speed")
+_ESCAPES = {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+}
+
+
+def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows of the same columns as CSV, with their names on top."""
+    rows, text = list(rows), io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def table_rows(results: Results) -> Iterable[dict[str, Any]]:
+    """Yield numbers by column for every entry at every budget; losses in nats, gaps with their intervals of 95 %."""
+    whole = {entry["name"]: entry for entry in results["entries"]}
+    budgets: list[Any] = [*results.get("budgets", ()), *results.get("sizes", ())]
+    for budget in budgets or [results]:
+        for at_budget in budget["entries"]:
+            entry: EntryResult = whole[at_budget["name"]]
+            gap: Any = at_budget.get("gap") or {}
+            speed: Any = entry["speed"] or {}
+            loss = at_budget["validation_loss"]
+            yield {
+                "entry": entry["name"],
+                "operators": entry["operators"],
+                "tokens": budget.get("tokens", entry["runs"][0]["curve"][-1]["tokens"]),
+                "bytes": budget.get("bytes"),
+                "seeds": len(loss["values"]),
+                "validation_loss": loss["mean"],
+                "validation_loss_std": loss["std"],
+                "gap": gap.get("mean"),
+                "gap_low": gap.get("low"),
+                "gap_high": gap.get("high"),
+                "parameters": entry["parameters"],
+                "active_parameters": entry["parameters"] - entry.get("inactive_parameters", 0),
+                "flops_per_token": entry["flops_per_token"],
+                "total_flops_per_token": entry["flops_per_token"] + entry.get("inactive_flops", 0),
+                "learning_rate": at_budget["learning_rate"],
+                "train_speed_ratio": speed.get("train_ratio"),
+                "inference_speed_ratio": speed.get("inference_ratio"),
+            }
+
+
+def curve_rows(results: Results) -> Iterable[dict[str, Any]]:
+    """Yield the points of every final run, at the largest budget; ``loss`` is that of training."""
+    for entry in results["entries"]:
+        for run in entry["runs"]:
+            head = {"entry": entry["name"], "seed": run.get("seed")}
+            for point in run["curve"]:
+                losses = {name: point.get(name) for name in ("loss", "validation_loss")}
+                yield head | {"step": point["step"], "tokens": point["tokens"]} | losses
+
+
+def latex_tables(results: Results) -> str:
+    """Return the table, and that of gaps by budget where there are several, as LaTeX for the package booktabs."""
+    table = results_table(results)
+    columns = [place for place, head in enumerate(table.head) if head.startswith(_PRINTED)]
+    by_budget = budget_table(results)
+    parts = [
+        r"% needs \usepackage{booktabs}",
+        "% losses: mean and sample standard deviation over seeds; gaps: mean [95 % interval]; best in bold",
+        _tabular(table, columns),
+        *([] if by_budget is None else [_tabular(by_budget, range(len(by_budget.head)))]),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _tabular(table: Table, columns: Iterable[int]) -> str:
+    columns = list(columns)
+    lines = [" & ".join(_escaped(table.head[place]) for place in columns), r"\midrule"]
+    for row in table.rows:
+        cells = [_escaped(row.shown[place].text) for place in columns]
+        lines.append(" & ".join([rf"\textbf{{{cells[0]}}}" if row.best else cells[0], *cells[1:]]))
+    body = "\n".join(line if line.startswith("\\midrule") else rf"{line} \\" for line in lines)
+    aligned = "".join("l" if place in table.words else "r" for place in columns)
+    return f"\\begin{{tabular}}{{{aligned}}}\n\\toprule\n{body}\n\\bottomrule\n\\end{{tabular}}"
+
+
+def _escaped(text: str) -> str:
+    """``text`` with LaTeX's own characters escaped, and signs of numbers in mathematics."""
+    escaped = "".join(_ESCAPES.get(character, character) for character in text)
+    return re.sub(r"(?<![\w.}-])[+-]\d[\d.]*", r"$\g<0>$", escaped)
