@@ -14,7 +14,7 @@ from relinear.compression.corpus import read_corpus, read_elsewhere
 from relinear.compression.evaluation import Reading
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill.record import token_blocks
-from relinear.system.confidence import student
+from relinear.system.confidence import t_quantile
 from tiny_models import starting_tokenizer
 
 SHORT = CompressSettings(tokens=128, sequence_length=16, evaluation_tokens=96)
@@ -215,7 +215,7 @@ def test_what_a_run_keeps_is_refused_or_made_anew_where_it_is_damaged(tmp_path) 
 def test_intervals_are_student_s() -> None:
     # table of the distribution, two-sided 95 %
     for freedom, wanted in {1: 12.706, 2: 4.303, 3: 3.182, 5: 2.571, 9: 2.262, 29: 2.045, 200: 1.972}.items():
-        assert student(freedom) == pytest.approx(wanted, abs=5e-4)
+        assert t_quantile(freedom) == pytest.approx(wanted, abs=5e-4)
     before, after = torch.tensor([3.0, 2.0, 1.0, 2.0]).double(), torch.tensor([3.2, 2.1, 1.4, 2.1]).double()
     likeliest = torch.zeros(4, 3)
     found = Reading(after, likeliest).against(Reading(before, likeliest))

@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 from relinear.compare import gaps
 from relinear.compare.figures import budgets
 from relinear.compare.settings import Match, Plan
-from relinear.system.confidence import half_width, seeds_needed, student
+from relinear.system.confidence import half_width, seeds_needed, t_quantile
 
 #: two-sided 95 %, by degrees of freedom
 TABLE = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645, 7: 2.36462, 11: 2.20099, 29: 2.04523, 1000: 1.96234}
@@ -30,7 +30,7 @@ def losses(seeds: int, blocks: int, seed: int = 0) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(("freedom", "wanted"), TABLE.items())
 def test_quantiles_are_those_of_the_table(freedom, wanted):
-    assert student(freedom) == pytest.approx(wanted, abs=1e-5)
+    assert t_quantile(freedom) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 300])
@@ -71,7 +71,7 @@ def test_recorded_intervals_contain_the_paired_t_interval():
             if len(values) < 2 or None in bounds:  # one seed has no interval, and more have one
                 wrong += [place] * (bounds != (None, None) or len(values) > 1)
                 continue
-            half = student(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+            half = t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
             middle, seen = statistics.fmean(values), seen + 1
             wrong += [place] * (bounds[0] > middle - half + 1e-9 or bounds[1] < middle + half - 1e-9)
     assert wrong == []
@@ -89,7 +89,7 @@ def test_drawn_intervals_of_power_laws_err_by_less_than_a_tenth_of_their_width(s
 def test_the_seeds_of_a_plan_are_the_least_that_have_power():
     for effect, spread in [(0.274, 0.049), (0.014, 0.011), (1.0, 0.001)]:
         count = seeds_needed(effect, spread)
-        widths = [student(n - 1) * spread / n**0.5 for n in range(2, count + 1)]
+        widths = [t_quantile(n - 1) * spread / n**0.5 for n in range(2, count + 1)]
         assert widths[-1] < effect / 2
         assert all(width >= effect / 2 for width in widths[:-1])
 

@@ -16,7 +16,7 @@ from relinear.explore.subject import _usual_folder
 from relinear.kernels.kernel_selfcheck import check_folder
 from relinear.kernels.native import build
 from relinear.system import private_cache
-from relinear.system.private_cache import check_own, own_folder
+from relinear.system.private_cache import check_private, private_folder
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="a system without owners")
 OTHER = 65534
@@ -78,10 +78,10 @@ def test_what_others_own_or_may_write_to_is_refused_and_left(where, facts, reaso
     for path in (folder, tmp_path / "link", folder / "new"):
         made = path.name == "new"
         if reason is None or (made and where == "a/b" and facts.get("st_mode") == STICKY | 0o777):
-            assert own_folder(path) == path.resolve()
+            assert private_folder(path) == path.resolve()
         else:
             with pytest.raises(PermissionError, match=reason) as error:
-                own_folder(path)
+                private_folder(path)
             assert error.value.filename == str(tmp_path / where)
             assert not (folder / "new").exists()
     assert folder.stat().st_mode == before.st_mode
@@ -90,7 +90,7 @@ def test_what_others_own_or_may_write_to_is_refused_and_left(where, facts, reaso
 def test_folders_that_are_made_are_open_to_nobody_else(tmp_path):
     before = os.umask(0)
     try:
-        own_folder(tmp_path / "a" / "b")
+        private_folder(tmp_path / "a" / "b")
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a", tmp_path / "a" / "b")} == {0o755}
@@ -125,12 +125,12 @@ def test_a_link_of_another_user_is_refused(pretend, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     mine = (tmp_path / "mine").resolve()  # what is read is what was checked, whoever exchanges a link meanwhile
-    assert check_own(tmp_path / "link") == mine
+    assert check_private(tmp_path / "link") == mine
     assert cache.cached(tmp_path / "link", "tokens", "key", lambda folder: {})[0].is_relative_to(mine)
-    assert own_folder(tmp_path / "link" / "new") == mine / "new"
+    assert private_folder(tmp_path / "link" / "new") == mine / "new"
     pretend(tmp_path / "link", st_uid=OTHER)
     with pytest.raises(PermissionError, match="another user"):
-        check_own(tmp_path / "link")
+        check_private(tmp_path / "link")
 
 
 @pytest.mark.parametrize("planted", [".", "tokens", "tokens/entry", "tokens/entry/manifest.json"])
@@ -270,7 +270,7 @@ def test_a_build_is_kept_under_its_hash(tmp_path, monkeypatch):
         (Path(build_directory) / f"{name}.so").write_bytes(b"code")
 
     monkeypatch.setattr("torch.utils.cpp_extension.load", load)
-    path = own_folder(tmp_path / "kernels") / "kernels-key.so"
+    path = private_folder(tmp_path / "kernels") / "kernels-key.so"
     build._build(path)
     kept = build._cached_library(path)
     assert kept is not None

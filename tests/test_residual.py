@@ -401,4 +401,4 @@ def test_laurel_states_its_flops(config, pointwise):
     else:
         rest = pointwise * width * connections
     assert table.flops_per_token - plain.flops_per_token == products + rest > 0
-    assert "LaurelPreviousSite" in str(table) if pointwise is None else "LaurelSite" in str(table)
+    assert "LaurelPreviousResidual" in str(table) if pointwise is None else "LaurelResidual" in str(table)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relinear.system.confidence import student
+from relinear.system.confidence import t_quantile
 
 #: windows of a text, or groups of passages, in rows that do not tell: these hold 1.96 standard errors
 WINDOWS = {"wikitext2": 10, "books": 6, "ptb": 4, "lambada": 10}
@@ -15,7 +15,7 @@ def over_dense(row: dict) -> dict[str, tuple[float, float]]:
     """By text: the loss above the original's, and half the width of Student's interval of 95 %."""
     if "windows" in row:
         return row["over_dense"]
-    wider = {text: student(count - 1) / 1.96 for text, count in WINDOWS.items()}
+    wider = {text: t_quantile(count - 1) / 1.96 for text, count in WINDOWS.items()}
     return {text: (over, half * wider[text]) for text, (over, half) in row["over_dense"].items()}
 
 

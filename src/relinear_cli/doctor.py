@@ -109,7 +109,7 @@ def _kernels() -> Iterator[_Finding]:
 def _caches() -> Iterator[_Finding]:
     from relinear.data.cache import cache_folder
     from relinear.kernels.native import build
-    from relinear.system.private_cache import check_own, user_name
+    from relinear.system.private_cache import check_private, user_name
 
     caches = {"RELINEAR_CACHE": cache_folder(), "TORCH_EXTENSIONS_DIR": build.library_path().parent}
     for what, (variable, folder) in zip(("data cache", "kernel cache"), caches.items(), strict=True):
@@ -119,7 +119,7 @@ def _caches() -> Iterator[_Finding]:
                 sizes = [file.lstat().st_size for file in islice(folder.rglob("*"), _MOST_FILES)]
                 size = f"{'over ' if len(sizes) == _MOST_FILES else ''}{sum(sizes) / 2**20:,.1f} MiB"
                 there = f"{size}, of {user_name(folder.stat().st_uid)}"
-            check_own(folder)
+            check_private(folder)
             yield GOOD, what, f"{folder} ({there})"
         except OSError as error:
             to_do = f"a folder of your own will do: set {variable} to it"

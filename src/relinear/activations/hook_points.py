@@ -101,7 +101,7 @@ class Gated:
         return value if hook is None else hook(point(value))
 
     def __getstate__(self) -> dict[str, Any]:
-        state: Any = super().__getstate__()  # nobody reads or changes a copy
+        state: Any = super().__getstate__()  # a copy has no hooks
         return {**state, "_activation_hooks": None}
 
 

@@ -1,7 +1,7 @@
 """The context carrier: a tensor computed once a forward pass by one owner and read by many operators.
 
 How it travels. A keyword-aware pre-hook on the base model lets the owner compute the context, which is then handed over
-to every decoder layer as one of its arguments (see ``handover``). There it is put into the carrier, from which the
+to every decoder layer as one of its arguments (see ``layer_context``). There it is put into the carrier, from which the
 operators of that block read it. The carrier itself owns nothing (it holds a weak reference), so no operator can read
 the context of a forward that is over.
 """
@@ -24,9 +24,9 @@ _KEY = "relinear_context"
 
 
 class _Carrier(threading.local):
-    """What operators read, by thread: the innermost ``context`` block's tensor, or that of the running block."""
+    """Hold by thread what operators read: the innermost ``context`` block's tensor, or that of the running block."""
 
-    given: Tensor | None = None
+    manual: Tensor | None = None
     block: Any = None
 
 
@@ -61,12 +61,12 @@ class context:
         self._saved: list[tuple[Tensor | None, Any]] = []
 
     def __enter__(self) -> Tensor:
-        self._saved.append((_carrier.given, _carrier.block))
-        _carrier.given, _carrier.block = self._value, None
+        self._saved.append((_carrier.manual, _carrier.block))
+        _carrier.manual, _carrier.block = self._value, None
         return self._value
 
     def __exit__(self, *exception: object) -> None:
-        _carrier.given, _carrier.block = self._saved.pop()
+        _carrier.manual, _carrier.block = self._saved.pop()
 
 
 def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
@@ -85,7 +85,7 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     """
     value = strong(_carrier.block)
     if value is None:
-        value = _carrier.given
+        value = _carrier.manual
     if value is None:
         raise ValueError(
             f"{kind} needs a context and there is none. In a model: relinear.attach_(model, "
@@ -99,10 +99,10 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
         )
     if x is None:
         return value
-    lead, own = tuple(value.shape[:-1]), tuple(x.shape[:-1])
-    if len(lead) > len(own) or any(a not in (1, b) for a, b in zip(reversed(lead), reversed(own))):
+    lead, tokens = tuple(value.shape[:-1]), tuple(x.shape[:-1])
+    if len(lead) > len(tokens) or any(a not in (1, b) for a, b in zip(reversed(lead), reversed(tokens))):
         raise ValueError(
-            f"{kind}: the context is for tokens {lead}, the input has {own}. A layer that sees flattened or routed "
+            f"{kind}: the context is for tokens {lead}, the input has {tokens}. A layer that sees flattened or routed "
             "tokens (experts) cannot be conditioned; by hand, give a context of shape (..., T, context_dim)"
         )
     return value
@@ -145,7 +145,7 @@ def conditioned_operators(model: nn.Module) -> dict[str, Any]:
 
 
 def context_owner(model: Any) -> Any:
-    """Return the owner attached to ``model`` (what runs in its place, where PEFT keeps a copy to train), or None."""
+    """Return the owner attached to ``model`` (PEFT's wrapper of it, where there is one), or None."""
     return next((m._modules[OWNER_NAME] for m in model.modules() if OWNER_NAME in m._modules), None)
 
 
@@ -209,7 +209,7 @@ class ContextOwner(nn.Module):
             raise ValueError(
                 "nn.DataParallel copies modules without their hooks' owners; use DistributedDataParallel (torchrun)"
             )
-        # looked up by name, so that PEFT may put a wrapper in its place
+        # looked up by name, so that PEFT may wrap it
         return getattr(base, OWNER_NAME).contexts(base, inputs)
 
 

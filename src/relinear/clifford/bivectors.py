@@ -60,7 +60,7 @@ def _odd_neighbours(n: int) -> np.ndarray:
 
 def _neighbour_signs(n: int, from_left: int) -> np.ndarray:
     """The sign of e_T e_i, or of e_i e_T, (n, V/2)."""
-    masks = np.array([blade_masks(n)[place] for place in _odd_neighbours(n)]).reshape(n, -1)
+    masks = np.array([blade_masks(n)[position] for position in _odd_neighbours(n)]).reshape(n, -1)
     crossed = [
         [(mask & (1 << i) - 1 if from_left else mask >> i + 1).bit_count() for mask in row]
         for i, row in enumerate(masks.tolist())

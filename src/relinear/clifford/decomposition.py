@@ -94,7 +94,7 @@ class SpectralFunction(torch.autograd.Function):
 
 
 class _Decompose(SpectralFunction):
-    """K (..., n, n) -> the matrices of its simple parts (..., J, n, n), by norm, descending; their basis and angles.
+    """Map K (..., n, n) to its simple parts (..., J, n, n), by norm, descending; their basis and angles.
 
     b_j is a spectral function of the Hermitian matrix i K, equal to the eigenvalue on its own plane and to 0 elsewhere.
     Its derivative between eigenvectors of planes j and k has the weight lambda_j / (lambda_j - lambda_k). Written for
@@ -188,12 +188,12 @@ def largest_part(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _power_iteration(matrix: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Algorithm 1: take off the largest simple part, found by Algorithm 2, and go on with what is left."""
+    """Algorithm 1: take off the largest simple part, found by Algorithm 2, and go on with the remainder."""
     n = matrix.shape[-1]
-    start = torch.cos(torch.arange(1, n + 1, device=matrix.device, dtype=matrix.dtype) ** 2)
+    initial = torch.cos(torch.arange(1, n + 1, device=matrix.device, dtype=matrix.dtype) ** 2)
     parts = []
     for _ in range(n // 2):
-        vector = (start / start.norm()).expand(matrix.shape[:-1])
+        vector = (initial / initial.norm()).expand(matrix.shape[:-1])
         with torch.no_grad():
             for _ in range(iterations):
                 before, vector = vector, power_step(matrix, vector)

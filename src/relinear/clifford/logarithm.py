@@ -83,8 +83,8 @@ class _Log(SpectralFunction):
         plane = torch.einsum("...ij,...kj->...jik", p, q)
         plane = plane - plane.mT
         # exp and -exp turn vectors alike: where the sign is wrong, the largest plane goes the other way round
-        found = exp(bivector_from_matrix((angles[..., None, None] * plane).sum(-3)))
-        wrong = (found * rotor).sum(-1, keepdim=True) < 0
+        reconstructed = exp(bivector_from_matrix((angles[..., None, None] * plane).sum(-3)))
+        wrong = (reconstructed * rotor).sum(-1, keepdim=True) < 0
         first = torch.arange(count, device=rotor.device) == angles.abs().argmax(-1, keepdim=True)
         around = angles + math.pi * (1 - 2 * (angles > 0).to(angles.dtype))
         angles = torch.where(wrong & first, around, angles)

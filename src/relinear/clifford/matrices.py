@@ -18,7 +18,7 @@ from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 
 @functools.cache
-def _strings(n: int) -> tuple[np.ndarray, np.ndarray]:
+def _pauli_strings(n: int) -> tuple[np.ndarray, np.ndarray]:
     """For every blade: flat index a * K + b of its string and its phase (a power of i, as a complex number)."""
     m = n // 2
     generators = []
@@ -41,12 +41,12 @@ def _strings(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _parity_order(n: int) -> np.ndarray:
     """Blade of every string: (V,) for even n; for odd n first the even blade of every string, then the odd one."""
-    index, _ = _strings(n)
+    index, _ = _pauli_strings(n)
     return np.argsort(index + parities(n) * 4**n * (n % 2), kind="stable")
 
 
 def _ordered_phases(n: int) -> np.ndarray:
-    return _strings(n)[1][_parity_order(n)]
+    return _pauli_strings(n)[1][_parity_order(n)]
 
 
 def _inverse_order(n: int) -> np.ndarray:
@@ -120,7 +120,7 @@ def matrix_exp(matrix: Tensor) -> Tensor:
 
 def blade_matrices(n: int, where: slice) -> np.ndarray:
     """Return the matrices of some basis blades, (count, S, K, K)."""
-    index, phase = _strings(n)
+    index, phase = _pauli_strings(n)
     size, odd = 2 ** (n // 2), parities(n)[where]
     columns = np.arange(size)
     dense = np.zeros((len(odd), 1 + n % 2, size, size), dtype=complex)

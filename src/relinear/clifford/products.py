@@ -52,12 +52,12 @@ def _by_table(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
     return ((a @ table.flatten(1)).unflatten(-1, table.shape[1:]) @ b.unsqueeze(-1)).squeeze(-1)
 
 
-def _product(first: Tensor, *others: Tensor) -> Tensor:
+def _product(first: Tensor, *factors: Tensor) -> Tensor:
     n = multivector_dimension(first)
     if n <= LARGEST_TABLE:
         table = device_table(_table, n, first, first.dtype)
-        return functools.reduce(lambda a, b: _by_table(a, b, table), others, first)
-    x = from_matrix(functools.reduce(torch.matmul, map(to_matrix, (first, *others))))
+        return functools.reduce(lambda a, b: _by_table(a, b, table), factors, first)
+    x = from_matrix(functools.reduce(torch.matmul, map(to_matrix, (first, *factors))))
     return x if first.is_complex() else x.real
 
 

@@ -204,8 +204,8 @@ def to_spin(x: Tensor) -> Tensor:
     n = multivector_dimension(x)
     blocks, rows, components, _ = spin_shape(n)
     dtype = compute_dtype(x.dtype)
-    strings = take_last(x.to(dtype), device_table(_order, n, x)) * device_table(_signs, n, x, dtype)
-    matrix = strings_to_matrix(strings.unflatten(-1, (blocks, components, rows, rows)))
+    coefficients = take_last(x.to(dtype), device_table(_order, n, x)) * device_table(_signs, n, x, dtype)
+    matrix = strings_to_matrix(coefficients.unflatten(-1, (blocks, components, rows, rows)))
     if blocks == 2:
         even, odd = matrix.unbind(-4)
         matrix = torch.stack((even + odd, even - odd), dim=-4)
@@ -234,8 +234,8 @@ def from_spin(x: Tensor) -> Tensor:
         plus, minus = matrix.unbind(-4)
         matrix = torch.stack((plus + minus, plus - minus), dim=-4)
     scale = device_table(_signs, n, x, dtype) * rows  # strings_from_matrix has divided by K, the square of the scale
-    strings = strings_from_matrix(matrix).flatten(-4) * scale
-    return take_last(strings, device_table(_index, n, x)).to(x.dtype)
+    coefficients = strings_from_matrix(matrix).flatten(-4) * scale
+    return take_last(coefficients, device_table(_index, n, x)).to(x.dtype)
 
 
 def _unit_matrices(components: int, side: int) -> np.ndarray:

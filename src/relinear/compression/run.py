@@ -216,7 +216,7 @@ class _Job:
     def run(self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
         memory = PeakMemory(next(self.model.parameters()).device)
-        memory.start()
+        memory.reset()
         self._lap("")
         bytes_before = stored_bytes(self.model)
         left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))

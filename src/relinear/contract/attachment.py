@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.contract.config import Config
 from relinear.contract.modules import mark_initialized_, say_adapters_leave_out, train_new_parameters, unwrapped
 
-#: attribute of a model, and of its base model, which may be saved by itself: the list of settings, one for both
+#: attribute of a model, and of its base model, which may be saved alone: the list of settings, one for both
 _ATTRIBUTE = "_relinear_attachments"
 
 
@@ -72,8 +72,8 @@ class AttachmentConfig(Config):
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     """The settings attached to ``model``, to a part of it, or to what it is the base of, in order of application."""
     inside: Any = unwrapped(model)
-    lists = {id(found): found for part in inside.modules() if (found := vars(part).get(_ATTRIBUTE))}
-    settings = (setting.for_part(inside) for found in lists.values() for setting in found)
+    lists = {id(listed): listed for part in inside.modules() if (listed := vars(part).get(_ATTRIBUTE))}
+    settings = (setting.for_part(inside) for listed in lists.values() for setting in listed)
     return tuple(setting for setting in settings if setting is not None)
 
 
@@ -81,7 +81,7 @@ def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
 
 
 def kw_like(module: nn.Module) -> dict[str, Any]:
-    """``{"device", "dtype"}`` of a module's parameters, for new ones beside them."""
+    """``{"device", "dtype"}`` of a module's parameters, for new ones."""
     reference = next(p for p in module.parameters() if p.is_floating_point())
     return {"device": reference.device, "dtype": reference.dtype}
 
@@ -93,10 +93,10 @@ def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> N
 
 
 class ResidualAdd:
-    """Hooks that let a part of a model see x, which an earlier module reads, and y, which a later one reads or returns.
+    """Give a part of a model x, which an earlier module reads, and y, which a later one reads or returns, by hooks.
 
     The part is ``owner.name``, looked up at every call, so that PEFT may wrap it; its ``forward(x, y)`` returns what
-    takes the place of y. Both hooks run inside the decoder layer's forward, so gradient checkpointing recomputes them
+    replaces y. Both hooks run inside the decoder layer's forward, so gradient checkpointing recomputes them
     together, and x is let go of as soon as it was used.
     """
 
@@ -128,7 +128,7 @@ class ResidualAdd:
 
 
 def met(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
-    """``output`` of ``module``, a tensor y or a tuple that starts with one, with ``part(x, y)`` in the place of y.
+    """``output`` of ``module``, a tensor y or a tuple that starts with one, with y replaced by ``part(x, y)``.
 
     Raises:
         ValueError: if y is not of the shape of x (of the first, where x are several), over which it would be stretched.

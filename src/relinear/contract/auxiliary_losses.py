@@ -76,8 +76,8 @@ def _shifts_labels(model: Any) -> bool:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     # Not by the property ``loss_function``, which logs where a type is unknown: no compiler follows that.
-    own = getattr(model, "_loss_function", None)
-    name = getattr(model, "loss_type", None) if own is None else getattr(own, "__name__", None)
+    loss_function = getattr(model, "_loss_function", None)
+    name = getattr(model, "loss_type", None) if loss_function is None else getattr(loss_function, "__name__", None)
     return name in ("ForCausalLM", "ForCausalLMLoss") or not (name or "").startswith("For")
 
 
@@ -102,18 +102,18 @@ def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | Non
     tokens = inputs.get("input_ids")
     if tokens is None:
         tokens = inputs.get("inputs_embeds")
-    sizes = None if tokens is None else tokens.shape[:2]
+    shape = None if tokens is None else tokens.shape[:2]
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not encoder_decoder:  # whose labels are those of other tokens than most of its layers see
         shifted = _shifts_labels(model)
-        found = _targets(inputs, shifted)
-        if found is not None and found.ndim == 2:
+        counted = _targets(inputs, shifted)
+        if counted is not None and counted.ndim == 2:
             if shifted and inputs.get("shift_labels") is None:
-                found = nn.functional.pad(found, (0, 1))  # the last token predicts nothing
-            if sizes is None or found.shape == sizes:
-                return found
+                counted = nn.functional.pad(counted, (0, 1))  # the last token predicts nothing
+            if shape is None or counted.shape == shape:
+                return counted
         mask = inputs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2 and (sizes is None or mask.shape == sizes):
+        if isinstance(mask, Tensor) and mask.ndim == 2 and (shape is None or mask.shape == shape):
             return mask != 0
     return None
 
@@ -121,7 +121,7 @@ def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | Non
 def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
     """Return the values ``names`` of a row of tokens, each (T,), without the tokens that its ``attention_mask`` masks.
 
-    What is left is read as text without padding: at positions from 0 on, whatever side the padding was on.
+    The remaining tokens are text without padding: at positions from 0 on, whatever side the padding was on.
 
     Raises:
         ValueError: if a value is missing or has not one entry a token.
@@ -130,11 +130,11 @@ def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
         raise ValueError(f"a row of tokens is a mapping with {' and '.join(names)}, got {shown(row)}")
     values = [torch.as_tensor(row[name]).flatten() for name in names]
     mask = row.get("attention_mask")
-    kept = torch.ones_like(values[0], dtype=torch.bool) if mask is None else torch.as_tensor(mask).flatten() != 0
+    unmasked = torch.ones_like(values[0], dtype=torch.bool) if mask is None else torch.as_tensor(mask).flatten() != 0
     for name, value in zip(names, values, strict=True):
-        if len(value) != len(kept):
-            raise ValueError(f"{name} has {len(value)} tokens, attention_mask {len(kept)}; give one entry a token")
-    return [value[kept] for value in values]
+        if len(value) != len(unmasked):
+            raise ValueError(f"{name} has {len(value)} tokens, attention_mask {len(unmasked)}; give one entry a token")
+    return [value[unmasked] for value in values]
 
 
 def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | float:

@@ -50,7 +50,7 @@ class UnknownSettingError(ValueError, TypeError):
 
 
 class UnknownKindError(ValueError):
-    """A kind that nobody has registered and no installed package offers."""
+    """Say that a kind is not registered, and that no installed package offers it."""
 
 
 # reads no more of a value than it is going to show
@@ -287,9 +287,9 @@ def _hints(cls: type[Config]) -> dict[str, Any]:
 def _check_hint(name: str, value: Any, hint: Any) -> None:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        others = [other for other in arguments if other is not types.NoneType]
-        if value is not None and len(others) == 1:
-            _check_hint(name, value, others[0])
+        members = [other for other in arguments if other is not types.NoneType]
+        if value is not None and len(members) == 1:
+            _check_hint(name, value, members[0])
     elif origin is Literal:
         check_choice(name, value, arguments)
     elif origin is Annotated and isinstance(arguments[1], Bounds):
@@ -363,11 +363,11 @@ def layer_indices(layers: Any) -> tuple[int, ...]:
     if index is not None:
         return (index,)
     if isinstance(layers, Iterable) and not isinstance(layers, str | bytes):
-        given = list(layers)
-        indices = [_index(item) for item in given]
+        items = list(layers)
+        indices = [_index(item) for item in items]
         if None not in indices:
             return tuple(index for index in indices if index is not None)
-        layers = given[indices.index(None)]
+        layers = items[indices.index(None)]
     hint = '; "4-11" is for --layers on the command line, here write range(4, 12)' if isinstance(layers, str) else ""
     raise ValueError(f"layers= takes indices of decoder layers, such as 3 or [0, -1]; got {shown(layers)}{hint}")
 
@@ -398,7 +398,7 @@ def parse_setting(text: str) -> dict[str, Any]:
         example = "write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)"
         raise ValueError(f"{shown(text)} is no setting; {example}")
     for part in parts:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+        key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not key.isidentifier() or not value:
             raise ValueError(f"{shown(text)}: expected key=value, got {shown(part.strip())}")
         if key in setting:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
-#: attribute of modules whose activations somebody reads or changes
+#: attribute of modules whose activations are read or changed
 ACTIVATION_HOOKS = "_activation_hooks"
 
 
@@ -20,10 +20,10 @@ class ParameterCache:
     """Values computed from the parameters of a module that are promised not to change (``relinear.for_inference_``).
 
     What can be noticed at next to no cost drops them all the same: a parameter that was replaced, changed in place
-    under torch's version counter, moved, or added where there was none, and another submodule in the place of one.
+    under torch's version counter, moved, or added where there was none, and a submodule that was replaced.
     Writes through ``.data`` and by fused optimisers are not noticed.
 
-    Several threads may read and fill it: values are only ever read beside the sources they were computed from.
+    Several threads may read and fill it: values are only ever read with the sources they were computed from.
 
     Args:
         owner: the module whose parameters count, with those of its children.
@@ -42,8 +42,8 @@ class ParameterCache:
         state = self._state
         if state is not None:
             slots, sources, values = state
-            for slot, name, held in slots:
-                if slot.get(name) is not held:
+            for slot, name, occupant in slots:
+                if slot.get(name) is not occupant:
                     state = self._state = None
                     break
             else:
@@ -70,7 +70,7 @@ class ParameterCache:
     def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Every slot of a parameter or a submodule, and what it holds: None where there is no parameter."""
         slots = (slot for module in self._owner.modules() for slot in (module._parameters, module._modules))
-        return [(slot, name, held) for slot in slots for name, held in slot.items()]
+        return [(slot, name, occupant) for slot in slots for name, occupant in slot.items()]
 
     def _source(self, parameter: Tensor) -> tuple:
         return parameter, parameter._version, parameter.data_ptr()
@@ -108,8 +108,8 @@ class CachingModule(nn.Module):
 
     def cache_parameters(self, cache: bool) -> None:
         """Start with an empty cache, where it ``opens``, or stop."""
-        own = ParameterCache(self)
-        self.parameter_cache = own if cache and own.opens() else None
+        new_cache = ParameterCache(self)
+        self.parameter_cache = new_cache if cache and new_cache.opens() else None
         self._comparing_cache = None
         if self.parameter_cache is not None:
             self.build_kernels()
@@ -195,7 +195,7 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 def build_for_inference(model: nn.Module) -> None:
     """Have the compiled kernels built, once a machine, that inference with ``model`` runs, and cache nothing.
 
-    For whoever times layers: where nobody has asked for inference yet, a few rows are not worth a build.
+    For timing layers: without ``for_inference_``, a few rows are not worth a build.
     """
     for module in _caching(model):
         module.build_kernels()

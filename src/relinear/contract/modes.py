@@ -10,16 +10,16 @@ from torch import nn
 
 @contextlib.contextmanager
 def same_modes(model: nn.Module) -> Iterator[None]:
-    """``with same_modes(model): ...`` gives every module the mode back that it had before.
+    """Give every module the mode back that it had before the block.
 
     ``model.train(mode)`` would give all of them the mode of the root: a submodule that was kept in evaluation mode (a
-    frozen tower, dropout that is off) would start to drop out and to update its statistics. A module that was put in
-    meanwhile gets the mode of the one in whose place it stands, else that of the module around it.
+    frozen tower, dropout that is off) would start to drop out and to update its statistics. A module that was added
+    meanwhile gets the mode of the one that it replaced, else that of its parent.
     """
     named = list(model.named_modules())
     modes = [(module, module.training) for _, module in named]
     known = {id(module) for _, module in named}
-    places = {name: module.training for name, module in named}
+    modes_by_name = {name: module.training for name, module in named}
     try:
         yield
     finally:
@@ -28,7 +28,7 @@ def same_modes(model: nn.Module) -> Iterator[None]:
         for name, module in model.named_modules():
             if id(module) not in known:
                 around = model.get_submodule(name.rpartition(".")[0])
-                module.training = places.get(name, around.training)
+                module.training = modes_by_name.get(name, around.training)
 
 
 @contextlib.contextmanager

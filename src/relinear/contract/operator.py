@@ -96,7 +96,7 @@ class OperatorConfig(Config):
         return self.module_class(self, in_features, out_features, bias=bias, device=device, dtype=dtype)
 
     def convert(self, source: nn.Module, init: Init = "fresh") -> Operator:
-        """Return the operator that takes the place of ``source`` (a linear layer or an operator) in a model.
+        """Return the operator that replaces ``source`` (a linear layer or an operator) in a model.
 
         Wrappers override this to keep ``source`` inside. The result has the source's device, dtype, training mode and
         ``requires_grad``.
@@ -309,10 +309,10 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     def source_weight(self, linear: nn.Module) -> Tensor:
         """Return the matrix that ``from_linear`` is to fit, checked: of this shape, finite, no bias that is lost."""
-        sizes = linear_features(linear)
-        if sizes != (self.in_features, self.out_features):
-            own = (self.in_features, self.out_features)
-            raise ValueError(f"cannot fit a layer of (in, out) sizes {sizes} by an operator of sizes {own}")
+        source_shape = linear_features(linear)
+        if source_shape != (self.in_features, self.out_features):
+            shape = (self.in_features, self.out_features)
+            raise ValueError(f"cannot fit a layer of (in, out) sizes {source_shape} by an operator of sizes {shape}")
         if self.bias is None and dense_bias(linear) is not None:
             raise ValueError("the layer to fit has a bias and this operator has none; build it with bias=True")
         check_finite(linear)
@@ -353,13 +353,13 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """
         return None
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *others: Any) -> None:
-        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        wrong = self.wrong_values(own)
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        tensors = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        wrong = self.wrong_values(tensors)
         if wrong is None:
-            super()._load_from_state_dict(state_dict, prefix, *others)
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
         else:
-            others[-1].append(f"{prefix.rstrip('.')}: {wrong}")  # torch's list of errors
+            arguments[-1].append(f"{prefix.rstrip('.')}: {wrong}")  # torch's list of errors
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Role of every parameter by its name in this module; matrices take their last dimension as fan-in."""
@@ -402,17 +402,17 @@ def check_features(x: Any, width: int, layer: nn.Module) -> None:
 
 def _refuse_features(x: Any, width: int, layer: Any) -> None:
     if isinstance(x, torch.fx.Proxy):
-        return  # stands for a tensor that torch.fx traces, of a shape that nobody knows
+        return  # stands for a tensor of unknown shape that torch.fx traces
     name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
     kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
     if not isinstance(x, Tensor):
-        given = shown(x)
+        got = shown(x)
     elif not x.is_floating_point():
-        given = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
+        got = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
     else:
-        given = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
+        got = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
     where = f"{name} ({kind})" if name else kind
-    raise ValueError(f"{where}: expected a floating-point tensor of shape (..., {width}), got {given}")
+    raise ValueError(f"{where}: expected a floating-point tensor of shape (..., {width}), got {got}")
 
 
 def check_model(model: Any, user: str) -> None:
@@ -471,7 +471,7 @@ def row_scale(module: Any) -> float:
 
 
 def embeds(module: Any) -> bool:
-    """Return whether rows of ``module`` are looked up by token ids: an nn.Embedding, or an operator in its place."""
+    """Return whether rows of ``module`` are looked up by token ids: an nn.Embedding or its replacement."""
     return getattr(module, "num_embeddings", None) is not None
 
 
@@ -517,8 +517,8 @@ def plain_linear(operator: Operator) -> nn.Module:
 
         linear, weight = Conv1D(operator.out_features, operator.in_features).to(**kw), weight.T
     elif operator.num_embeddings is not None:
-        given = {"padding_idx": None, "embed_scale": operator.row_scale} if operator.row_scale != 1 else {}
-        linear = operator.embedding_class(operator.num_embeddings, operator.in_features, **given).to(**kw)
+        extra = {"padding_idx": None, "embed_scale": operator.row_scale} if operator.row_scale != 1 else {}
+        linear = operator.embedding_class(operator.num_embeddings, operator.in_features, **extra).to(**kw)
     else:
         linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
     linear.weight.copy_(weight)
@@ -554,7 +554,7 @@ _HOOKS = (
 
 
 def swap_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Exchange the hooks of a layer and of what takes its place, so that hooks stay where they were registered.
+    """Exchange the hooks of a layer and of its replacement, so that hooks stay where they were registered.
 
     Handles given out for them stay valid.
     """

@@ -83,9 +83,9 @@ class ListedParameters(nn.ParameterList):
 
 
 def are_affine(parts: Iterable[nn.Module | None]) -> bool:
-    """Whether all ``parts`` that there are are exactly ``AffineParameters``, whose forward gives them and no more.
+    """Return whether all ``parts`` but None are exactly ``AffineParameters``, whose forward only returns them.
 
-    What somebody has put in the place of one may compute others at every call.
+    A module that replaces one may compute its tensors at every call.
     """
     return all(part is None or type(part) is AffineParameters for part in parts)
 
@@ -96,13 +96,13 @@ def are_parameters(module: nn.Module, *names: str) -> bool:
 
 
 def is_bare(module: Any) -> bool:
-    """Whether calling ``module`` runs the forward of its class and nothing else: no hooks, nothing put in its place.
+    """Return whether calling ``module`` runs the forward of its class and nothing else: no hooks, no replacement.
 
-    Only then may an operator compute what ``module`` would from its parameters, without calling it.
+    Only then may an operator read the parameters of ``module`` without calling it.
     """
-    own = module.__dict__
+    attributes = module.__dict__
     # accelerate puts a forward of its own on the instance
-    return "forward" not in own and not any(own[hooks] for hooks in _HOOKS) and not any(_GLOBAL_HOOKS)
+    return "forward" not in attributes and not any(attributes[hooks] for hooks in _HOOKS) and not any(_GLOBAL_HOOKS)
 
 
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
@@ -119,5 +119,5 @@ def forward_hooks(modules: Iterable[nn.Module]) -> tuple[dict, ...]:
 
     torch adds to these dictionaries, and never replaces them.
     """
-    own = (module.__dict__[kind] for module in modules for kind in _HOOKS[:2])
-    return *own, *_GLOBAL_HOOKS[:2]
+    hooks = (module.__dict__[kind] for module in modules for kind in _HOOKS[:2])
+    return *hooks, *_GLOBAL_HOOKS[:2]

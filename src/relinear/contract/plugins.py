@@ -44,12 +44,12 @@ def find(family: str, name: str) -> Any:
         return point.load()
     except Exception as error:
         where = f"{point.value} of the package {point.dist.name if point.dist else 'unknown'}"
-        warnings.warn(f"the {family} {name!r} is left out: {where} fails with {error!r}", UserWarning, stacklevel=2)
+        warnings.warn(f"the {family} {name!r} is skipped: {where} fails with {error!r}", UserWarning, stacklevel=2)
         return None
 
 
 def import_named() -> None:
-    """Import the modules that the environment names; one that fails is left out, with a warning that says so."""
+    """Import the modules that the environment names; skip one that fails, with a warning."""
     for module in _named():
         try:
             importlib.import_module(module)
@@ -62,7 +62,7 @@ def _named() -> list[str]:
 
 
 def environment(classes: Iterable[type]) -> dict[str, str]:
-    """Return what a process that is started has to be told, so that it knows ``classes`` of other packages."""
+    """Return the environment of a new process, so that it knows ``classes`` of other packages."""
     modules = dict.fromkeys([*_named(), *(cls.__module__ for cls in classes if _is_foreign(cls))])
     return {VARIABLE: ",".join(module for module in modules if module != "__main__")}
 
@@ -80,8 +80,8 @@ def origin(cls: type) -> dict[str, str]:
 
 @functools.cache  # reads the files of every installed package, for a second or two
 def _package(module: str) -> str | None:
-    found = metadata.packages_distributions().get(module)
-    return found[0] if found else None
+    packages = metadata.packages_distributions().get(module)
+    return packages[0] if packages else None
 
 
 def packages_of(configs: Iterable[Any]) -> dict[str, dict[str, str]]:

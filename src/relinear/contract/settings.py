@@ -100,9 +100,9 @@ def readable(error: ValidationError) -> str:
         if fault["type"] == "missing":
             lines.append(f"{where} is missing: give it a value")
         elif what is None:
-            said = cut(fault["msg"].removeprefix("Value error, "), 1_000)
-            given = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
-            lines.append(f"{where}: {said}{given}" if where else said + given)
+            reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
+            got = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
+            lines.append(f"{where}: {reason}{got}" if where else reason + got)
         else:
             choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
             hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from relinear.system.files import read_json, write_json, writing
-from relinear.system.private_cache import check_all_own, close_to_others, own_folder, user_cache
+from relinear.system.private_cache import check_all_private, make_private, private_folder, user_cache
 
 #: part of every key: raise it when the meaning of cached files changes
 FORMAT = 1
@@ -61,7 +61,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     """Return the folder of an entry and what was noted about it, building it first if it is absent or damaged.
 
     Processes that want the same entry at once wait for the one that builds it. An entry appears whole or not at all.
-    Nothing is read that another user could have put there (``check_all_own``).
+    Nothing is read that another user could have put there (``check_all_private``).
 
     Args:
         root: the cache.
@@ -76,10 +76,10 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     from filelock import FileLock
 
     try:
-        folder = check_all_own(root / kind / digest(key))
+        folder = check_all_private(root / kind / digest(key))
         if (value := _read(folder)) is not None:
             return folder, value
-        own_folder(folder.parent)
+        private_folder(folder.parent)
         lock = FileLock(folder.with_suffix(".lock"))
         lock.acquire()
     except OSError as error:
@@ -96,7 +96,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
 def usable_folder(root: Path, *names: str) -> Path:
     """Return the folder ``names`` of the cache, made if need be. Raises OSError, as ``cached`` does."""
     try:
-        return own_folder(root.joinpath(*names))
+        return private_folder(root.joinpath(*names))
     except OSError as error:
         raise _unusable(root, error) from error
 
@@ -116,7 +116,7 @@ def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> d
             if path.is_file()
         }
         write_json(temporary / _MANIFEST, {"key": key, "files": files, "value": value})
-        close_to_others(temporary)
+        make_private(temporary)
         shutil.rmtree(folder, ignore_errors=True)  # what is there was found damaged
         temporary.rename(folder)
     finally:

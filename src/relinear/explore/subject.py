@@ -24,7 +24,7 @@ from relinear.data.cache import cache_folder, digest
 from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_hook_points, index_folder, index_units, read_index, values_of
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
-from relinear.system.private_cache import check_all_own, check_own
+from relinear.system.private_cache import check_all_private, check_private
 from relinear.system.progress import ProgressCallback, no_progress
 
 #: tokens of a typed text
@@ -288,9 +288,9 @@ def _usual_folder(name: str) -> Path:
     directory = Path(name)
     with contextlib.suppress(PermissionError):  # the folder of a model that several people share
         if directory.is_dir() and os.access(directory, os.W_OK):
-            check_all_own(directory / "explore")
+            check_all_private(directory / "explore")
             return directory / "explore"
-    return check_own(cache_folder() / "explore" / digest([name]))
+    return check_private(cache_folder() / "explore" / digest([name]))
 
 
 def _weights(directory: Path) -> list[list[Any]]:

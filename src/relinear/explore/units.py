@@ -24,7 +24,7 @@ from relinear.contract.config import nearest
 from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import layer_finder
 from relinear.system.files import atomic_directory, read_json, write_json
-from relinear.system.private_cache import check_all_own
+from relinear.system.private_cache import check_all_private
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, made_by
 
@@ -150,9 +150,9 @@ def index_folder(directory: str | Path) -> RunFolder:
 def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | None:
     """Return the index in ``directory`` if there is a whole one that was made from the same things, else None.
 
-    Raises PermissionError, before anything is read, if another user could have put it there (``check_all_own``).
+    Raises PermissionError, before anything is read, if another user could have put it there (``check_all_private``).
     """
-    folder = check_all_own(directory)
+    folder = check_all_private(directory)
     try:
         values = read_json(folder / "index.json")
         if values["format"] != FORMAT or values["made_from"] != dict(made_from):

@@ -53,9 +53,9 @@ def hdpl(
     return HDPLOutput(hdpl_decode(x, z, blocks, decoder, bias), z, mu, logvar)
 
 
-def hdpl_results(*given: Tensor | None) -> tuple[Tensor, ...]:
+def hdpl_results(*arguments: Tensor | None) -> tuple[Tensor, ...]:
     """Return the tensors of ``hdpl`` that differ: (y, z, mu, logvar), or (y, mu) without noise; the same arguments."""
-    y, z, mu, logvar = hdpl(*given)  # type: ignore[arg-type]
+    y, z, mu, logvar = hdpl(*arguments)  # type: ignore[arg-type]
     return (y, mu) if logvar is None else (y, z, mu, logvar)
 
 
@@ -111,7 +111,7 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
 
     JS_G(p, q) = (KL(p || g) + KL(q || g)) / 2 with g the normalised geometric mean sqrt(p q) (Nielsen 2019,
     arXiv 1904.04017; Deasy et al. 2020, arXiv 2006.10599). For Gaussians g is the Gaussian with the mean precision:
-    with v = sigma^2, l = log v, g = N(mu / (1 + v), 2 v / (1 + v)), and a dimension's divergence comes to
+    with v = sigma^2, l = log v, g = N(mu / (1 + v), 2 v / (1 + v)), and a dimension's divergence is
 
         (sinh(l / 2)^2 - log cosh(l / 2)) / 2 + mu^2 cosh(l) / (4 (1 + v)),
 

@@ -67,11 +67,11 @@ class WeightedSpectrum(NamedTuple):
 
     def factors(self, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """down (R, I) and up (O, R) in float64 of the best fit of rank R; ``weight`` is the (O, I) decomposed one."""
-        kept = self.vectors[:, :rank]
+        leading = self.vectors[:, :rank]
         if self.on_inputs:
-            down, up = kept.T @ self.inverse, weight.double() @ self.root @ kept
+            down, up = leading.T @ self.inverse, weight.double() @ self.root @ leading
         else:
-            down, up = kept.T @ self.root @ weight.double(), self.inverse @ kept
+            down, up = leading.T @ self.root @ weight.double(), self.inverse @ leading
         # the scale is shared by both factors, as in the plain fit
         balance = (down.norm() / up.norm().clamp_min(1e-300)).sqrt().clamp_min(1e-150)
         return down / balance, up * balance

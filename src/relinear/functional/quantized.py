@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: codes of a row that are packed together; what is left of a row forms a shorter block
+#: codes of a row that are packed together; the remainder of a row forms a shorter block
 BLOCK = 64
 #: bits of codes that are stored apart, highest first: 3 bits are 2 and 1, 5 are 4 and 1, 7 are 4, 2 and 1
 _PLANES = (8, 4, 2, 1)
@@ -42,8 +42,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         start, left, planes = start + count * size, bits, []
         for plane in (p for p in _PLANES if bits & p):
             left -= plane
-            held = (block >> left) & ((1 << plane) - 1)
-            parts = held.unflatten(2, (-1, 8)).mT if plane == 1 else held.unflatten(2, (8 // plane, -1))
+            field = (block >> left) & ((1 << plane) - 1)
+            parts = field.unflatten(2, (-1, 8)).mT if plane == 1 else field.unflatten(2, (8 // plane, -1))
             shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=codes.device)
             planes.append((parts << shifts[:, None]).sum(2, dtype=torch.uint8))
         packed.append(torch.cat(planes, 2).flatten(1))
@@ -52,18 +52,18 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
     """Return the codes (O, I) that were packed into ``packed``, as uint8."""
-    found, start = [], 0
+    rows, start = [], 0
     for count, size in _blocks(-(-in_features // 8) * 8):
         block = packed[:, start : start + count * size * bits // 8].unflatten(1, (count, -1))
         start, at, codes = start + count * size * bits // 8, 0, 0
         for plane in (p for p in _PLANES if bits & p):
-            held = block[:, :, at : at + size * plane // 8]
+            plane_bytes = block[:, :, at : at + size * plane // 8]
             at += size * plane // 8
             shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=packed.device)
-            parts = (held.unsqueeze(2) >> shifts[:, None]) & ((1 << plane) - 1)
+            parts = (plane_bytes.unsqueeze(2) >> shifts[:, None]) & ((1 << plane) - 1)
             codes = (codes << plane) | (parts.mT if plane == 1 else parts).flatten(2)
-        found.append(codes.flatten(1))  # type: ignore[attr-defined]
-    return torch.cat(found, 1)[:, :in_features]
+        rows.append(codes.flatten(1))  # type: ignore[attr-defined]
+    return torch.cat(rows, 1)[:, :in_features]
 
 
 def dequantized(
@@ -102,17 +102,17 @@ def gguf_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, g
     def each(values: Tensor) -> Tensor:
         return values.float().repeat_interleave(group // 32, 1)[:, :blocks, None]
 
-    held = next(width for width in (4, 5, 8) if bits <= width)
+    stored_bits = next(width for width in (4, 5, 8) if bits <= width)
     parts = [each(scales).half().view(torch.uint8)]
     if zeros is None:
-        codes += (2 ** (held - 1) if held < 8 else 0) - 2 ** (bits - 1)
+        codes += (2 ** (stored_bits - 1) if stored_bits < 8 else 0) - 2 ** (bits - 1)
     else:
         parts.append((each(zeros) * each(scales) * -(2.0 ** (bits - 8))).half().view(torch.uint8))
-    if held == 5:
-        places = torch.arange(8, dtype=torch.int16, device=codes.device)
-        parts.append(((codes >> 4).unflatten(2, (4, 8)) << places).sum(3).to(torch.uint8))
+    if stored_bits == 5:
+        shifts = torch.arange(8, dtype=torch.int16, device=codes.device)
+        parts.append(((codes >> 4).unflatten(2, (4, 8)) << shifts).sum(3).to(torch.uint8))
     low, high = (codes & 15).split(16, 2)
-    parts.append(codes.to(torch.int8).view(torch.uint8) if held == 8 else (low | high << 4).to(torch.uint8))
+    parts.append(codes.to(torch.int8).view(torch.uint8) if stored_bits == 8 else (low | high << 4).to(torch.uint8))
     return torch.cat(parts, 2).flatten(1)
 
 
@@ -138,8 +138,8 @@ def centred(steps: Tensor, unit: Tensor, code: int) -> tuple[Tensor, Tensor]:
 def words(codes: Tensor, bits: int) -> Tensor:
     """Return codes (O, I) below 2^B, B being 4 or 8, as int32 (O, ceil(I B / 32)), the first in the lowest bits."""
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % (32 // bits)))
-    held = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
-    return held.flatten().view(torch.int32).unflatten(0, (len(codes), -1))
+    packed = codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+    return packed.flatten().view(torch.int32).unflatten(0, (len(codes), -1))
 
 
 def quantized(

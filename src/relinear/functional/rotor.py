@@ -52,7 +52,7 @@ def window_count(size: int, window: int) -> int:
 
 
 def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
-    """Return the coordinate at every place of the windows of ``to_windows``, "spread" or "wrapped": (count V,)."""
+    """Return the coordinate at every position of the windows of ``to_windows``, "spread" or "wrapped": (count V,)."""
     count = window_count(size, window)
     if not spread:
         return np.arange(count * window) % size
@@ -61,28 +61,28 @@ def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
 
 
 def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
-    """Return the two places, or one twice, whose mean ``from_windows`` takes for every coordinate: (2 size,)."""
+    """Return the two positions, or one twice, whose mean ``from_windows`` takes for every coordinate: (2 size,)."""
     coordinates = window_coordinates(size, window, spread)
-    places = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
-    assert all(1 <= len(found) <= 2 for found in places)
-    return np.array([[found[0] for found in places], [found[-1] for found in places]]).ravel()
+    positions = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
+    assert all(1 <= len(pair) <= 2 for pair in positions)
+    return np.array([[pair[0] for pair in positions], [pair[-1] for pair in positions]]).ravel()
 
 
 def window_tables(in_features: int, out_features: int, network: NetworkSettings, like: Tensor) -> list[Tensor | None]:
     """``window_coordinates`` of a network's inputs and ``coordinate_places`` of its outputs, as int32 like ``like``.
 
-    None stands for windows that divide the size, whose places are the coordinates.
+    None stands for windows that divide the size, whose positions are the coordinates.
     """
     spread = network.layout == "spread"
-    sizes = (in_features, network.windows[0], spread), (out_features, network.windows[-1], spread)
+    ends = (in_features, network.windows[0], spread), (out_features, network.windows[-1], spread)
     return [
-        device_table(table, given, like, torch.int32) if given[0] % given[1] else None
-        for table, given in zip((window_coordinates, coordinate_places), sizes, strict=True)
+        device_table(table, arguments, like, torch.int32) if arguments[0] % arguments[1] else None
+        for table, arguments in zip((window_coordinates, coordinate_places), ends, strict=True)
     ]
 
 
 def basis_tables(network: NetworkSettings, like: Tensor) -> tuple[list[Tensor], list[Tensor], list[int], list[int]]:
-    """What turns coordinates of blades into those that factors act on, layer by layer; nothing in the spinor basis.
+    """Return the tables from coordinates of blades to those of factors, layer by layer; empty in the spinor basis.
 
     Returns:
         As ``clifford.string_tables``: the blade of every string (V,) and its sign (V,); and K and F of
@@ -388,11 +388,11 @@ def _of_steps(
     orders: Tensor | None, slopes: Tensor, mix: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
     """``orders``, ``slopes`` and ``mix`` of a network as ``mixed_branches`` takes them, for steps of so many each."""
-    places: list[Tensor | None] = [None] * len(counts)
+    permutations: list[Tensor | None] = [None] * len(counts)
     if orders is not None:
         starts = orders.shape[1] * torch.arange(max(counts), device=orders.device)[:, None]
-        places = [(own.long() + starts[: len(own)]).flatten() for own in orders.split(counts)]
-    return zip(places, slopes.split(counts), mix.split(counts), strict=True)
+        permutations = [(order.long() + starts[: len(order)]).flatten() for order in orders.split(counts)]
+    return zip(permutations, slopes.split(counts), mix.split(counts), strict=True)
 
 
 @torch.no_grad()
@@ -407,13 +407,13 @@ def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
     Returns:
         (J - 1, ..., n).
     """
-    matrix, found = clifford.bivector_to_matrix(beta), []
+    matrix, turned = clifford.bivector_to_matrix(beta), []
     for vector in vectors:
         for _ in range(iterations):
             vector = power_step(matrix, vector)
-        found.append(vector)
+        turned.append(vector)
         matrix = matrix - largest_part(matrix, vector)
-    return torch.stack(found) if found else vectors
+    return torch.stack(turned) if turned else vectors
 
 
 def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:

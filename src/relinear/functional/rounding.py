@@ -86,29 +86,29 @@ def nearest_grid(
     def keep_better(*trial: Tensor) -> None:
         nonlocal scale, zero, best
         before, (scale, zero) = (scale, zero, best), trial
-        found = rounded()[1]
-        better = found < before[2]
-        scale, zero, best = (torch.where(better, n, o) for n, o in zip((*trial, found), before, strict=True))
+        error = rounded()[1]
+        better = error < before[2]
+        scale, zero, best = (torch.where(better, n, o) for n, o in zip((*trial, error), before, strict=True))
 
     for clip in torch.linspace(1, 1 - 1.2 / bits, _CLIPS).tolist():
         if symmetric:  # the largest weight gets the code 0, which reaches a step farther
-            given = torch.where(-low > high, -low, -high) / 2 ** (bits - 1) * clip
+            trial_scale = torch.where(-low > high, -low, -high) / 2 ** (bits - 1) * clip
         else:
-            given = (high - low) / top * clip
-        keep_better(*_stored(given, -low * clip / given.masked_fill(given == 0, 1), bits, symmetric))
+            trial_scale = (high - low) / top * clip
+        keep_better(*_stored(trial_scale, -low * clip / trial_scale.masked_fill(trial_scale == 0, 1), bits, symmetric))
     for _ in range(fits):
         codes = rounded()[0]
         mass, mean_w = h.sum(-1), (h * w).sum(2)
         if symmetric:
             codes -= 2 ** (bits - 1)
-            given = (h * codes * w).sum(2) / (h * codes.square()).sum(2).clamp_min(1e-30)
-            keep_better(*_stored(given, zero, bits, True))
+            trial_scale = (h * codes * w).sum(2) / (h * codes.square()).sum(2).clamp_min(1e-30)
+            keep_better(*_stored(trial_scale, zero, bits, True))
         else:
             mean_c = (h * codes).sum(2)
             variance = (h * codes.square()).sum(2) - mean_c.square() / mass
-            given = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
-            given = torch.where(variance > 1e-9 * mass, given, scale)
-            keep_better(*_stored(given, (mean_c - mean_w / given) / mass, bits, False))
+            trial_scale = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
+            trial_scale = torch.where(variance > 1e-9 * mass, trial_scale, scale)
+            keep_better(*_stored(trial_scale, (mean_c - mean_w / trial_scale) / mass, bits, False))
     return Grid(scale * unit, zero, torch.full((len(weight), 1), float(top)).to(weight))
 
 
@@ -137,7 +137,7 @@ def _in_order(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 
 
 def uncompensated(inputs: Tensor, damping: float = _DAMPING) -> Tensor:
-    """Return the mean square (I,) of every input that later ones cannot make up for: what ``gptq`` leaves of an error.
+    """Return the mean square (I,) of every input that later ones cannot compensate in ``gptq``.
 
     An error e of input i, whatever it is, adds e^2 times this to the error of ``gptq``: the square of the Cholesky
     factor's diagonal. So what a grid costs is known from the rounding errors of a few rows, without ``gptq``.
@@ -161,18 +161,18 @@ def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     """
     count, total = len(moments), torch.stack(moments).double().sum(0)
     pairs = [(total / count, total / count, 0.5)]
-    pairs += [((total - own) / (count - 1), own.double(), 0.5 / count) for own in moments]
+    pairs += [((total - moment) / (count - 1), moment.double(), 0.5 / count) for moment in moments]
     seen, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
-    for known, own, share in pairs:
+    for known, moment, share in pairs:
         order = known.diagonal().argsort()
-        root = torch.linalg.cholesky(steadied(own[order][:, order], 0, 1e-6)).float()
+        root = torch.linalg.cholesky(steadied(moment[order][:, order], 0, 1e-6)).float()
         seen.append((known[order][:, order], root, order, share))
     for shrinkage in SHRINKAGES:
         left = torch.zeros_like(total[0])
         for known, root, order, share in seen:
             lower = torch.linalg.cholesky(steadied(known, shrinkage)).float()
-            spread = torch.linalg.solve_triangular(lower, root, upper=False) * lower.diagonal()[:, None]
-            left[order] += share * spread.square().sum(1)
+            transfer = torch.linalg.solve_triangular(lower, root, upper=False) * lower.diagonal()[:, None]
+            left[order] += share * transfer.square().sum(1)
         if left.sum() >= best[1].sum():
             break
         best = shrinkage, left
@@ -196,7 +196,7 @@ def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, left: T
 
 
 def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float = _DAMPING) -> Tensor:
-    """Return codes (O, I), floats, rounded one input after another: what is left makes up for the error so far.
+    """Return codes (O, I), floats, rounded one input after another: later inputs compensate the error so far.
 
     GPTQ (Frantar et al. 2022), which is OBQ in a given order, here that of falling mean squares of the inputs: with
     the Cholesky factor U^T U of (A + damping)^(-1), the error e of input i, over U_ii, goes on to later ones by U_i.
@@ -225,20 +225,28 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float 
 
 
 def change_codes(
-    values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, scale: Tensor, zero: Tensor, top: Tensor, own, parts
+    values: Tensor,
+    codes: Tensor,
+    pull: Tensor,
+    outputs: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    top: Tensor,
+    moment,
+    parts,
 ) -> None:
     """Change the codes of one input, in place, where that lowers tr(G D A D^T): a part of the rows at once.
 
     Args:
         values, codes: (O,), what the codes mean, and they. pull: (O,), the column of G D A.
-        outputs: G (O, O). scale, zero, top: (O,). own: A_ii. parts: rows o, o + parts, ... are one.
+        outputs: G (O, O). scale, zero, top: (O,). moment: A_ii. parts: rows o, o + parts, ... are one.
     """
     for part in range(parts):
         rows = slice(part, None, parts)
-        aim = torch.addcdiv(values[rows], pull[rows], outputs.diagonal()[rows], value=1 / own)
+        aim = torch.addcdiv(values[rows], pull[rows], outputs.diagonal()[rows], value=1 / moment)
         code = torch.addcdiv(zero[rows], aim, scale[rows]).round_().clamp_(min=0).minimum(top[rows])
         step = (code - codes[rows]) * scale[rows]
-        back = (outputs[:, rows] @ step).mul_(own)
+        back = (outputs[:, rows] @ step).mul_(moment)
         if step @ (2 * pull[rows] - back[rows]) > 0:
             codes[rows] = code
             values[rows] += step
@@ -272,12 +280,12 @@ def descend(
     values = (codes - zero) * scale
     g = torch.eye(len(weight)).to(weight) if outputs is None else outputs.contiguous()
     parts = 1 if outputs is None else min(_PARTS, len(weight))
-    own = inputs.diagonal().tolist()
+    input_moments = inputs.diagonal().tolist()
     for start in [*range(0, len(target), _COLUMNS)] * sweeps:
         stop = min(start + _COLUMNS, len(target))
         left = inputs[start:stop] @ (target - values)
         for i in range(start, stop):
             before = values[i].clone()
-            change(values[i], codes[i], g @ left[i - start], g, scale[i], zero[i], top, own[i], parts)
+            change(values[i], codes[i], g @ left[i - start], g, scale[i], zero[i], top, input_moments[i], parts)
             left[i + 1 - start :].addr_(inputs[i + 1 : stop, i], values[i] - before, alpha=-1)
     return codes.T.contiguous()

@@ -19,14 +19,14 @@ FORMAT_VERSION = 1
 
 
 def record(model: nn.Module) -> dict[str, Any] | None:
-    """Exact names and settings of what relinear put into ``model``; None where it put nothing."""
+    """Return the exact names and settings of the operators and attachments of ``model``; None without any."""
     operators = {stock_name(name): operator.config.to_dict() for name, operator in named_operators(model)}
     attached = [config.to_dict() for config in attachments(model)]
     if not operators and not attached:
         return None
     values = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": operators, "attachments": attached}
-    others = packages_of([*(operator.config for _, operator in named_operators(model)), *attachments(model)])
-    return values | ({"packages": others} if others else {})
+    packages = packages_of([*(operator.config for _, operator in named_operators(model)), *attachments(model)])
+    return values | ({"packages": packages} if packages else {})
 
 
 def refuse_quantized(model: Any) -> None:
@@ -41,10 +41,10 @@ def refuse_quantized(model: Any) -> None:
 
 def config_record(config: Any) -> dict[str, Any] | None:
     """Return the record in ``config.quantization_config``; None where there is none, or another method's."""
-    return own_record(getattr(config, "quantization_config", None))
+    return relinear_record(getattr(config, "quantization_config", None))
 
 
-def own_record(setting: Any) -> dict[str, Any] | None:
+def relinear_record(setting: Any) -> dict[str, Any] | None:
     """``setting``, a ``quantization_config`` in either of its forms, as a record of ours; None if it is not one."""
     if _method(setting) != METHOD:
         return None
@@ -57,12 +57,12 @@ def _method(setting: Any) -> Any:
 
 def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a ``config.json`` without the entry of ``auto_map`` that names our loader; others' entries stay."""
-    others = dict(values)
-    auto_map = others.pop("auto_map", None) or {}
+    remaining = dict(values)
+    auto_map = remaining.pop("auto_map", None) or {}
     if not isinstance(auto_map, Mapping):
         raise ValueError(f"config.json: auto_map must be an object, got {shown(auto_map)}")
     auto_map = {key: value for key, value in auto_map.items() if not str(value).startswith(LOADER)}
-    return others | ({"auto_map": auto_map} if auto_map else {})
+    return remaining | ({"auto_map": auto_map} if auto_map else {})
 
 
 def sync_record(model: nn.Module) -> None:
@@ -91,9 +91,9 @@ def sync_record(model: nn.Module) -> None:
 
 def _config_of_its_own(model: Any, whole: nn.Module) -> Any:
     """Give ``model``, in ``whole``, a copy of its config. The configs inside stay the objects that the parts know."""
-    shared, own = model.config, copy.copy(model.config)
+    shared, copied = model.config, copy.copy(model.config)
     for module in whole.modules():
         for key, value in vars(module).items():
             if value is shared:
-                vars(module)[key] = own
-    return own
+                vars(module)[key] = copied
+    return copied

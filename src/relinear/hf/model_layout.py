@@ -16,7 +16,7 @@ from relinear.contract.modules import outermost, unwrapped
 
 _ATTENTIONS = ("self_attn", "attn", "attention", "self_attention")
 #: names of the norms of a decoder layer that read the stream for its attention and for its MLP
-_READERS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))
+_NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))
 
 
 def output_head(model: Any) -> Any:
@@ -65,9 +65,9 @@ def _flat(layers: nn.ModuleList) -> Iterator[nn.Module]:
 
 def _outermost_stacks(model: nn.Module) -> Iterator[_Stack]:
     """Every list of modules that lies in no other one, in the model's order."""
-    for name, found in outermost(model, lambda module: isinstance(module, nn.ModuleList)):
-        if len(found):
-            yield _Stack(model.get_submodule(name.rpartition(".")[0]), tuple(_flat(found)))
+    for name, modules in outermost(model, lambda module: isinstance(module, nn.ModuleList)):
+        if len(modules):
+            yield _Stack(model.get_submodule(name.rpartition(".")[0]), tuple(_flat(modules)))
 
 
 def _layer_count(model: Any) -> int | None:
@@ -80,23 +80,23 @@ def _layer_count(model: Any) -> int | None:
 def _decoder_stacks(model: Any) -> list[_Stack]:
     """The lists that may be the decoder's: of as many layers as the config names; the decoder's own if it names it."""
     count = _layer_count(model)
-    found = [stack for stack in _outermost_stacks(model) if count is None or len(stack.layers) == count]
+    stacks = [stack for stack in _outermost_stacks(model) if count is None or len(stack.layers) == count]
     named = getattr(unwrapped(model), "get_decoder", None)
-    if len(found) > 1 and callable(named) and isinstance(named(), nn.Module):
+    if len(stacks) > 1 and callable(named) and isinstance(named(), nn.Module):
         inside = {id(module) for module in named().modules()}
-        found = [stack for stack in found if id(stack.owner) in inside] or found
-    return found
+        stacks = [stack for stack in stacks if id(stack.owner) in inside] or stacks
+    return stacks
 
 
 def _decoder_stack(model: nn.Module) -> _Stack:
     if getattr(unwrapped(model), "config", None) is None:
         raise ValueError(f"{type(model).__name__} has no config; expected a Hugging Face decoder")
-    found = _decoder_stacks(model)
-    if len(found) != 1:
+    stacks = _decoder_stacks(model)
+    if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__}: found {len(found)} lists of {_layer_count(model)} decoder layers, expected one"
+            f"{type(model).__name__}: found {len(stacks)} lists of {_layer_count(model)} decoder layers, expected one"
         )
-    return found[0]
+    return stacks[0]
 
 
 def decoder(model: nn.Module) -> nn.Module:
@@ -164,13 +164,13 @@ def attention_of(index: int, layer: nn.Module) -> nn.Module:
     Raises:
         ValueError: if the layer has none of a known name, or several.
     """
-    found = [child for name, child in layer.named_children() if name in _ATTENTIONS]
-    if len(found) != 1:
+    attentions = [child for name, child in layer.named_children() if name in _ATTENTIONS]
+    if len(attentions) != 1:
         raise ValueError(
             f"layer {index} ({type(layer).__name__}) has no attention block by one of the names "
             f"{', '.join(_ATTENTIONS)}, or several"
         )
-    return found[0]
+    return attentions[0]
 
 
 class SubBlock(NamedTuple):
@@ -233,8 +233,8 @@ def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
     """Attention and MLP of a layer; ``plain``: only where both outputs are added as they are, one after the other."""
     children = dict(layer.named_children())
     norms = {name for name in children if "norm" in name or name.startswith("ln")}
-    readers = next((pair for pair in _READERS if norms >= {*pair}), None)
-    reason = _unlike(layer, norms, readers, plain)
+    norm_pair = next((pair for pair in _NORM_PAIRS if norms >= {*pair}), None)
+    reason = _unlike(layer, norms, norm_pair, plain)
     if reason is not None:
         needed = (
             "this works on the pre-norm layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
@@ -243,7 +243,7 @@ def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
         )
         raise ValueError(f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))}) {reason}; {needed}")
     only = next(iter(norms)) if len(norms) == 1 else None
-    before, between = readers or (only, only)
+    before, between = norm_pair or (only, only)
     attention = attention_of(index, layer)
     return [
         SubBlock(index, "attention", attention, layer, before),
@@ -251,24 +251,24 @@ def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
     ]
 
 
-def _unlike(layer: Any, norms: set[str], readers: Any, plain: bool) -> str | None:
-    """Why the outputs of a layer's sub-blocks do not reach the stream as they are, or None."""
+def _unlike(layer: Any, norms: set[str], norm_pair: Any, plain: bool) -> str | None:
+    """Return why the outputs of a layer's sub-blocks are not added unchanged to the stream, or None."""
     children = dict(layer.named_children())
     for child in children.values():
         if "residual" in inspect.signature(child.forward).parameters:  # BLOOM's and MPT's
-            return f"lets {type(child).__name__} add the stream by itself"
+            return f"lets {type(child).__name__} add the stream"
     parallel = getattr(layer, "use_parallel_residual", False)  # GPT-NeoX, StableLM
     if "mlp" in children and children.keys() & {*_ATTENTIONS}:  # Phi, Cohere, GPT-J; the larger Falcons
         parallel = parallel or len(norms) == 1 or norms == {"ln_attn", "ln_mlp"}
     if parallel and plain:
         return "runs attention and MLP in parallel"
-    if "mlp" not in children or not (readers or parallel):
+    if "mlp" not in children or not (norm_pair or parallel):
         before = norms & {"input_layernorm", "ln_1", "norm_1"}
         if norms and not before:
             return "normalises what its sub-blocks return"
         return "is not made of attention and an MLP behind a norm each"
-    if readers and norms - {*readers}:
-        return f"has further norms: {', '.join(sorted(norms - {*readers}))} normalise what a sub-block returns"
+    if norm_pair and norms - {*norm_pair}:
+        return f"has further norms: {', '.join(sorted(norms - {*norm_pair}))} normalise what a sub-block returns"
     if not plain:
         return None
     if any("attention" in name for name in children.keys() - norms - {*_ATTENTIONS}):

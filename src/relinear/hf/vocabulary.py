@@ -56,8 +56,8 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
 
 def most_positions(model: Any) -> int | None:
     """Return the most tokens that ``model`` reads at once, by its config; None where that states no end."""
-    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def check_length_fits(length: int, model: Any) -> None:

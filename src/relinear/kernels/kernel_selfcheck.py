@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from relinear.system.files import read_json, write_json
-from relinear.system.private_cache import check_own, user_cache
+from relinear.system.private_cache import check_private, user_cache
 
 #: largest relative error of results and gradients in the Frobenius norm; some gradients are sums that cancel
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -149,7 +149,7 @@ def _file_name(kind: str, device: torch.device, dtype: torch.dtype) -> str:
 def _read(path: Path) -> str | None:
     """The verdict on disk; None where there is none, or a file that is something else."""
     try:
-        reason = read_json(check_own(path))["against"]
+        reason = read_json(check_private(path))["against"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return reason if isinstance(reason, str) else None

@@ -97,7 +97,7 @@ class SDPAGate(AttachmentConfig):
 
 
 class _BeforeProjection(ResidualAdd):
-    """A gate on what the output projection reads, whatever stands in its place: a LoRA on it reads what it reads."""
+    """Gate the input of the output projection, also where an operator or a LoRA replaces it."""
 
     def __init__(self, owner: nn.Module, projection: str) -> None:
         super().__init__(owner, _GATE)

@@ -17,7 +17,7 @@ from relinear.activations.layer_context import check_hands_over, hand_over
 from relinear.contract.attachment import ResidualAdd, add_part, kw_like, met
 from relinear.contract.config import Count, register
 from relinear.hf.model_layout import SubBlock, sub_blocks
-from relinear.residual.residual_add import SITE, ResidualConfig, connect
+from relinear.residual.residual_add import PART, ResidualConfig, connect
 
 _STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams
 
@@ -70,7 +70,7 @@ class _LowRank(nn.Module):
         return 2 * (self.down.numel() + self.up.numel())
 
 
-class LaurelSite(nn.Module):
+class LaurelResidual(nn.Module):
     """Returns alpha y + (beta - 1) x + beta B A x; the low-rank part only where there is a rank."""
 
     def __init__(self, width: int, normalize: str | None, rank: int | None, kw: dict[str, Any]):
@@ -128,8 +128,8 @@ class LaurelRW(ResidualConfig):
 
     normalize: Literal["softmax", "sigmoid"] = "softmax"
 
-    def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return LaurelSite(_width(block), self.normalize, None, kw_like(block.module))
+    def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
+        return LaurelResidual(_width(block), self.normalize, None, kw_like(block.module))
 
 
 @register
@@ -158,15 +158,15 @@ class LaurelLR(ResidualConfig):
         super().check(model)
         _check_rank(self.rank, model)
 
-    def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
+    def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
         normalize = self.normalize if self.weights else None
-        return LaurelSite(_width(block), normalize, self.rank, kw_like(block.module))
+        return LaurelResidual(_width(block), normalize, self.rank, kw_like(block.module))
 
 
-class LaurelPreviousSite(nn.Module):
-    """Returns y + sum_j gamma_j h(x_{i-j}) for the streams x_i, x_{i-1}, ... that there are.
+class LaurelPreviousResidual(nn.Module):
+    """Return y + sum_j gamma_j h(x_{i-j}) for the last streams x_i, x_{i-1}, ...
 
-    gamma (K,) starts at 1 / K beside a low-rank h (whose B starts at zero), and at 0 beside the identity.
+    gamma (K,) is initialised at 1 / K with a low-rank h (whose B is zero), and at 0 with the identity.
     """
 
     def __init__(self, width: int, rank: int | None, streams: int, kw: dict[str, Any]):
@@ -220,11 +220,11 @@ class _Received:
         return {"by_layer": {}}
 
 
-class _PreviousJunction(ResidualAdd):
+class _PreviousResidualAdd(ResidualAdd):
     """An addition to the residual stream that reads earlier streams, of those that its layer has received."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
-        super().__init__(owner, SITE)
+        super().__init__(owner, PART)
         self.index, self.previous, self.received = index, previous, received
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -272,6 +272,6 @@ class LaurelPA(ResidualConfig):
         hand_over(model, _STREAMS, _new_streams, received.receive)
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
-            site = LaurelPreviousSite(_width(block), self.rank, streams, kw_like(block.module))
-            add_part(block.module, SITE, site, block.module)
-            connect(block, _PreviousJunction(block.module, index, self.previous, received))
+            part = LaurelPreviousResidual(_width(block), self.rank, streams, kw_like(block.module))
+            add_part(block.module, PART, part, block.module)
+            connect(block, _PreviousResidualAdd(block.module, index, self.previous, received))

@@ -55,7 +55,7 @@ class PostLN(ResidualConfig):
         """Weight of the stream in the sum, for a decoder of this many layers."""
         return 1.0
 
-    def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
+    def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
         return _PostNorm(without_norm(block), self.alpha(count // 2))
 
     def attach(self, model: nn.Module) -> None:
@@ -105,21 +105,21 @@ class DeepNorm(PostLN):
 
     @torch.no_grad()
     def initialize_(self, model: nn.Module) -> None:
-        """Draw the projections as the paper does. Wrapped layers are drawn; other operators keep their own start."""
+        """Draw the projections as the paper does. Other operators than wrappers keep their initialisation."""
         blocks = sub_blocks(model)
         beta = self.beta(len(blocks) // 2)
-        kept = set()
+        skipped = set()
         for block in blocks:
             for name, module in block.module.named_children():
                 while isinstance(module, Wrapper):
                     module = module.base
                 if isinstance(module, Operator):
-                    kept.add(type(module.config).__name__)
+                    skipped.add(type(module.config).__name__)
                 elif isinstance(module, nn.Linear) or is_conv1d(module):
                     _xavier_(module, name, beta)
-        if kept:
+        if skipped:
             warnings.warn(
-                f"DeepNorm's initialisation knows plain projections only; {', '.join(sorted(kept))} keep their own",
+                f"DeepNorm's initialisation knows plain projections only; {', '.join(sorted(skipped))} keep their own",
                 stacklevel=2,
             )
 

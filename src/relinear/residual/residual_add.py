@@ -1,4 +1,4 @@
-"""Where a sub-block's output meets the residual stream of a stock decoder layer.
+"""Residual methods: how a sub-block's output is added to the residual stream of a stock decoder layer.
 
 A stock layer computes ``x + module(norm(x))``; its code is not copied here. What a residual method wants instead, say
 ``meet(x, y)`` with y = module(norm(x)), is had by letting the sub-block return ``meet(x, y) - x``: the layer's own
@@ -8,20 +8,22 @@ the sum, which is what every addition to the stream costs.
 """
 
 import dataclasses
+from typing import Any
 
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualAdd, add_part, attachments
 from relinear.contract.operator import swap_hooks
+from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 from relinear.hf.model_layout import SubBlock, sub_blocks
 
 #: name of the submodule that holds what a residual method learns
-SITE = "relinear_residual"
+PART = "relinear_residual"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualConfig(AttachmentConfig):
-    """Base of the residual methods: at most one a model, on pre-norm decoders whose anatomy is known."""
+    """Hold the settings of a residual method: at most one a model, on pre-norm decoders of a known layout."""
 
     def check(self, model: nn.Module) -> None:
         present = [config for config in attachments(model) if isinstance(config, ResidualConfig)]
@@ -29,15 +31,21 @@ class ResidualConfig(AttachmentConfig):
             raise ValueError(f"the model already has the residual method {present[0]}; start from one without")
         sub_blocks(model)
 
-    def site(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        """The module for sub-block ``index`` of ``count``: ``forward(x, y)`` returns what is added to the stream x."""
-        raise TypeError(f"{type(self).__name__} does not say where its sub-blocks meet the stream")
+    site = RenamedHook("residual_part")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adopt_renamed_hooks(cls)
+
+    def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
+        """Return the module of sub-block ``index`` of ``count``: its ``forward(x, y)`` is added to the stream x."""
+        raise TypeError(f"{type(self).__name__} does not implement residual_part")
 
     def attach(self, model: nn.Module) -> None:
         blocks = sub_blocks(model)
         for index, block in enumerate(blocks):
-            add_part(block.module, SITE, self.site(block, index, len(blocks)), block.module)
-            connect(block, ResidualAdd(block.module, SITE))
+            add_part(block.module, PART, self.residual_part(block, index, len(blocks)), block.module)
+            connect(block, ResidualAdd(block.module, PART))
 
 
 def connect(block: SubBlock, residual_add: ResidualAdd) -> None:
@@ -47,8 +55,8 @@ def connect(block: SubBlock, residual_add: ResidualAdd) -> None:
 
 
 def without_norm(block: SubBlock) -> nn.Module:
-    """Take the norm out of its layer and return it; hooks of what looks at the stream stay where it is read."""
-    norm, place = block.norm, nn.Identity()
-    swap_hooks(norm, place)
-    setattr(block.owner, str(block.norm_name), place)
+    """Take the norm out of its layer and return it; its hooks stay on the identity that replaces it."""
+    norm, identity = block.norm, nn.Identity()
+    swap_hooks(norm, identity)
+    setattr(block.owner, str(block.norm_name), identity)
     return norm

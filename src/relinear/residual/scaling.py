@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from relinear.contract.attachment import ResidualAdd, add_part, kw_like
 from relinear.contract.config import register
 from relinear.hf.model_layout import sub_blocks
-from relinear.residual.residual_add import SITE, ResidualConfig, connect, without_norm
+from relinear.residual.residual_add import PART, ResidualConfig, connect, without_norm
 
 
 class _Scale(nn.Module):
@@ -31,7 +31,7 @@ class _Scale(nn.Module):
 
 @register
 class ReZero(ResidualConfig):
-    """Start as the identity: x_{i+1} = x_i + alpha_i F(x_i), alpha_i = 0 at first (Bachlechner et al., 2021, Eq. 2).
+    """Initialise sub-blocks as the identity: x_{i+1} = x_i + alpha_i F(x_i), alpha_i = 0 (Bachlechner et al., 2021).
 
     At first the model is embedding, final norm and head ("ReZero is all you need"). As in the paper's Transformer, both
     sub-blocks of a layer share one alpha, and there is no normalisation inside the layers.
@@ -55,11 +55,11 @@ class ReZero(ResidualConfig):
     def attach(self, model: nn.Module) -> None:
         for block in sub_blocks(model):
             owner = block.owner if self.shared else block.module
-            if not hasattr(owner, SITE):
-                add_part(owner, SITE, _Scale(**kw_like(block.module)), block.module)
+            if not hasattr(owner, PART):
+                add_part(owner, PART, _Scale(**kw_like(block.module)), block.module)
             if not self.keep_norms:
                 without_norm(block)
-            connect(block, ResidualAdd(owner, SITE))
+            connect(block, ResidualAdd(owner, PART))
 
 
 def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:

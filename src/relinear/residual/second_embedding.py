@@ -32,7 +32,7 @@ class _Table(ContextOwner):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Entries of standard deviation ``std``; a projection that keeps it."""
+        """Draw entries of standard deviation ``std``, and a projection that keeps it."""
         nn.init.normal_(self.embedding.weight, std=self.std)
         if self.projection is not None:
             nn.init.normal_(self.projection.weight, std=self.projection.in_features**-0.5)
@@ -42,9 +42,9 @@ class _Table(ContextOwner):
         return 0 if self.projection is None else 2 * self.projection.weight.numel()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, T, D) of token ids (B, T)."""
-        found = self.embedding(ids)
-        return found if self.projection is None else self.projection(found)
+        """Return the vectors (B, T, D) of token ids (B, T)."""
+        vectors = self.embedding(ids)
+        return vectors if self.projection is None else self.projection(vectors)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         """Return what the MLPs are given, for the arguments of the base model."""
@@ -56,7 +56,7 @@ class _Table(ContextOwner):
 
 
 def add_embedding(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Forward pre-hook of an MLP: its input and what the second embedding says of the token."""
+    """Add the second embedding of each token to an MLP's input, as its forward pre-hook."""
     x = args[0]
     return (x + current_context(x, x.shape[-1], SecondEmbedding.kind).to(x.dtype), *args[1:])
 

@@ -50,10 +50,10 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
     check_model(model, "residual_")
     if isinstance(method, str):
         known = residual_methods()
-        written, colon, settings = method.partition(":")
-        kind = written.strip().replace("-", "_")
+        name, colon, settings = method.partition(":")
+        kind = name.strip().replace("-", "_")
         if kind not in known and plugins.find("attachment", kind) is None:
-            raise ValueError(f"unknown residual method {shown(written)}; {nearest(kind, known)}")
+            raise ValueError(f"unknown residual method {shown(name)}; {nearest(kind, known)}")
         method = AttachmentConfig.read(kind + colon + settings)
     if not isinstance(method, AttachmentConfig):
         raise ValueError(

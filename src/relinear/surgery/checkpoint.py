@@ -27,7 +27,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.contract.attachment import AttachmentConfig, attachments
 from relinear.contract.config import UnknownKindError, nearest, shown
 from relinear.contract.operator import OperatorConfig, check_model, is_embedding, is_linear, named_operators
-from relinear.hf.config_record import FORMAT_VERSION, LOADER, METHOD, config_record, own_record, record, sync_record
+from relinear.hf.config_record import (
+    FORMAT_VERSION,
+    LOADER,
+    METHOD,
+    config_record,
+    record,
+    relinear_record,
+    sync_record,
+)
 from relinear.hf.model_layout import named_in
 from relinear.hf.model_source import saved_place
 from relinear.hf.vocabulary import token_tables
@@ -414,7 +422,7 @@ def check_files(directory: Path) -> None:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
-    if (stored := own_record(config.get("quantization_config"))) is not None:
+    if (stored := relinear_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     forms, layers = _stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
     # every model builds so many layers, which takes hours where it is damaged; other sizes may be unused

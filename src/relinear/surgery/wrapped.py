@@ -22,7 +22,7 @@ from transformers.utils import is_peft_available
 from relinear.contract.config import shown
 from relinear.contract.operator import Operator, embeds
 from relinear.contract.wrapper import Wrapper
-from relinear.hf.config_record import config_record, own_record, record
+from relinear.hf.config_record import config_record, record, relinear_record
 from relinear.hf.initialization import initialize_
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
@@ -174,7 +174,7 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
             "or give a config object"
         )
     other = getattr(config, "quantization_config", None)
-    if other is not None and own_record(other) is None:
+    if other is not None and relinear_record(other) is None:
         raise ValueError(
             f"{name} holds relinear operators and cannot be loaded with {type(other).__name__} on top; load it without "
             "and quantize in place what is still dense (torchao.quantization.quantize_), or fold and save it first"
@@ -225,4 +225,4 @@ def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
         values, _ = PreTrainedConfig.get_config_dict(name, **where)
     except OSError:  # there is none: the caller's config is all there is
         return None
-    return own_record(values.get("quantization_config"))
+    return relinear_record(values.get("quantization_config"))

@@ -15,14 +15,14 @@ def tune_allocator() -> dict[str, int]:
     By default glibc maps every buffer above 128 KiB (up to 32 MiB, once it has adapted) afresh from the system and
     unmaps it when it is freed; each operation of a large model then pays for page faults, which can cost more than the
     arithmetic. The price of the setting is that memory once used stays with the process. relinear's commands call
-    this when they start; ``import relinear`` does not. Calling it again changes nothing.
+    this when they begin; ``import relinear`` does not. Calling it again changes nothing.
 
     Returns:
         The thresholds now in force in bytes, by name (for the record of a run); empty where the C library is not
         glibc or refused.
 
     Examples:
-        >>> isinstance(relinear.system.allocator.tune_allocator(), dict)  # at the start of a program
+        >>> isinstance(relinear.system.allocator.tune_allocator(), dict)  # before the first tensor
         True
     """
     libc = _glibc()

@@ -1,4 +1,4 @@
-"""Student's t: the interval of 95 % of the mean of a few independent values."""
+"""Student's t: 95 % confidence intervals of the mean of a few independent values."""
 
 import functools
 import math
@@ -19,8 +19,8 @@ def _within(angle: float, freedom: int) -> float:
 
 
 @functools.cache
-def student(freedom: int) -> float:
-    """Return what |t| with so many degrees of freedom stays below with 95 %: by bisection, to rounding."""
+def t_quantile(freedom: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t with ``freedom`` degrees of freedom, by bisection."""
     if freedom < 1:
         raise ValueError(f"Student's t has at least one degree of freedom, got {freedom}")
     low, high = 0.0, math.pi / 2
@@ -30,10 +30,10 @@ def student(freedom: int) -> float:
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Return half of the interval of 95 % of the mean of independent ``values``; None for a single one."""
+    """Return half the 95 % confidence interval of the mean of independent ``values``; None for a single one."""
     if len(values) < 2:
         return None
-    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def seeds_needed(effect: float, std: float) -> int:
@@ -44,6 +44,6 @@ def seeds_needed(effect: float, std: float) -> int:
         std: standard deviation over seeds of the paired differences, in the same unit.
     """
     count = 2
-    while student(count - 1) * std / math.sqrt(count) >= effect / 2:
+    while t_quantile(count - 1) * std / math.sqrt(count) >= effect / 2:
         count += 1
     return count

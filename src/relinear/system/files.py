@@ -29,9 +29,9 @@ _UNWRITTEN = (
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place when the block ends without an error.
+    """Give a temporary path that replaces ``path`` when the block ends without an error.
 
-    A link stays a link, to the new content; a file that is replaced hands on who may read it.
+    A link stays a link, to the new content; a replaced file keeps its permissions.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def _open_to(mode: int) -> int:
-    """``mode`` without what the process's umask takes: temporary files and folders are private."""
+    """Return ``mode`` less the process's umask, as temporary files and folders are private."""
     umask = os.umask(0)
     os.umask(umask)
     return mode & ~umask
@@ -73,9 +73,9 @@ def atomic_directory(path: str | Path, last: str = "config.json", superseded: It
     Raises:
         NotADirectoryError: if ``path`` is a file.
     """
-    given, path = path, Path(os.path.realpath(path))
+    requested, path = path, Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{given} is a file; choose a directory")
+        raise NotADirectoryError(f"{requested} is a file; choose a directory")
     home = path if path.exists() else path.parent
     home.mkdir(parents=True, exist_ok=True)
     with writing(path):
@@ -100,13 +100,13 @@ def _move_files(source: Path, target: Path, last: str, superseded: Iterable[str]
             (target / name).unlink(missing_ok=True)
     files = [file for file in source.rglob("*") if file.is_file()]
     for file in sorted(files, key=lambda file: (file == source / last, file)):
-        place = target / file.relative_to(source)
-        place.parent.mkdir(exist_ok=True, parents=True)
-        file.replace(place)
+        destination = target / file.relative_to(source)
+        destination.parent.mkdir(exist_ok=True, parents=True)
+        file.replace(destination)
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove from ``folder`` what ``atomic_path`` and ``atomic_directory`` of a killed process had not finished."""
+    """Remove unfinished files of ``atomic_path`` and ``atomic_directory`` of a killed process from ``folder``."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

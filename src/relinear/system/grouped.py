@@ -1,4 +1,4 @@
-"""Things by what they have in common."""
+"""Values grouped by key."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -8,8 +8,8 @@ V = TypeVar("V")
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return key -> all of its values; keys and values in the order in which they come."""
-    found: dict[K, list[V]] = {}
+    """Return key -> all of its values, both in their first order."""
+    groups: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".relinear.lock"
-#: seconds that a lock is waited for: what is left of a run that was just killed takes a moment to end
+#: seconds to wait for a lock: the processes of a run that was just killed take a moment to end
 _PATIENCE = 3.0
 
 
 class InUseError(ValueError):
-    """Another process is at work in a directory."""
+    """Say that another process uses a directory."""
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def only_process_in(directory: str | Path, patience: float | None = None) -> Ite
             os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
         yield directory
     finally:
-        with contextlib.suppress(OSError):  # what stays there is held by nobody
+        with contextlib.suppress(OSError):  # a file that stays is no longer locked
             path.unlink()  # while it is still held: see _is_at
         os.close(handle)
         for folder in made:

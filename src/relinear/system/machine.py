@@ -58,24 +58,24 @@ def _cpu_facts() -> dict[str, str]:
 
 
 def cpu_features() -> frozenset[str]:
-    """The instruction sets of the processor as Linux names them (``avx2``, ``amx_bf16``, ...); empty elsewhere."""
+    """Return the processor's instruction sets as Linux names them (``avx2``, ``amx_bf16``, ...); empty elsewhere."""
     facts = _cpu_facts()
     return frozenset((facts.get("flags") or facts.get("Features") or "").split())
 
 
 @functools.cache
 def has_narrow_products() -> bool:
-    """Whether torch's float32 products use half of the processor's vectors: MKL's on an AMD processor with AVX-512.
+    """Return whether torch's float32 products use half of the vector width: MKL on an AMD processor with AVX-512.
 
-    MKL takes AVX2 on processors of others than Intel, whatever they have.
+    MKL uses AVX2 on processors that are not Intel's.
     """
-    others = _cpu_facts().get("vendor_id") == "AuthenticAMD"
-    return others and "avx512f" in cpu_features() and torch.backends.mkl.is_available()
+    amd = _cpu_facts().get("vendor_id") == "AuthenticAMD"
+    return amd and "avx512f" in cpu_features() and torch.backends.mkl.is_available()
 
 
 @functools.cache
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
-    """Whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU), not by emulation."""
+    """Return whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU)."""
     kind = torch.device(device).type
     if kind == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -85,30 +85,30 @@ def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
 
 
 def command_line() -> str:
-    """Return the command that this process was started by, as it is typed; of a worker that of whoever started it."""
-    typed = sys.argv[1:] if sys.argv[:1] == ["-c"] else sys.argv  # behind -c stands what a worker is told
+    """Return the command line that started this process, or a worker's parent."""
+    typed = sys.argv[1:] if sys.argv[:1] == ["-c"] else sys.argv  # the arguments of a worker follow -c
     return shlex.join([Path(typed[0]).name, *typed[1:]]) if typed else ""
 
 
 def circumstances() -> dict[str, Any]:
-    """Return what is recorded beside every result: the command, today's date (UTC) and the machine."""
+    """Return the provenance of a result: the command, today's date (UTC) and the machine."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"command": command_line(), "date": date, "machine": describe_machine()}
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, memory, threads and versions as JSON values: what a figure needs beside it."""
+    """Return processor, memory, threads and versions as JSON values."""
     import psutil
     import transformers
 
     extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-    held = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    onednn_limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
     return {
         "processor": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "extensions": [flag for flag in extensions if flag in cpu_features()],
-        **({"onednn_max_cpu_isa": held} if held else {}),  # what torch's products were kept from using
+        **({"onednn_max_cpu_isa": onednn_limit} if onednn_limit else {}),  # what torch's products were kept from using
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
@@ -133,15 +133,15 @@ def _commit() -> str:
 
 
 class PeakMemory:
-    """The most memory in use since ``start()``, in bytes: of the GPU where there is one, else of the process.
+    """Measure the most memory in use since ``reset()``, in bytes: of the GPU where there is one, else of the process.
 
-    On Linux the kernel's high-water mark is reset at the start; elsewhere the mark of the whole process is reported.
+    On Linux ``reset`` resets the kernel's high-water mark; elsewhere the mark covers the whole process.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
-    def start(self) -> None:
+    def reset(self) -> None:
         """Reset the mark."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

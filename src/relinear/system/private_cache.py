@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 
-def check_own(path: str | Path) -> Path:
+def check_private(path: str | Path) -> Path:
     """``path`` without links, held to being this user's alone before anything is read from it; changes nothing.
 
     It and all folders above it (behind symbolic links, too) must belong to this user or to root, and no other user may
@@ -29,24 +29,24 @@ def check_own(path: str | Path) -> Path:
     return real
 
 
-def check_all_own(folder: str | Path) -> Path:
-    """``check_own`` of ``folder`` and of all in it: it may have been open to others before."""
-    folder = check_own(folder)
+def check_all_private(folder: str | Path) -> Path:
+    """``check_private`` of ``folder`` and of all in it: it may have been open to others before."""
+    folder = check_private(folder)
     for part in folder.rglob("*"):
-        check_own(part)
+        check_private(part)
     return folder
 
 
-def own_folder(folder: str | Path) -> Path:
-    """``folder``, made if need be, once ``check_own`` has passed it. Raises PermissionError otherwise."""
-    folder = check_own(folder)
+def private_folder(folder: str | Path) -> Path:
+    """``folder``, made if need be, once ``check_private`` has passed it. Raises PermissionError otherwise."""
+    folder = check_private(folder)
     for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
         missing.mkdir(mode=0o755, exist_ok=True)
-    return check_own(folder)
+    return check_private(folder)
 
 
-def close_to_others(folder: Path) -> None:
-    """Let nobody else write to ``folder`` or what is in it, as the umask may: ``check_all_own`` would refuse it."""
+def make_private(folder: Path) -> None:
+    """Remove write permission for other users from ``folder`` and its content, as ``check_all_private`` asks."""
     for part in (folder, *folder.rglob("*")):
         part.chmod(0o755 if part.is_dir() else 0o644)
 
@@ -61,7 +61,7 @@ def user_cache() -> Path:
 
 
 def user_name(number: int) -> str:
-    """The name of a user, or else the number."""
+    """Return the name of a user, or else the number."""
     with contextlib.suppress(ImportError, KeyError):
         import pwd
 
@@ -73,14 +73,14 @@ def _check(path: Path, state: os.stat_result, above: bool) -> None:
     if state.st_uid not in (os.geteuid(), 0):
         reason = f"it belongs to another user ({user_name(state.st_uid)}), who could have put anything there"
         raise PermissionError(errno.EACCES, reason, str(path))
-    open_to_others = state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid))
-    if open_to_others and not stat.S_ISLNK(state.st_mode) and not (above and state.st_mode & stat.S_ISVTX):
+    writable = state.st_mode & stat.S_IWOTH or (state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid))
+    if writable and not stat.S_ISLNK(state.st_mode) and not (above and state.st_mode & stat.S_ISVTX):
         reason = "other users may write there, and could have put anything there; empty it, then chmod go-w"
         raise PermissionError(errno.EACCES, reason, str(path))
 
 
 def _is_private(group: int) -> bool:
-    """Whether a group has this user alone in it, as where every user has a group of their own."""
+    """Return whether this user is a group's only member, as where every user has a group."""
     import grp
     import pwd
 

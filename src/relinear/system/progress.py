@@ -37,10 +37,10 @@ class Progress:
 
 
 class ProgressCallback(Protocol):
-    """What every ``on_progress`` is: a function of a ``Progress``."""
+    """Type every ``on_progress``: a function of a ``Progress``."""
 
     def __call__(self, progress: Progress, /) -> object: ...
 
 
 def no_progress(progress: Progress) -> None:
-    """Tell nobody."""
+    """Ignore progress."""

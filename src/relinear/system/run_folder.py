@@ -141,12 +141,12 @@ class RunFolder:
                 raise
 
     def set_aside(self) -> None:
-        """Rename all that the task writes, the record first: what a kill leaves is then nobody's run."""
+        """Rename all that the task writes, the record first, so that a kill leaves no half of a run."""
         for name in self.names:
             set_aside(self.path / name)
 
     def write(self, **facts: Any) -> dict[str, Any]:
-        """Have the record say ``facts`` beside what every record says, and return it. Raises OSError."""
+        """Write the record with ``facts`` added, and return it. Raises OSError."""
         self._facts = facts
         write_json(self.record_path, record := self._head | facts)
         return record
@@ -160,13 +160,13 @@ class RunFolder:
         return self.path / name
 
     def _compared(self, settings: Any) -> Any:
-        """The settings that must be the same."""
+        """Return the settings that must be the same."""
         if not isinstance(settings, Mapping):  # of a record that is damaged: it differs from every setting
             return settings
         return {key: value for key, value in settings.items() if key not in self.free}
 
     def _taken(self) -> list[str]:
-        """Names of the task that are there; an empty folder can be filled."""
+        """Return the names of the task that exist; empty folders do not count."""
         paths = (self.path / name for name in self.names)
         return [p.name for p in paths if os.path.lexists(p) and not (p.is_dir() and not any(p.iterdir()))]
 
@@ -177,7 +177,7 @@ def made_by(task: str) -> dict[str, Any]:
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is none."""
+    """Return the JSON object in a file; an empty one where there is none."""
     with contextlib.suppress(ValueError):
         values = read_json(path) if path.is_file() else {}
         return values if isinstance(values, dict) else {}
@@ -185,9 +185,9 @@ def _object_in(path: Path) -> dict[str, Any]:
 
 
 def _check_directory(path: Path) -> None:
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise ValueError(f"{there} is a file; give a directory")
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file; give a directory")
 
 
 def set_aside(path: Path) -> Path | None:
@@ -196,7 +196,7 @@ def set_aside(path: Path) -> Path | None:
         return None
     stem = f"{path.name}.{datetime.datetime.now():%Y%m%d-%H%M%S}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    free = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    free = next(candidate for name in names if not os.path.lexists(candidate := path.with_name(name)))
     return path.rename(free)
 
 

@@ -395,7 +395,7 @@ def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTe
     trainer.start_from(max(step, 0), max((row["tokens"] for row in log.rows), default=0), first_loss)
     has_validation = trainer.eval_dataset is not None
     memory = PeakMemory(trainer.args.device)
-    memory.start()
+    memory.reset()
     log.report("prepare", max(step, 0))
     if checkpoint is None and has_validation:
         trainer.evaluate()

@@ -19,7 +19,7 @@ import torch
 from relinear.kernels.implementations import meant
 from relinear.system.files import fingerprint
 from relinear.system.machine import cpu_features
-from relinear.system.private_cache import check_own, own_folder, user_cache
+from relinear.system.private_cache import check_private, private_folder, user_cache
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -63,7 +63,7 @@ def is_loaded() -> bool:
     """Return whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
     try:
         path = library_path()
-        path = own_folder(path.parent) / path.name  # what is loaded from there runs as this user
+        path = private_folder(path.parent) / path.name  # what is loaded from there runs as this user
         kept = _cached_library(path)
         if kept is not None:
             torch.ops.load_library(kept)
@@ -121,8 +121,8 @@ def _hashed(path: Path, library: Path) -> Path:
 
 def _cached_library(path: Path) -> Path | None:
     """A library that was built for ``path`` and is what was built. Raises PermissionError where it need not be."""
-    for found in check_own(path.parent).glob(f"{path.stem}-*{path.suffix}"):
-        if _hashed(path, check_own(found)).name == found.name:
+    for found in check_private(path.parent).glob(f"{path.stem}-*{path.suffix}"):
+        if _hashed(path, check_private(found)).name == found.name:
             return found
     return None
 
