@@ -17,11 +17,13 @@ from relinear.analysis.effective_rank import effective_rank, effective_ranks, re
 from relinear.analysis.fingerprints import context_fingerprints
 from relinear.analysis.gates import gate_statistics
 from relinear.analysis.latents import latent_statistics
+from relinear.analysis.outputs import output_statistics
 from relinear.analysis.planes import plane_angles
 from relinear.analysis.recording import record_contexts, record_gates
 from relinear.analysis.report import analyses_blocks
 from relinear.analysis.top_tokens import top_tokens
 from relinear.clifford import bivector_to_matrix
+from relinear.contract.operator import named_operators
 from relinear.data import DataSettings
 from relinear.data.tokenizers import load_tokenizer
 from relinear_cli.analyze import analyze_saved
@@ -248,6 +250,53 @@ def test_of_what_is_too_short_there_is_taken_what_there_is(tmp_path) -> None:
     record = json.loads((tmp_path / "out" / "analyze.json").read_text())
     assert record["length"] == 32
     assert 0 < record["sequences"] < 64
+
+
+# Outputs of any operator
+
+
+def test_outputs_of_a_linear_and_of_a_nonlinear_operator() -> None:
+    """A linear operator is explained whole, with as many directions as it has; one whose sign is lost is not."""
+    model = make_tiny_llama(num_hidden_layers=1, vocab_size=400)
+    relinear.replace_(model, {"q_proj": relinear.LowRank(rank=3), "v_proj": relinear.LowRank(rank=3)})
+    attention = model.model.layers[0].self_attn
+    attention.v_proj.register_forward_hook(lambda module, args, output: output.abs())
+    ids = torch.arange(400).reshape(4, 100)
+    # a forward hook of the model's own stands before those of the analysis
+    layers = {"q": attention.q_proj, "v": attention.v_proj, "mlp": model.model.layers[0].mlp.up_proj}
+    found = output_statistics(model, layers, ids)
+    assert found["q"]["linear_share"] == pytest.approx(1)
+    assert found["mlp"]["linear_share"] == pytest.approx(1)
+    assert found["v"]["linear_share"] < 0.5
+    assert 1 < found["q"]["effective_rank"]["data"] <= 3.001
+    values = found["q"]["singular_values"]["data"]
+    assert values[0] == 1
+    assert values[3] < 1e-6
+    assert output_statistics(model, layers, ids[:, :3])["q"]["linear_share"] is None  # 12 tokens, 16 inputs
+
+
+def test_updates_are_told_where_the_initial_values_can_be_drawn_again(tmp_path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog.\n" * 60)
+    settings = {"data": {"data": str(tmp_path / "text.txt"), "tokenizer": "bytes", "sequence_length": 16}}
+    settings |= {"model_overrides": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}, "steps": 2}
+    settings |= {"operators": {"up_proj": "monarch:blocks=4"}, "warmup_steps": 0, "batch_size": 2, "threads": 1}
+    run = tmp_path / "run"
+    relinear.train(settings, run)
+    (layer,) = [name for name, _ in named_operators(relinear.from_pretrained(run / "model"))]
+    text = HeldOutText(DataSettings(data=settings["data"]["data"]), 8, 16)
+    for name, changed in (("first", False), ("changed", True)):
+        if changed:  # as another version of torch would draw others
+            record = json.loads((run / "run.json").read_text())
+            record["model"]["initial_sha256"] = "0" * 64
+            (run / "run.json").write_text(json.dumps(record))
+        results = analyze_saved(str(run / "model"), text, tmp_path / name, ["outputs"])
+        (row,) = results["outputs"].numbers["run"].values()
+        assert ("update" in row) != changed
+        assert changed or 0 < row["update"] < 1
+        kinds = [block.kind for block in analyses_blocks(tmp_path / name)]
+        assert kinds[:4] == ["text", "text", "chart", "chart"]
+        assert (tmp_path / name / "outputs.png").is_file()
+    assert layer.endswith("up_proj")
 
 
 # Latents and planes

@@ -299,6 +299,9 @@ def analyses(folder: Path) -> Path:
     (folder / "latents.json").write_text(json.dumps(dict.fromkeys(HOSTILE, latent)))
     angles = {"left": [[30.0, 0.0]], "right": [[1.0, 0.0]]}
     (folder / "planes.json").write_text(json.dumps(dict.fromkeys(HOSTILE, angles)))
+    row = {"tokens": 9, "width": 4, "linear_share": 0.5, "update": 0.1, "effective_rank": {"data": 1.5}}
+    row |= {"singular_values": {"data": [1.0, 0.5]}}
+    (folder / "outputs.json").write_text(json.dumps({HOSTILE[0]: dict.fromkeys(HOSTILE, row)}))
     record = {"model": HOSTILE[0], "command": "relinear analyze MODEL", "machine": {"torch": "2.13"}, "sequences": 64}
     (folder / "analyze.json").write_text(json.dumps(record))
     return folder

@@ -99,7 +99,8 @@ def analyze_saved(
             check_length_fits(text.length, one)
     tokens = tokens_of(text, reader)
     other = "control" if control is None or _name(control) == _name(model) else _name(control)
-    subject = Subject(loaded, tokens, reader, second, _name(model), other, text.data)
+    run = next((folder for folder in (Path(model), Path(model).parent) if (folder / "run.json").is_file()), None)
+    subject = Subject(loaded, tokens, reader, second, _name(model), other, text.data, run)
     with folder.open(asked, overwrite=overwrite), watch() as on_progress:
         facts = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
         folder.write(model=model, control=control, **facts)

@@ -28,7 +28,7 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 #: an analysis is the file of its name
 ANALYSES = (
-    *("effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes"),
+    *("outputs", "effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes"),
     *("cgt_context", "cgt_specialized", "cgt_arithmetic", "cgt_regression"),
 )
 
@@ -39,7 +39,7 @@ class Subject:
 
     model: in eval mode. ids: (N, T) token ids of real text, or what else it reads of a task's samples. tokenizer: to
     name tokens; None names them by number. control: a model to set beside it, or None. name, control_name: for legends.
-    data: where ``ids`` are from.
+    data: where ``ids`` are from. folder: of the run that trained the model, where there is one.
     """
 
     model: Any
@@ -49,6 +49,7 @@ class Subject:
     name: str = "model"
     control_name: str = "control"
     data: DataSettings | None = None
+    folder: Path | None = None
 
     @property
     def samples(self) -> Samples | None:

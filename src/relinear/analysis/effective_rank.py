@@ -175,7 +175,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     rank = max(layer["rank"] for layers in numbers.values() for layer in layers.values())
     found: list[Block] = []
     for space, meaning in SPACES.items():
-        shown = [series for name in numbers for series in _decays(numbers[name], space, name, palette[name])]
+        shown = [series for name in numbers for series in decays(numbers[name], space, name, palette[name])]
         side = Axis(title="relative to the largest", log=True)
         bottom = Axis(title="index of the singular value", from_zero=True)
         guide = Guide(x=rank, text=f"rank of one operator: {rank}")
@@ -185,8 +185,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     return [*found, Table(head, rows, (0, 1))]
 
 
-def _decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
-    """A line a layer, with its name and effective rank where it is pointed at."""
+def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
+    """Return a line a layer, with its name and effective rank where it is pointed at."""
     found = []
     for number, (layer, values) in enumerate(layers.items()):
         decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]

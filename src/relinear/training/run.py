@@ -147,6 +147,22 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
         return TrainResult(**record["result"] | {"out_dir": out_dir, "curve": curve})
 
 
+def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, torch.Tensor] | None:
+    """Return the values by name that a run began with, drawn again from its seed.
+
+    None where its record has no digest of them, and where what is drawn here has another.
+    """
+    record = _read_record(Path(out_dir)) or {}
+    digest = (record.get("model") or {}).get("initial_sha256")
+    if digest is None:
+        return None
+    try:
+        values = build_model(TrainSettings.load(record["settings"]), vocab_size).state_dict()
+    except (ValueError, OSError):  # a pretrained model that is no longer where it was
+        return None
+    return values if tensor_digest(values) == digest else None
+
+
 def read_outcome(out_dir: str | Path) -> float | None:
     """Return the validation loss of a run that has ended, infinite where it diverged; None where it has not ended."""
     record = _read_record(Path(out_dir))

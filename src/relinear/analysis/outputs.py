@@ -1,0 +1,167 @@
+"""``outputs``: what any operator does on data: directions it writes to, how linear it is, how far training moved it."""
+
+# Legend: N sequences, T tokens of all sequences, I in_features, O out_features
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.analysis.analyses import Result, Subject, layer_row, short_name
+from relinear.analysis.effective_rank import decays, effective_rank, singular_values
+from relinear.contract.modes import evaluating, watching
+from relinear.contract.operator import embeds, is_linear, linear_features, named_operators
+from relinear.pages.blocks import Block, Cell, Chart, Table
+from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
+from relinear.training.run import initial_values
+
+#: how to read its figures, for the page
+HOW_TO_READ = (
+    "The effective rank of outputs is the number of directions that a layer writes to. The linear share is how much of "
+    "the variance of its outputs the best dense layer with a bias explains: at 1 such a layer could stand in its place "
+    "on this data. The update is the norm of trained minus initial parameters, relative to the initial ones."
+)
+
+#: of statistics that are held at a time, in bytes
+_MEMORY = 2**30
+
+
+@torch.no_grad()
+def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Tensor) -> dict[str, dict[str, Any]]:
+    """Return what ``layers`` of ``model`` do on token ids (N, tokens in each), in eval mode.
+
+    Returns:
+        {name: {"tokens": T, "width": O, "effective_rank": {"data": of the centred outputs}, "singular_values": {"data":
+        theirs, normalised to a largest one of 1}, "linear_share": of the variance of the outputs that an affine map of
+        the inputs explains, adjusted for its number of inputs; None where these are over half of T}}.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for group in _groups(layers):
+        sums: dict[str, Tensor] = {}
+
+        def see(name: str, module: nn.Module, args: tuple, output: Any, sums: dict[str, Tensor] = sums) -> None:
+            x, y = (part.flatten(0, -2).double() for part in (args[0], output))
+            both = torch.cat([x.new_ones(len(x), 1), x, y], 1)
+            sums[name] = sums.get(name, 0) + both.T @ both
+
+        with evaluating(model), watching(group.items(), see):
+            for row in ids:
+                model(row[None])
+        found |= {name: _described(sums[name], *linear_features(module)) for name, module in group.items()}
+    return found
+
+
+def _groups(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
+    """Layers whose statistics fit into memory together; the model runs once for each group."""
+    group: dict[str, nn.Module] = {}
+    used = 0
+    for name, module in layers.items():
+        size = 8 * (1 + sum(linear_features(module))) ** 2
+        if group and used + size > _MEMORY:
+            yield group
+            group, used = {}, 0
+        group[name], used = module, used + size
+    yield group
+
+
+def _described(sums: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
+    """What products of [1, x, y], summed over tokens, say of a layer; sizes of x and y are given."""
+    tokens, mean = sums[0, 0], sums[0] / sums[0, 0]
+    centred = (sums - tokens * mean[:, None] * mean)[1:, 1:]
+    of_inputs, crossed, of_outputs = centred[:inputs, :inputs], centred[:inputs, inputs:], centred[inputs:, inputs:]
+    values, vectors = torch.linalg.eigh(of_inputs)
+    used = values > 1e-10 * values[-1].clamp_min(1e-300)
+    total, freedom = float(of_outputs.trace()), int(tokens) - 1 - int(used.sum())
+    explained = float((vectors[:, used].T @ crossed).square().sum(1) @ (1 / values[used]))
+    share = None
+    if total > 0 and freedom > int(used.sum()):
+        share = 1 - max(0.0, total - explained) / freedom / (total / (int(tokens) - 1))
+    spectrum = singular_values(of_outputs)
+    return {
+        "tokens": int(tokens),
+        "width": outputs,
+        "effective_rank": {"data": effective_rank(spectrum)},
+        "singular_values": {"data": (spectrum / spectrum[0].clamp_min(1e-300)).tolist()},
+        "linear_share": share,
+    }
+
+
+@torch.no_grad()
+def updates(layers: Mapping[str, nn.Module], initial: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norm of trained minus initial parameters over that of the initial ones, by layer."""
+    found: dict[str, float] = {}
+    for name, module in layers.items():
+        moved = before = 0.0
+        for key, parameter in module.named_parameters(name):
+            if (first := initial.get(key)) is not None:
+                moved += float((parameter - first.to(parameter)).double().square().sum())
+                before += float(first.double().square().sum())
+        if before:
+            found[name] = math.sqrt(moved / before)
+    return found
+
+
+def _replaced(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: operator for name, operator in named_operators(model) if not embeds(operator)}
+
+
+def applies(model: nn.Module) -> bool:
+    """Return whether the model has operators in the place of layers."""
+    return bool(_replaced(model))
+
+
+def run(subject: Subject) -> Result:
+    """Return the statistics of every operator, and of what the control has in the same places."""
+    layers = _replaced(subject.model)
+    if not layers:
+        raise ValueError("no layer of this model is replaced by an operator")
+    numbers = {subject.name: output_statistics(subject.model, layers, subject.ids)}
+    vocabulary = getattr(subject.model.config, "vocab_size", None)
+    first = None if subject.folder is None else initial_values(subject.folder, vocabulary)
+    for name, update in updates(layers, first or {}).items():
+        numbers[subject.name][name]["update"] = update
+    if subject.control is not None:
+        others = {name: m for name, m in subject.control.named_modules() if name in layers and is_linear(m)}
+        if others:
+            numbers[subject.control_name] = output_statistics(subject.control, others, subject.ids)
+    lines = []
+    for name, found in numbers.items():
+        ranks = [row["effective_rank"]["data"] for row in found.values()]
+        shares = [row["linear_share"] for row in found.values() if row["linear_share"] is not None]
+        text = f"{name}: {len(found)} layers, mean effective rank {sum(ranks) / len(ranks):.1f} of their outputs"
+        lines.append(text + (f"; a dense layer explains {sum(shares) / len(shares):.1%} of them" if shares else ""))
+    return Result(numbers, "\n".join(lines))
+
+
+def blocks(numbers: Mapping[str, Any]) -> list[Block]:
+    """Return what a page shows of ``numbers``: singular values and linear shares of every layer, and a row a layer."""
+    palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
+    rows, spectra, shares = [], [], []
+    for number, (model, layers) in enumerate(numbers.items()):
+        spectra += decays(layers, "data", model, palette[model])
+        told = {layer: row["linear_share"] for layer, row in layers.items() if row["linear_share"] is not None}
+        place: dict[str, Any] = {"x": list(told.values()), "y": [short_name(layer) for layer in told]}
+        texts = [f"{model}, {layer}: {share:.4f}" for layer, share in told.items()]
+        shares += [
+            Series(name=model, colour=palette[model], number=number, mode="points", texts=texts, **place)
+        ] * bool(told)
+        for layer, row in layers.items():
+            rank = Cell(f"{row['effective_rank']['data']:.1f} of {row['width']}", row["effective_rank"]["data"])
+            rows.append(layer_row(layer, model, rank, Cell.of(row["linear_share"]), Cell.of(row.get("update"))))
+    bottom, side = (
+        Axis(title="index of the singular value", from_zero=True),
+        Axis(title="relative to the largest", log=True),
+    )
+    panel = Panel(spectra, bottom, side, title="singular values of outputs")
+    found: list[Block] = [
+        Chart("Singular values of the centred outputs, a line a layer.", panel, stem="outputs", beside=True)
+    ]
+    if shares:
+        panel = Panel(
+            shares, Axis(title="linear share"), Axis(rows=True), [Guide(x=1, text="linear")], title="linear share"
+        )
+        text = "Share of the outputs' variance that the best dense layer explains: at 1 the operator is linear here."
+        found.append(Chart(text, panel, stem="outputs", beside=True))
+    return [*found, Table(["layer", "model", "effective rank", "linear share", "update"], rows, (0, 1))]
