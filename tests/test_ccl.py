@@ -222,7 +222,7 @@ def test_a_weight_goes_into_templates_that_are_mixed_and_not_into_those_that_are
         ({"composition": "experts"}, "composition must be one of"),
         ({"composition": "remixing", "templates": 5}, "templates=5 does not divide rank=64"),
         ({"composition": "selection", "selected": 9}, "selected=9 exceeds templates=8"),
-        ({"composition": "selection", "basis_gate": False}, "takes the place of the basis gate"),
+        ({"composition": "selection", "basis_gate": False}, "replaces the basis gate"),
         ({"balance": -1.0}, "balance"),
     ],
 )

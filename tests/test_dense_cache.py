@@ -85,5 +85,5 @@ def test_what_is_kept_knows_nothing_of_autocast_and_inference_mode(operator, lev
 
 def test_large_layers_stay_structured(operator):
     dense = sys.modules[type(operator).__module__]._DENSE
-    for dtype in dense.kept:
+    for dtype in dense.limits:
         assert not dense.in_inference(8192, 8192, dtype, 4096)

@@ -11,7 +11,7 @@ import relinear
 from relinear.contract.operator import dense_weight
 from relinear.operators.low_rank import LowRankLinear
 from relinear.surgery.patterns import patterns_of
-from relinear.surgery.states import flat_states, load_states_, place_
+from relinear.surgery.states import flat_states, load_states_, replace_with_states_
 from surgery_helpers import IDS, LOW, gpt2, llama, replaced
 
 
@@ -230,7 +230,7 @@ def test_planned_operators_are_put_in_place_with_known_states():
     relinear.replace_(first, {"q_proj": LOW})
     states = flat_states({name: first.get_submodule(name) for name in replaced(first)})
     assert states.keys() <= first.state_dict().keys()
-    place_(second, relinear.plan(second, {"q_proj": LOW}).replacements, states)
+    replace_with_states_(second, relinear.plan(second, {"q_proj": LOW}).replacements, states)
     second.load_state_dict({k: v for k, v in first.state_dict().items() if k not in states}, strict=False)
     assert torch.equal(first(IDS).logits, second(IDS).logits)
 

@@ -23,7 +23,7 @@ from relinear.compression.readers import READERS
 from relinear.compression.task import Task
 from relinear.contract.operator import OperatorConfig, dense_bias, dense_weight, linear_features, linear_of
 from relinear.surgery.plan import plan
-from relinear.surgery.states import flat_states, place_
+from relinear.surgery.states import flat_states, replace_with_states_
 from relinear.system.version import __version__
 
 
@@ -173,7 +173,7 @@ def fit_layers(task: Task, whole: CompressPlan, calibration: Calibration) -> dic
 def replace_layers_(task: Task, whole: CompressPlan, states: Mapping[str, Tensor]) -> None:
     """Put the operators of a plan, of these ``states``, into the model."""
     if whole.replaced:
-        place_(task.model, plan(task.model, dict(whole.replaced)).replacements, states)
+        replace_with_states_(task.model, plan(task.model, dict(whole.replaced)).replacements, states)
 
 
 def _mark(asked: Any) -> str:

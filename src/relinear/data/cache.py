@@ -49,8 +49,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
     """What ``build`` returned, or None if the entry is absent or any of its files is not what was written."""
     try:
         manifest = read_json(folder / _MANIFEST)
-        for name, (size, written) in manifest["files"].items():
-            if (folder / name).stat().st_size != size or checksum(folder / name) != written:
+        for name, (size, sha256) in manifest["files"].items():
+            if (folder / name).stat().st_size != size or checksum(folder / name) != sha256:
                 return None
         return dict(manifest["value"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -48,8 +48,8 @@ def as_document(value: Any) -> str | None:
     if not is_conversation(messages):
         return None
     # Tables have every key in every row, as null where a message has none.
-    kept = [{key: part for key, part in m.items() if part is not None or key == "content"} for m in messages]
-    return Conversation(json.dumps(kept))
+    cleaned = [{key: part for key, part in m.items() if part is not None or key == "content"} for m in messages]
+    return Conversation(json.dumps(cleaned))
 
 
 def spoken(tokenizer: Any, documents: Iterable[str]) -> Iterator[str]:

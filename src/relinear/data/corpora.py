@@ -140,9 +140,9 @@ class Corpus:
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits that ``documents`` takes."""
-        given = set(self._sources)
-        divided = {"train", "validation"} if given & {"train", "all"} else set()
-        return tuple(split for split in SPLITS if split in given | divided)
+        known = set(self._sources)
+        divided = {"train", "validation"} if known & {"train", "all"} else set()
+        return tuple(split for split in SPLITS if split in known | divided)
 
     @property
     def key(self) -> Any:

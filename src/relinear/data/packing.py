@@ -70,7 +70,7 @@ class PackedDataset(Dataset):
 
 @dataclasses.dataclass(frozen=True)
 class PackedData:
-    """What a run trains and evaluates on.
+    """Hold the data that a run trains and evaluates on.
 
     train, validation: blocks of tokens, or samples of a task.
     tokenizer: a Hugging Face tokenizer, to be saved beside the model; None for a task of vectors.
@@ -169,24 +169,24 @@ def prepare_data(
 
 def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
     """The samples of a task. Those of a mixture are drawn from its sources' documents, as they are tokenised."""
-    drawn: dict[str, Any] = {"train": task, "validation": task}
+    samples: dict[str, Any] = {"train": task, "validation": task}
     if isinstance(task, MixtureTask):
         if len(task.sources) > 1 and trained_size(settings.tokenizer) is not None:
             raise ValueError(
                 f"{settings.tokenizer} is trained on one corpus; give a tokenizer that fits all of {task.of}"
             )
-        found = [prepare_data(settings.updated(data=name), on_progress=on_progress) for name in task.sources]
-        tokenizer = found[0].tokenizer
-        for split in drawn:
-            documents = (_documents(getattr(one, split).tokens, separator_id(tokenizer)) for one in found)
-            drawn[split] = Joined(task, settings.sequence_length, tuple(documents))
+        parts = [prepare_data(settings.updated(data=name), on_progress=on_progress) for name in task.sources]
+        tokenizer = parts[0].tokenizer
+        for split in samples:
+            documents = (_documents(getattr(one, split).tokens, separator_id(tokenizer)) for one in parts)
+            samples[split] = Joined(task, settings.sequence_length, tuple(documents))
     else:
         tokenizer = None if settings.tokenizer == "none" else load_tokenizer(settings.tokenizer)
     length, limit = settings.sequence_length, settings.max_validation_tokens
     sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES if limit is None else max(1, limit // length)}
     vocabulary = None if tokenizer is None else vocabulary_size(tokenizer)
     return PackedData(
-        **{split: Samples(one, sizes[split], settings.seed, split) for split, one in drawn.items()},
+        **{split: Samples(one, sizes[split], settings.seed, split) for split, one in samples.items()},
         tokenizer=tokenizer,
         vocab_size=vocabulary,
         description={
@@ -207,7 +207,7 @@ def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, ...]:
 def _counted(
     documents: Iterable[str], what: str, on_progress: ProgressCallback, totals: dict[str, int] | None = None
 ) -> Iterator[str]:
-    """Yield the documents, and tell how many characters they come to so far; ``totals`` in the end counts them all."""
+    """Yield the documents and report how many characters they have so far; ``totals`` counts them all in the end."""
     count, characters, size, reported = 0, 0, 0, 0
     for text in documents:
         yield text

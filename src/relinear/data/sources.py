@@ -36,7 +36,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     "tsv": ("csv", {"sep": "\t"}),
 }
-#: what the Hub and ``datasets`` keep beside the data
+#: files of the Hub and of ``datasets`` that are no data
 _NO_DATA = {"README.md", "config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
 _NAMES = {
     "train": ("train", "training"),
@@ -155,14 +155,14 @@ def _files_of(path: Path) -> dict[str, Path]:
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
         return {match.relative_to(root).as_posix(): match for match in matches if match.is_file()}
-    found: list[Path] = []
+    files: list[Path] = []
     seen = set[str]()  # links may lead in a circle
     for folder, folders, names in os.walk(path, followlinks=True):
         real = os.path.realpath(folder)
         folders[:] = [name for name in folders if real not in seen and not name.startswith((".", "__"))]
-        found += [Path(folder, name) for name in names if real not in seen and not name.startswith(".")]
+        files += [Path(folder, name) for name in names if real not in seen and not name.startswith(".")]
         seen.add(real)
-    return dict(sorted((file.relative_to(path).as_posix(), file) for file in found if file.is_file()))
+    return dict(sorted((file.relative_to(path).as_posix(), file) for file in files if file.is_file()))
 
 
 def _has_configurations(card: Path) -> bool:
@@ -211,10 +211,10 @@ class _Errors(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.found: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(re.sub(r" with error <class '[^']*'>", "", record.getMessage()))
+        self.messages.append(re.sub(r" with error <class '[^']*'>", "", record.getMessage()))
 
 
 def _load(name: str, settings: DataSettings, key: Any, config: str | None = None, **options: Any) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
         said = str(cause).split("Example of usage")[0] or type(cause).__name__
-        raise ValueError(cut(" ".join(next(iter(errors.found), said).split()))) from error
+        raise ValueError(cut(" ".join(next(iter(errors.messages), said).split()))) from error
     finally:
         logger.handlers = handlers
         if bars:
@@ -295,8 +295,8 @@ def _column(where: str, rows: Any, wanted: str | None) -> str:
         import datasets
 
         features = datasets.Dataset.from_list(list(rows.take(_ROWS_LOOKED_AT))).features
-    strings = [k for k, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string", "string_view")]
-    return choose_column(where, wanted, list(features), strings, [k for k, f in features.items() if _holds_messages(f)])
+    texts = [k for k, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string", "string_view")]
+    return choose_column(where, wanted, list(features), texts, [k for k, f in features.items() if _holds_messages(f)])
 
 
 def _holds_messages(feature: Any) -> bool:
@@ -306,7 +306,7 @@ def _holds_messages(feature: Any) -> bool:
 
 
 def choose_column(
-    where: str, wanted: str | None, columns: Sequence[str], strings: Sequence[str], chats: Sequence[str] = ()
+    where: str, wanted: str | None, columns: Sequence[str], texts: Sequence[str], chats: Sequence[str] = ()
 ) -> str:
     """Return the column of documents: the one asked for, else ``text``, ``messages``, or the only one of strings.
 
@@ -323,20 +323,20 @@ def choose_column(
             raise ValueError(
                 f"{where}: no column {shown(wanted)}; {nearest(wanted, columns)}; columns: {cut(', '.join(columns))}"
             )
-        if wanted not in (*strings, *chats):
+        if wanted not in (*texts, *chats):
             raise ValueError(
-                f"{where}: column {shown(wanted)} holds no text; columns of text: {cut(', '.join(strings)) or 'none'}"
+                f"{where}: column {shown(wanted)} holds no text; columns of text: {cut(', '.join(texts)) or 'none'}"
             )
         return wanted
-    for name, members in (("text", strings), ("messages", chats)):
+    for name, members in (("text", texts), ("messages", chats)):
         if name in members:
             return name
-    if len(strings) == 1 and "text" not in columns:
-        return strings[0]
+    if len(texts) == 1 and "text" not in columns:
+        return texts[0]
     missing = "column 'text' holds other things than text" if "text" in columns else "no column 'text'"
     raise ValueError(
         f"{where}: {missing}; choose one with text_column (--text-column); columns of text: "
-        f"{cut(', '.join(strings)) or 'none'}; all columns: {cut(', '.join(columns)) or 'none'}"
+        f"{cut(', '.join(texts)) or 'none'}; all columns: {cut(', '.join(columns)) or 'none'}"
     )
 
 
@@ -387,14 +387,14 @@ def hub_sources(name: str, settings: DataSettings) -> tuple[dict[str, Source], l
         return {"splits": list(sources), "unread": unread}
 
     key = [name, settings.text_column, settings.max_documents]
-    folder, kept = cached(cache_folder(settings.cache_dir), "hub", key, keep)
+    folder, path = cached(cache_folder(settings.cache_dir), "hub", key, keep)
 
     def documents(split: str) -> Iterator[str]:
         with (folder / f"{split}.jsonl").open(encoding="utf-8") as file:
             for text, spoken in map(json.loads, file):
                 yield Conversation(text) if spoken else text
 
-    return {s: Source(functools.partial(documents, s), ["kept", *key, s]) for s in kept["splits"]}, kept["unread"]
+    return {s: Source(functools.partial(documents, s), ["kept", *key, s]) for s in path["splits"]}, path["unread"]
 
 
 def _open_hub(name: str, settings: DataSettings) -> tuple[dict[str, Source], list[str]]:
@@ -403,8 +403,8 @@ def _open_hub(name: str, settings: DataSettings) -> tuple[dict[str, Source], lis
 
     repository, _, config = name.partition(":")
     owner, _, short = repository.partition("/")
-    kept = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(short)}"
-    if not kept.exists() and not hub_in_reach():
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(short)}"
+    if not cache.exists() and not hub_in_reach():
         raise ValueError(_NOT_HAD.format(name=name, reason="the Hub is out of reach, and the cache has no copy"))
     try:
         loaded = _load(repository, settings, None, config or None)

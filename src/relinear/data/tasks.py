@@ -288,7 +288,7 @@ class MixtureTask(Task):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The sources by themselves."""
+        """Return the sources without task."""
         return tuple(name.strip() for name in self.of.split("+"))
 
     def defaults(self) -> dict[str, Any]:

@@ -134,14 +134,14 @@ def _why_none(name: str) -> str:
     """Why ``name`` can be no tokenizer that is there, as far as files tell, which takes a moment; else ""."""
     path = Path(name).expanduser()
     if exists(path):
-        found = any(any(path.glob(part)) for part in ("*tok*", "*vocab*", "*.model"))
-        return "it is a file" if path.is_file() else "" if found else "no tokenizer was saved there"
+        saved = any(any(path.glob(part)) for part in ("*tok*", "*vocab*", "*.model"))
+        return "it is a file" if path.is_file() else "" if saved else "no tokenizer was saved there"
     if name.startswith("bpe:"):
         return "one that is trained anew has other tokens than those that are asked for"
     if is_path(name):
         return "there is no such folder"
-    kept = is_fetched(name) or is_fetched(name, file="tokenizer_config.json")
-    return "" if kept or hub_in_reach() else "it was not fetched before, and the Hugging Face Hub cannot be reached"
+    fetched = is_fetched(name) or is_fetched(name, file="tokenizer_config.json")
+    return "" if fetched or hub_in_reach() else "it was not fetched before, and the Hugging Face Hub cannot be reached"
 
 
 def _no_tokenizer(name: str, reason: str) -> ValueError:
@@ -198,10 +198,10 @@ def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]
     characters = 0
     for document in documents:
         pieces = list(_pieces(document))
-        for i, piece in enumerate(pieces):
-            texts.append(piece)
+        for i, part in enumerate(pieces):
+            texts.append(part)
             ends.append(i == len(pieces) - 1 and not isinstance(document, Closed))
-            characters += len(piece)
+            characters += len(part)
             if characters >= _BATCH_CHARACTERS:
                 yield texts, ends
                 texts, ends, characters = [], [], 0
@@ -238,7 +238,7 @@ def encode(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = F
         if backend is None:
             return list(tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
         # The backend's own batch is several times faster than the wrapper, which builds masks and offsets too.
-        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
 def text_start(tokenizer: Any) -> list[int]:
@@ -264,9 +264,9 @@ def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[t
     """
     if length <= len(start):
         raise ValueError(f"the tokenizer puts {len(start)} tokens before every text; windows of {length} hold no more")
-    begin, given = 0, list(start)
+    begin, prefix = 0, list(start)
     while begin < len(ids):
-        lead = [] if list(ids[begin : begin + len(given)]) == given else given
+        lead = [] if list(ids[begin : begin + len(prefix)]) == prefix else prefix
         end = begin + length - len(lead)
         if end > len(ids):
             return

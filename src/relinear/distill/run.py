@@ -33,7 +33,7 @@ from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias
 from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
-from relinear.surgery.states import flat_states, load_states_, place_
+from relinear.surgery.states import flat_states, load_states_, replace_with_states_
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import atomic_path, fingerprint, understood, write_json
 from relinear.system.machine import circumstances
@@ -268,7 +268,7 @@ class _Run:
                 raise ValueError(f"{path} is missing or not what was written; {advice}")
             self.originals.update(self._copies(group))
             weights = safetensors.torch.load_file(path)
-            place_(self.model, group, weights)
+            replace_with_states_(self.model, group, weights)
             load_states_(self.model, self._retrained(group), weights)
         self._write_record(done)
         return done
@@ -426,7 +426,7 @@ class _Run:
             sizes = module_parameters(operators[r.name]), module_parameters(r.target.module)
             start, end = errors[r.name]
             fits.append(LayerFit(r.name, str(r.config), *sizes, start.relative, end.relative, end.cosine, **joint))
-        place_(self.model, group, flat_states(operators))
+        replace_with_states_(self.model, group, flat_states(operators))
         return fits
 
     def _by_rows(self, learning_rate: float) -> Course:

@@ -215,11 +215,11 @@ def lm_eval(
     with _evaluating(model):
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         try:
-            found = simple_evaluate(model=wrapped, tasks=names, **settings)
+            evaluation = simple_evaluate(model=wrapped, tasks=names, **settings)
         except Exception as error:  # registry, network and data errors of many kinds: to a user the task cannot be run
             stated = ", ".join(map(str, names))
             raise ValueError(f"lm-eval cannot run {stated}: {str(error).strip().splitlines()[0]}") from error
-    return dict(found["results"])
+    return dict(evaluation["results"])
 
 
 def _check_positive(**values: int | None) -> None:

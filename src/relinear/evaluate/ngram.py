@@ -45,8 +45,8 @@ class _Order:
 
 def _look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which of ``wanted`` are among the sorted ``known``, and the values there (any value elsewhere)."""
-    places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return known[places] == wanted, values[places]
+    indices = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return known[indices] == wanted, values[indices]
 
 
 def _discounts(counts: np.ndarray) -> tuple[float, ...]:
@@ -56,7 +56,7 @@ def _discounts(counts: np.ndarray) -> tuple[float, ...]:
         return _DISCOUNTS
     y = n[0] / (n[0] + 2 * n[1])
     estimates = [i - (i + 1) * y * n[i] / n[i - 1] if n[i - 1] else 0.0 for i in (1, 2, 3)]
-    return tuple(found if 0 < found < i else _DISCOUNTS[i - 1] for i, found in enumerate(estimates, 1))
+    return tuple(estimate if 0 < estimate < i else _DISCOUNTS[i - 1] for i, estimate in enumerate(estimates, 1))
 
 
 def _codes(blocks: np.ndarray, order: int, vocab_size: int) -> np.ndarray:

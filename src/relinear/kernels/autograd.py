@@ -26,17 +26,17 @@ BACKWARD_PORTION = 1 << 22
 ROWS = 64
 
 
-def lowered(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """The tensors as autocast would hand them to a matrix product (double precision stays); as they are without it."""
+def lowered(x: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Cast the tensors as autocast does for a matrix product (double precision stays); return them without it."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
-        return x, *others
+        return x, *tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others))
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *tensors))
 
 
-def as_given(x: Tensor) -> contextlib.AbstractContextManager:
-    """Within the block autocast leaves what ``lowered`` has handed over; no block where there is no autocast."""
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Switch autocast off for the block, after ``lowered`` has cast the tensors."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
@@ -81,11 +81,11 @@ def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tenso
     device = next((grad.device.type for grad in grads if grad is not None), "cpu")
     with torch.enable_grad(), torch.autocast(device, enabled=False):
         # Views, because an argument may have been computed from another: its gradient must not run on into that one.
-        given = [
+        copies = [
             tensor.view_as(tensor) if needed else value if tensor is None else tensor
             for value, tensor, needed in zip(ctx.plain, ctx.saved_tensors, need)
         ]
-        results = reference(*given)
+        results = reference(*copies)
         pairs = [
             (result, grad)
             for result, grad in zip(results if isinstance(results, tuple) else (results,), grads)
@@ -94,9 +94,9 @@ def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tenso
         if not pairs:
             return (None,) * len(need)
         outputs, upstream = zip(*pairs)
-        wanted = [value for value, needed in zip(given, need) if needed]
-        found = iter(torch.autograd.grad(outputs, wanted, upstream, create_graph=further, allow_unused=True))
-    return tuple(next(found) if needed else None for needed in need)
+        wanted = [value for value, needed in zip(copies, need) if needed]
+        gradients = iter(torch.autograd.grad(outputs, wanted, upstream, create_graph=further, allow_unused=True))
+    return tuple(next(gradients) if needed else None for needed in need)
 
 
 def watched(ctx: Any, y: Tensor) -> Tensor:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from relinear.functional import ccl as reference
 from relinear.kernels import autograd, native
-from relinear.kernels.autograd import as_given, differentiable_as, lowered, row_portions, save, was_changed, watched
+from relinear.kernels.autograd import (
+    differentiable_as,
+    lowered,
+    row_portions,
+    save,
+    was_changed,
+    watched,
+    without_autocast,
+)
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
 
 #: of the LayerNorm
@@ -32,8 +40,8 @@ def _few_rows_unsupported(call: Call) -> str:
     return native.few_rows_unsupported(*call.arguments[:11])
 
 
-def _few_rows(x: Tensor, features: Tensor | None, *others: Any) -> Tensor:
-    return native.kernels().ccl_layer(x, features, [], *others)
+def _few_rows(x: Tensor, features: Tensor | None, *parameters: Any) -> Tensor:
+    return native.kernels().ccl_layer(x, features, [], *parameters)
 
 
 def _products_unsupported(call: Call) -> str:
@@ -68,7 +76,7 @@ ccl = dispatch(
 
 
 def few_rows(
-    x: Tensor, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, *others: Tensor | None, gate_bias: bool
+    x: Tensor, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, *parameters: Tensor | None, gate_bias: bool
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
     """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.
 
@@ -82,7 +90,7 @@ def few_rows(
         others: what follows them there, up to the output gate's bias.
         gate_bias: as there.
     """
-    if native.few_rows_unsupported(x, *trunk, basis, mix, *others):
+    if native.few_rows_unsupported(x, *trunk, basis, mix, *parameters):
         return None
     log_choice("ccl", "C++ for a few rows, prepared", shape_of(x), {})
     layer, trunk = native.kernels().ccl_layer.default, list(trunk)
@@ -92,7 +100,7 @@ def few_rows(
             if context.numel() * x.shape[-1] != x.numel() * context.shape[-1] or not is_plain(context):
                 return None
             context = context.to(x.dtype)
-        return layer(x, context, trunk, basis, mix, *others, gate_bias, EPS)
+        return layer(x, context, trunk, basis, mix, *parameters, gate_bias, EPS)
 
     return run
 
@@ -105,9 +113,9 @@ def _gates_unsupported(call: Call) -> str:
 
 
 def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    rows, given = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
-    tensors = lowered(rows, mix, bias, given, weight, gate_bias)
-    with as_given(h):
+    rows, feature_rows = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
+    tensors = lowered(rows, mix, bias, feature_rows, weight, gate_bias)
+    with without_autocast(h):
         return (_GatedLinear.apply if torch.is_grad_enabled() else _forward)(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
@@ -145,9 +153,9 @@ class _GatedLinear(torch.autograd.Function):
     """``_forward``; keeps its inputs and its output, and computes the gates again."""
 
     @staticmethod
-    def forward(ctx, *given):
-        y = _forward(*given)
-        save(ctx, given, watched(ctx, y))
+    def forward(ctx, *arguments):
+        y = _forward(*arguments)
+        save(ctx, arguments, watched(ctx, y))
         return y
 
     @staticmethod

@@ -18,10 +18,10 @@ def _triton_unsupported(call: Call) -> str:
     return triton.unsupported_reason(call, "cgt", 5, lambda call: call.x.shape[-1], training=False)
 
 
-def _triton(*given: Tensor) -> Tensor:
+def _triton(*arguments: Tensor) -> Tensor:
     from relinear.kernels.triton import cgt as fused
 
-    return fused.modulate(*given)
+    return fused.modulate(*arguments)
 
 
 @dispatch(Implementation("Triton", _triton_unsupported, _triton), otherwise="three thin products")

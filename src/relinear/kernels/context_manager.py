@@ -48,7 +48,7 @@ def _by_doubling(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
 
 
 def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
-    """Token by token in all parts at once, each from nothing; then what the parts before leave, by doubling."""
+    """Compute all parts at once, token by token from zero; then add the states of the parts before, by doubling."""
     batch, tokens, width = value.shape
     more = -tokens % _PART
 
@@ -58,13 +58,14 @@ def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
 
     decays = (decay,) * _PART if decay.ndim == 1 else parts(decay, 1.0)
     values = parts(value, 0.0)
-    own, left = [values[0]], [decays[0]]  # of each token: the state, and what is left there of the one before the part
+    # of each token: the state, and the share of the state before the part that remains
+    states, left = [values[0]], [decays[0]]
     for each, added in zip(decays[1:], values[1:], strict=True):
-        own.append(torch.addcmul(added, each, own[-1]))
+        states.append(torch.addcmul(added, each, states[-1]))
         left.append(left[-1] * each)
-    ends = _by_doubling(left[-1], own[-1], state)
+    ends = _by_doubling(left[-1], states[-1], state)
     before = torch.cat([state[:, None], ends[:, :-1]], dim=1)  # (B, P, D)
-    total = torch.addcmul(torch.stack(own, 2), torch.stack(left, -2), before[:, :, None])
+    total = torch.addcmul(torch.stack(states, 2), torch.stack(left, -2), before[:, :, None])
     return total.reshape(batch, -1, width)[:, :tokens]
 
 

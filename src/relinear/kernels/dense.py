@@ -26,15 +26,15 @@ class Dense:
 
     Args:
         kind: of the operator, as the log tells it.
-        kept: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first.
+        limits: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first.
     """
 
     kind: str
-    kept: Sizes
+    limits: Sizes
 
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         """Return whether the kept matrix is the faster form."""
-        largest = next((size for most, size in self.kept.get(dtype, ()) if tokens <= most), 0)
+        largest = next((size for most, size in self.limits.get(dtype, ()) if tokens <= most), 0)
         return _log_dense(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
 
 
@@ -75,9 +75,9 @@ def prefers_dense(
 
 
 def _log_dense(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
-    form, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
-    given = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
-    log_choice(f"{kind} in inference", form, given, {other: "slower by what was measured"})
+    chosen, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
+    layer = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
+    log_choice(f"{kind} in inference", chosen, layer, {other: "slower by what was measured"})
     return dense
 
 

@@ -28,10 +28,10 @@ _triton_unsupported = functools.partial(
 )
 
 
-def _triton(*given: Any) -> HDPLOutput:
+def _triton(*arguments: Any) -> HDPLOutput:
     from relinear.kernels.triton import hdpl as fused
 
-    return fused.hdpl(*given)
+    return fused.hdpl(*arguments)
 
 
 def _few_rows_unsupported(call: Call) -> str:
@@ -52,8 +52,8 @@ def _products_unsupported(call: Call) -> str:
     return native.unsupported_reason(call) if has_narrow_products() else "a library that uses the whole processor"
 
 
-def _in_cpp(x: Tensor, *others: Tensor | None) -> HDPLOutput:
-    leading, (*weights, noise) = x.shape[:-1], others
+def _in_cpp(x: Tensor, *parameters: Tensor | None) -> HDPLOutput:
+    leading, (*weights, noise) = x.shape[:-1], parameters
     noise = None if noise is None else noise.reshape(-1, noise.shape[-1])
     run: Any = _HDPL.apply if torch.is_grad_enabled() else _results
     results = run(x.reshape(-1, x.shape[-1]), *weights, noise)
@@ -97,9 +97,9 @@ def block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tenso
 
 def block_low_rank_gradient(grad: Tensor, x: Tensor, s: Tensor, blocks: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of blocks and up from that (N, O) of ``block_low_rank``'s result."""
-    found = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, up)]
-    native.kernels().block_low_rank_gradient(*found, grad.contiguous(), x.contiguous(), s.contiguous())
-    return found[0], found[1]
+    gradients = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, up)]
+    native.kernels().block_low_rank_gradient(*gradients, grad.contiguous(), x.contiguous(), s.contiguous())
+    return gradients[0], gradients[1]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -133,10 +133,10 @@ class _HDPL(torch.autograd.Function):
 
     # torch looks up the names of arguments at every call where a context is set up by a function of its own
     @staticmethod
-    def forward(ctx: Any, *given):  # type: ignore[override]
-        results = _results(*given)
+    def forward(ctx: Any, *arguments):  # type: ignore[override]
+        results = _results(*arguments)
         ctx.set_materialize_grads(False)
-        save(ctx, given, *(results[1:] if given[8] is None else results[2:]))  # mu, and logvar with noise
+        save(ctx, arguments, *(results[1:] if arguments[8] is None else results[2:]))  # mu, and logvar with noise
         return results
 
     @staticmethod

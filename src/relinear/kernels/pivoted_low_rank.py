@@ -32,8 +32,8 @@ def _unsupported(call: Call) -> str:
     return call.opaque or ("too few numbers" if call.size < FEWEST_PERMUTED else "")
 
 
-def _gathered(x: Tensor, order: Tensor, *others: Tensor) -> Tensor:
-    return reference.of_ordered(_Permuted.apply(x, order), *others)
+def _gathered(x: Tensor, order: Tensor, *parameters: Tensor) -> Tensor:
+    return reference.of_ordered(_Permuted.apply(x, order), *parameters)
 
 
 pivoted_low_rank = dispatch(Implementation("gradient gathered", _unsupported, _gathered), otherwise="reference")(

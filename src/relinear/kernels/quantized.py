@@ -32,8 +32,8 @@ def _unsupported(call: Call) -> str:
     return native.unsupported_reason(call, fewest=1, may_build=packed.numel() >= native.FEWEST_NATIVE_ENTRIES)
 
 
-def _compiled(*given) -> Tensor:
-    return native.kernels().quantized_layer(*given)
+def _compiled(*arguments) -> Tensor:
+    return native.kernels().quantized_layer(*arguments)
 
 
 quantized = dispatch(Implementation("C++", _unsupported, _compiled), otherwise="reference")(reference.quantized)

@@ -29,26 +29,26 @@ _triton_unsupported = functools.partial(
 )
 
 
-def _triton(*given: Any) -> Tensor:
+def _triton(*arguments: Any) -> Tensor:
     from relinear.kernels.triton import rotor as fused
 
-    return fused.sandwich_windows(*given)
+    return fused.sandwich_windows(*arguments)
 
 
 sandwich_windows = dispatch(Implementation("Triton", _triton_unsupported, _triton))(reference.sandwich_windows)
 
 
 def _step_unsupported(call: Call) -> str:
-    # factors of 64 numbers and more are checked by themselves, as compilers take their products in other ways
+    # factors of 64 numbers and more are checked apart, as compilers take their products in other ways
     window = call.x.shape[-1]
     kind = "rotor_step" if window < 2048 else "rotor_step_2048" if window < 4096 else "rotor_step_4096"
     return triton.unsupported_reason(call, kind, 5, lambda call: window)
 
 
-def _step_in_triton(*given: Any) -> Tensor:
+def _step_in_triton(*arguments: Any) -> Tensor:
     from relinear.kernels.triton import rotor as fused
 
-    return fused.rotor_step(*given)
+    return fused.rotor_step(*arguments)
 
 
 def takes_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor) -> bool:
@@ -89,8 +89,8 @@ class PreparedNetwork:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape[0], self.network.out_features)
-        given_bias = None if bias is None else _ready(bias)
-        native.kernels().rotor_network(y, x.detach().contiguous(), *self.layers, given_bias, *self.settings)
+        ready_bias = None if bias is None else _ready(bias)
+        native.kernels().rotor_network(y, x.detach().contiguous(), *self.layers, ready_bias, *self.settings)
         return y
 
 
@@ -106,23 +106,23 @@ class _Network(torch.autograd.Function):
     def forward(ctx, network, orders, x, slopes, mix, bias, *factors):
         save(ctx, (network, orders, x, slopes, mix, bias, *factors))
         half = len(factors) // 2
-        ctx.given = PreparedNetwork(x.shape[1], factors[:half], factors[half:], orders, slopes, mix, network)
-        return ctx.given(x, bias)
+        ctx.prepared = PreparedNetwork(x.shape[1], factors[:half], factors[half:], orders, slopes, mix, network)
+        return ctx.prepared(x, bias)
 
     @staticmethod
     @differentiable_as(_network_of_factors)
     def backward(ctx, grad):
         _, _, x, slopes, mix, bias, *factors = ctx.saved_tensors  # which says whether one was changed in place
         need_x, need_bias = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
-        given, x, grad = ctx.given, x.contiguous(), grad.contiguous()
+        prepared, x, grad = ctx.prepared, x.contiguous(), grad.contiguous()
         grad_x = torch.empty_like(x) if need_x else None
-        parameters = [*itertools.chain(*zip(given.left, given.right, strict=True)), slopes, mix]
+        parameters = [*itertools.chain(*zip(prepared.left, prepared.right, strict=True)), slopes, mix]
         sizes = [parameter.numel() for parameter in parameters]
         shares = max(1, min(torch.get_num_threads(), len(x) // TOKENS_OF_A_SHARE))
         sums = x.new_empty(shares, sum(sizes), dtype=torch.float32)
-        native.kernels().rotor_network_backward(grad_x, sums, grad, x, *given.layers, *given.settings)
-        *found, to_slopes, to_mix = sums.sum(0).split(sizes)
-        ordered = [*found[::2], *found[1::2]]
+        native.kernels().rotor_network_backward(grad_x, sums, grad, x, *prepared.layers, *prepared.settings)
+        *to_factor_entries, to_slopes, to_mix = sums.sum(0).split(sizes)
+        ordered = [*to_factor_entries[::2], *to_factor_entries[1::2]]
         to_factors = [g.view(f.shape).to(f.dtype) for g, f in zip(ordered, factors, strict=True)]
         to_bias = grad.sum(0).to(bias.dtype) if need_bias else None
         return None, None, grad_x, to_slopes.to(slopes.dtype), to_mix.to(mix.dtype), to_bias, *to_factors

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from relinear.functional import transponder as reference
 from relinear.kernels import autograd, native, triton
-from relinear.kernels.autograd import as_given, differentiable_as, lowered, row_portions, save, was_changed, watched
+from relinear.kernels.autograd import (
+    differentiable_as,
+    lowered,
+    row_portions,
+    save,
+    was_changed,
+    watched,
+    without_autocast,
+)
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
 
 Alpha = Tensor | float
@@ -33,19 +41,19 @@ class _ModulatedLinear(torch.autograd.Function):
     """A layer (weight, bias) and its gates through down (R, I); channel (O, R) and scalar (1, R) hold alpha B."""
 
     @staticmethod
-    def forward(ctx, *given):
-        y, u = _forward(*given)
-        save(ctx, given, watched(ctx, y), u)
+    def forward(ctx, *arguments):
+        y, u = _forward(*arguments)
+        save(ctx, arguments, watched(ctx, y), u)
         return y
 
     @staticmethod
     @differentiable_as(reference.modulated_linear)
     def backward(ctx, grad):
-        *given, y, u = ctx.saved_tensors
-        x, weight, _, down, channel, scalar = given
+        *saved, y, u = ctx.saved_tensors
+        x, weight, _, down, channel, scalar = saved
         need = ctx.needs_input_grad
         if was_changed(ctx):
-            y, _ = _forward(*given)
+            y, _ = _forward(*saved)
         hidden, up = torch.sigmoid(u.float()), channel.T.contiguous()
         # twice the scalar gate, as the channel gate has a factor of 2 of its own
         twice = hidden.new_full((len(x), 1), 2.0) if scalar is None else (hidden @ scalar.T).sigmoid_().mul_(4)
@@ -72,7 +80,7 @@ class _ModulatedLinear(torch.autograd.Function):
             to_scalar = logits.T @ hidden
         to_u = (to_hidden * hidden * (1 - hidden)).to(u.dtype)
         gradients = to_x.addmm_(to_u, down), to_weight, to_bias, to_u.T @ x, to_up.T, to_scalar
-        return tuple(found if needed else None for found, needed in zip(gradients, need, strict=True))
+        return tuple(gradient if needed else None for gradient, needed in zip(gradients, need, strict=True))
 
 
 def _folded(up: Tensor | None, alpha: Alpha) -> Tensor | None:
@@ -92,10 +100,10 @@ _triton_unsupported = functools.partial(
 )
 
 
-def _triton(*given: Any) -> Tensor:
+def _triton(*arguments: Any) -> Tensor:
     from relinear.kernels.triton import transponder as fused
 
-    return fused.modulated_linear(*given)
+    return fused.modulated_linear(*arguments)
 
 
 def _cpp_unsupported(call: Call) -> str:
@@ -118,7 +126,7 @@ def _cpp_unsupported(call: Call) -> str:
 
 def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha) -> Tensor:
     x, weight, bias, down = lowered(x, weight, bias, down)
-    with as_given(x):
+    with without_autocast(x):
         ups = _folded(channel, channel_alpha), _folded(scalar, scalar_alpha)
         if torch.is_grad_enabled():
             y = _ModulatedLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, down, *ups)

@@ -72,7 +72,7 @@ def _gpt2_ccl(width: int, heads: int) -> _Preset:
     return _Preset("gpt2", settings, (HeadBias(),))
 
 
-#: beyond these nobody means it; judged before anything is built, as layers take time and memory even without weights
+#: larger values are mistakes; checked before anything is built, as layers take time and memory even without weights
 _MOST_LAYERS, _LARGEST = 1_000, 2**31
 
 _PRESETS = {

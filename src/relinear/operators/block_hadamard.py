@@ -19,7 +19,7 @@ from relinear.kernels.dense import Dense, dense_inference
 
 _DENSE = Dense(
     "block_hadamard",
-    kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},
+    limits={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},
 )
 
 

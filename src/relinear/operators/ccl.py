@@ -187,7 +187,7 @@ class CCLLinear(FusedInference, Gated, Operator):
         return self.mix, self.basis
 
     def effective_weight(self, context: Tensor | None = None) -> Tensor:
-        """W_eff of Eq. 5 as (..., O, I), one matrix a token; the LayerNorm is left out, as in the paper."""
+        """W_eff of Eq. 5 as (..., O, I), one matrix a token; without the LayerNorm, as in the paper."""
         gates = self.gates(context)
         return ccl_dense(self.basis, self.mix, gates.get("basis"), gates.get("output"))
 
@@ -316,7 +316,9 @@ class CCL(OperatorConfig):
         if self.composition == "gates":
             return
         if not self.basis_gate:
-            raise ValueError(f"composition={self.composition!r} takes the place of the basis gate, which is off")
+            raise ValueError(
+                f"composition={self.composition!r} replaces the basis gate, which is off; set basis_gate=True"
+            )
         check_divides("templates", self.templates, rank=self.rank)
         if self.selected > self.templates:
             raise ValueError(f"selected={self.selected} exceeds templates={self.templates}")
@@ -342,7 +344,7 @@ class CCL(OperatorConfig):
         if self.composition == "selection":
             return "a token uses a part of the basis alone; use init='fresh', or relinear.distill_ to fit it on data"
         return (
-            "the LayerNorm between basis and gate rescales every token: use norm=False, which starts as the best "
+            "the LayerNorm between basis and gate rescales every token: use norm=False, initialised as the best "
             "low-rank fit, or init='fresh', or relinear.distill_ to fit it on data"
         )
 

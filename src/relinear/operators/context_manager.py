@@ -187,8 +187,8 @@ class SharedContext(ContextOwner):
             if valid is not None:
                 decay = torch.where(valid[..., None], decay, 1.0)
                 value = torch.where(valid[..., None], value, 0.0)
-            start = value.new_zeros(value.shape[0], value.shape[2]) if state is None else state
-            states = linear_recurrence(decay, value, start)
+            initial = value.new_zeros(value.shape[0], value.shape[2]) if state is None else state
+            states = linear_recurrence(decay, value, initial)
             features = torch.cat([features, states.to(features.dtype)], dim=-1)
             state = states[:, -1]
         return self.output(F.gelu(self.hidden(self.norm(features)))), state
@@ -200,8 +200,8 @@ class SharedContext(ContextOwner):
             check_features(source, self.projection.in_features, self)
             return self.projection(source)
         if not isinstance(source, Tensor) or source.is_floating_point() or source.is_complex():
-            given = source.dtype if isinstance(source, Tensor) else shown(source)
-            raise ValueError(f"{type(self).__name__}, {self.config}: expected token ids (integers), got {given}")
+            got = source.dtype if isinstance(source, Tensor) else shown(source)
+            raise ValueError(f"{type(self).__name__}, {self.config}: expected token ids (integers), got {got}")
         return self.embedding(source)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
@@ -279,8 +279,8 @@ def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
         # A token that may not attend to itself is padding. Additive masks have 0 where attention is allowed.
         past = 0 if cache is None else cache.get_seq_length()
         at = torch.arange(tokens, device=mask.device)
-        own = mask[:, 0, at, at + past]
-        return own if mask.dtype == torch.bool else own == 0
+        current = mask[:, 0, at, at + past]
+        return current if mask.dtype == torch.bool else current == 0
     raise ValueError(
         f"the context manager cannot tell padding from an attention mask of shape {tuple(mask.shape)}; give one of "
         "shape (batch, tokens)"

@@ -106,8 +106,8 @@ class RankConfig(OperatorConfig):
         weight = dense_weight(linear).detach()
         energies = weighted_spectrum(weight, statistics.inputs, statistics.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
-        sizes = self.candidates(*linear_features(linear))
-        return [(config, errors[config.rank]) for config in sizes]  # type: ignore[attr-defined]
+        configs = self.candidates(*linear_features(linear))
+        return [(config, errors[config.rank]) for config in configs]  # type: ignore[attr-defined]
 
 
 @register

@@ -15,7 +15,7 @@ from relinear.contract.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
 from relinear.kernels.dense import Dense, dense_inference
 
-_DENSE = Dense("monarch", kept={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
+_DENSE = Dense("monarch", limits={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
 
 
 class MonarchLinear(Operator):

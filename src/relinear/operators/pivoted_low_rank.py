@@ -18,7 +18,7 @@ from relinear.kernels.dense import Dense, dense_inference
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, RankLinear
 
-_DENSE = Dense("pivoted_low_rank", kept={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))})
+_DENSE = Dense("pivoted_low_rank", limits={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))})
 
 
 class PivotedLowRankLinear(RankLinear):
@@ -61,11 +61,11 @@ class PivotedLowRankLinear(RankLinear):
         return torch.cat((identity, self.mix), 1)[:, self.order.argsort()], self.up
 
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
-        for own, given in zip((self.order, self.mix, self.up), pivoted_factors(down, up), strict=True):
-            own.copy_(given)
+        for parameter, factor in zip((self.order, self.mix, self.up), pivoted_factors(down, up), strict=True):
+            parameter.copy_(factor)
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """``mix`` sums over what is left of a width beside the R pivots."""
+        """Take the fan-in of ``mix``: the inputs without the R pivots."""
         roles = super().param_roles()
         return roles | {"mix": roles["mix"]._replace(fan_in_short=self.config.rank)}
 

@@ -81,8 +81,8 @@ class QuantizedLinear(Operator):
         config, at = self.config, ids.flatten()
         codes, scales = self.codes.index_select(0, at), self.scales.index_select(0, at)  # refuses negative ids
         zeros = None if self.zeros is None else self.zeros.index_select(0, at)
-        found = reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features)
-        return found.unflatten(0, ids.shape)
+        rows = reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features)
+        return rows.unflatten(0, ids.shape)
 
     def to_dense(self) -> Tensor:
         config = self.config
@@ -113,7 +113,7 @@ class QuantizedLinear(Operator):
         bits, and is exact where a group's steps of 2^(B - 8) fit, as ``centred`` says.
         """
         bits, group, scales = self.config.bits, min(self.config.group, self.in_features), self.scales.detach()
-        held = 4 if bits <= 4 and self.zeros is None else 8
+        width = 4 if bits <= 4 and self.zeros is None else 8
         codes = reference.unpack(self.codes, bits, self.in_features).to(torch.int16)
         if self.zeros is None:
             codes -= 2 ** (bits - 1)
@@ -121,8 +121,8 @@ class QuantizedLinear(Operator):
             steps = (codes << (8 - bits)).unflatten(1, (-1, group)) - self.zeros.to(torch.int16).unsqueeze(2)
             scales, codes = reference.centred(steps, scales * 2.0 ** (bits - 8), 2 ** (8 - bits))
         shape = torch.tensor([self.out_features, self.in_features])
-        parts = {"packed": reference.words(codes + 2 ** (held - 1), held), "scale": scales, "shape": shape}
-        return {"num_bits": held, "group_size": group}, parts
+        parts = {"packed": reference.words(codes + 2 ** (width - 1), width), "scale": scales, "shape": shape}
+        return {"num_bits": width, "group_size": group}, parts
 
     def fit_(self, weight: Tensor) -> None:
         """Round to nearest, on grids that are clipped and shifted to the least squared error of every group."""
@@ -236,8 +236,8 @@ class Quantized(OperatorConfig):
         share = torch.ones(len(weight)).to(weight)
         if statistics.outputs is not None:
             share = (statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()).to(weight)
-        found = list[tuple[OperatorConfig, float]]()
+        errors = list[tuple[OperatorConfig, float]]()
         for config in (self.replace(bits=bits) for bits in BITS):
             grid = config.grid(weight[rows], statistics)
-            found.append((config, float(expected_error(weight, rows, grid, self.group, left, share))))
-        return found
+            errors.append((config, float(expected_error(weight, rows, grid, self.group, left, share))))
+        return errors

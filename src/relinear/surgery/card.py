@@ -36,7 +36,7 @@ def _card(model: Any) -> str:
     lines = ["---", *front, "---", _LINE, "", f"# {origin} with layers of relinear", ""]
     configs = [*(operator.config for _, operator in named_operators(model)), *attachments(model)]
     packages = {found["package"] for found in packages_of(configs).values() if "package" in found}
-    lines += [*_table(model), "", *_how_to_load(causal, sorted(packages)), ""]
+    lines += [*_table(model), "", *_loading_section(causal, sorted(packages)), ""]
     return "\n".join(lines)
 
 
@@ -48,22 +48,22 @@ def _base_model(model: Any) -> str | None:
 
 def _table(model: nn.Module) -> list[str]:
     rows: Counter[tuple[str, int, int]] = Counter()
-    sizes: Counter[tuple[str, int, int]] = Counter()
+    counts: Counter[tuple[str, int, int]] = Counter()
     for _, operator in named_operators(model):
         row = (repr(operator.config), operator.in_features, operator.out_features)
         rows[row] += 1
-        sizes[row] += sum(value.nbytes for value in operator.state_dict().values())
+        counts[row] += sum(value.nbytes for value in operator.state_dict().values())
     lines = [f"{module_parameters(model):,} parameters."]
     if rows:
         lines += ["", "| operator | in -> out | layers | bytes |", "| --- | --- | ---: | ---: |"]
-        lines += [f"| `{r[0]}` | {r[1]} -> {r[2]} | {rows[r]} | {sizes[r]:,} |" for r in rows]
+        lines += [f"| `{r[0]}` | {r[1]} -> {r[2]} | {rows[r]} | {counts[r]:,} |" for r in rows]
     attached = attachments(model)
     if attached:
         lines += ["", "Attached to the model: " + ", ".join(f"`{config!r}`" for config in attached) + "."]
     return lines
 
 
-def _how_to_load(causal: bool, packages: list[str]) -> list[str]:
+def _loading_section(causal: bool, packages: list[str]) -> list[str]:
     auto = "AutoModelForCausalLM" if causal else "AutoModel"
     return [
         "## Loading",

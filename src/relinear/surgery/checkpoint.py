@@ -96,17 +96,17 @@ class RelinearConfig(QuantizationConfigMixin):
 
 
 def _needed(packages: Any) -> str:
-    """What a checkpoint says of the packages that it was saved with, and what to do."""
+    """Return which packages a checkpoint needs, and what to do."""
     if not isinstance(packages, Mapping) or not packages:
         return ""
-    told = []
+    lines = []
     for kind, origin in packages.items():
-        found = {key: str(value) for key, value in origin.items()} if isinstance(origin, Mapping) else {}
-        package = found.get("package")
-        where = f"{package} {found.get('version', '')}".strip() if package else f"the module {found.get('module')}"
-        told.append(f"{shown(kind)} is of {where}")
+        facts = {key: str(value) for key, value in origin.items()} if isinstance(origin, Mapping) else {}
+        package = facts.get("package")
+        where = f"{package} {facts.get('version', '')}".strip() if package else f"the module {facts.get('module')}"
+        lines.append(f"{shown(kind)} is of {where}")
     return (
-        f". It was saved with operators of other packages: {', '.join(told)}. Install them, or name their modules in "
+        f". It was saved with operators of other packages: {', '.join(lines)}. Install them, or name their modules in "
         "RELINEAR_IMPORT or with relinear --import"
     )
 
@@ -144,8 +144,8 @@ class RelinearQuantizer(HfQuantizer):
         """Where the class that was saved calls its body otherwise (question answering), its weights are renamed; those
         that are stored as integers become floats again.
         """
-        saved, own, packed = _saved_prefix(model), model.base_model_prefix, self.quantization_config.packed
-        renaming = [WeightRenaming(rf"^{saved}\.", f"{own}.")] if saved and own and saved != own else []
+        saved, prefix, packed = _saved_prefix(model), model.base_model_prefix, self.quantization_config.packed
+        renaming = [WeightRenaming(rf"^{saved}\.", f"{prefix}.")] if saved and prefix and saved != prefix else []
         unpack = [unpacking(packed["bits"])] if packed else []
         self._steps = [*unpack, *renaming]
         return [*unpack, *super().update_weight_conversions(weight_conversions, model), *renaming]
@@ -243,7 +243,7 @@ class _Form(NamedTuple):
 
 def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
     """Of all tensors in the files, by their heads alone: the command line asks before it imports safetensors."""
-    forms: dict[str, _Form] = {}
+    stored: dict[str, _Form] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
@@ -252,11 +252,11 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
                 size, end = os.path.getsize(file), 8 + int.from_bytes(stream.read(8), "little")
                 head = json.loads(stream.read(max(min(size, end) - 8, 0)))
             head.pop("__metadata__", None)
-            forms |= {key: _Form.of(said["shape"], said["dtype"]) for key, said in head.items()}
+            stored |= {key: _Form.of(said["shape"], said["dtype"]) for key, said in head.items()}
             end += max((said["data_offsets"][1] for said in head.values()), default=0)
             if size != end:
-                raise ValueError(f"it has {size:,} bytes in place of {end:,}")
-    return forms
+                raise ValueError(f"it has {size:,} bytes, expected {end:,}")
+    return stored
 
 
 def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
@@ -282,24 +282,26 @@ def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str
     """
     tables = {id(table.weight) for table in token_tables(model)}
     of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
-    own = [name + "." for name, _ in named_operators(model)]
-    own += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
+    prefixes = [name + "." for name, _ in named_operators(model)]
+    prefixes += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
     named = _named_as_in_model(model, quantizer, _stored_forms(files))
-    stored = {key: form for key, form in named.items() if key.startswith(tuple(own))}
-    expected = {k: _Form.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(own))}
+    stored = {key: tensor for key, tensor in named.items() if key.startswith(tuple(prefixes))}
+    expected = {k: _Form.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(prefixes))}
     if packed := quantizer.quantization_config.packed:  # integers of the right size are what they unpack to
         stored |= {
-            key: form
-            for key, form in expected.items()
-            if len(form.shape) > 1 and stored.get(key) == (packed_shape(form.shape, packed["bits"]), "integers")
+            key: tensor
+            for key, tensor in expected.items()
+            if len(tensor.shape) > 1 and stored.get(key) == (packed_shape(tensor.shape, packed["bits"]), "integers")
         }
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()
-    differ = {k for k, form in expected.items() if stored.get(k, form)[k in of_tokens :] != form[k in of_tokens :]}
+    differ = {
+        k for k, tensor in expected.items() if stored.get(k, tensor)[k in of_tokens :] != tensor[k in of_tokens :]
+    }
     other = [f"{key} {stored[key]} for {expected[key]}" for key in differ]
-    found = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
-    if any(found.values()):
-        parts = "; ".join(f"{what} {_some(keys)}" for what, keys in found.items() if keys)
+    problems = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
+    if any(problems.values()):
+        parts = "; ".join(f"{what} {_some(keys)}" for what, keys in problems.items() if keys)
         raise ValueError(
             f"the checkpoint does not fit its own record of operators (quantization_config in config.json): {parts}"
         )
@@ -504,7 +506,7 @@ def save_pretrained(
 
 
 def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[Path]:
-    """Return a temporary directory that takes the place of the model in ``directory``, as ``atomic_directory`` does.
+    """Return a temporary directory that replaces the model in ``directory``, as ``atomic_directory`` does.
 
     Of the files there, the weights, relinear's loader and relinear's model card are removed unless written anew.
     """

@@ -1,4 +1,4 @@
-"""What of a model's linear parameters operators have taken the place of, what was left, and why."""
+"""Coverage: which of a model's linear parameters operators have replaced, which not, and why."""
 
 import dataclasses
 import warnings
@@ -141,21 +141,21 @@ def _holds_matrices(module: nn.Module) -> bool:
     return any(p is not None and p.ndim > 1 and p.is_floating_point() for p in module._parameters.values())
 
 
-def out_of_reach(found: Coverage) -> list[Left]:
+def out_of_reach(report: Coverage) -> list[Left]:
     """Return what no pattern could have named: fused experts, subclasses of nn.Linear, weights that others read."""
-    return [entry for entry in found.left if entry.reason.startswith(_OUT_OF_REACH)]
+    return [entry for entry in report.left if entry.reason.startswith(_OUT_OF_REACH)]
 
 
-def warn_of_gaps(found: Coverage) -> None:
+def warn_of_gaps(report: Coverage) -> None:
     """Warn if surgery could not reach more than a tenth of the linear parameters (the output head left out)."""
-    gaps = out_of_reach(found)
-    head = sum(entry.parameters for entry in found.left if entry.reason == OUTPUT_HEAD)
+    gaps = out_of_reach(report)
+    head = sum(entry.parameters for entry in report.left if entry.reason == OUTPUT_HEAD)
     missing = sum(entry.parameters for entry in gaps)
-    if missing > _WORTH_A_WARNING * (found.total - head):
+    if missing > _WORTH_A_WARNING * (report.total - head):
         what = "; ".join(entry.in_words() for entry in gaps)
         warnings.warn(
-            f'"all-linear" leaves {missing / (found.total - head):.0%} of the linear parameters (embeddings and output '
-            f"head not counted) as they were: {what}",
+            f'"all-linear" leaves {missing / (report.total - head):.0%} of the linear parameters (embeddings and '
+            f"output head not counted) as they were: {what}",
             UserWarning,
             stacklevel=4,
         )

@@ -56,14 +56,14 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     """
     check_model(model, "fold_")
     settle_head_(model)
-    found = dict(named_operators(model))
-    if not found:
+    operators = dict(named_operators(model))
+    if not operators:
         raise ValueError("the model holds no relinear operator: nothing to fold")
-    if "" in found:
+    if "" in operators:
         raise ValueError("the model is itself an operator; build nn.Linear from its to_dense() and dense_bias()")
     plain: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
-    for name, operator in found.items():
+    for name, operator in operators.items():
         if any(map(is_adapted, operator.modules())):
             left[name] = "an adapter is inside of it; merge that first"
             continue
@@ -74,7 +74,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     before = _logits(model, inputs)
     aliases = list(model.named_modules(remove_duplicate=False))
     for name, linear in plain.items():
-        operator = found[name]
+        operator = operators[name]
         swap_layer(model, [alias for alias, module in aliases if module is operator], operator, linear)
     sync_record(model)
     after = _logits(model, inputs)

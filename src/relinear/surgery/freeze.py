@@ -12,7 +12,7 @@ from relinear.surgery.patterns import listed, matches
 def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
     """Freeze every parameter of ``model`` but those of the modules that ``patterns`` name.
 
-    With gates that start as the identity, as below, it makes a parameter-efficient fine-tune.
+    With gates initialised as the identity, as below, it makes a parameter-efficient fine-tune.
 
     Args:
         model: any module.
@@ -35,15 +35,15 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
     chosen: set[int] = set()
     for pattern in listed(patterns, "train_only_ takes names of modules or parameters, one or several"):
         hits = [module for name, module in model.named_modules() if name and matches(pattern, name)]
-        found = {id(p) for module in hits for p in module.parameters()}
-        found |= {id(p) for name, p in model.named_parameters() if matches(pattern, name)}
-        if not found:
+        matched = {id(p) for module in hits for p in module.parameters()}
+        matched |= {id(p) for name, p in model.named_parameters() if matches(pattern, name)}
+        if not matched:
             known = [
                 name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
             ]
             parts = {name.rpartition(".")[2] for name in known if not name.rpartition(".")[2].isdigit()}
             raise ValueError(f"pattern {shown(pattern)} names no parameters; {nearest(pattern, sorted(parts))}")
-        chosen |= found
+        chosen |= matched
     if not chosen:
         raise ValueError("train_only_ needs at least one pattern")
     parameters = list(model.parameters())

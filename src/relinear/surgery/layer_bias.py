@@ -1,4 +1,4 @@
-"""Biases for linear layers that a stock model builds without, so that what takes their places has them too."""
+"""Biases for linear layers that a stock model builds without, so that their replacements have them too."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -13,9 +13,9 @@ from relinear.hf.model_layout import named_in
 
 @register
 class LayerBias(AttachmentConfig):
-    """Give linear layers a bias that starts at zero, which leaves the model's outputs as they are.
+    """Give linear layers a bias of zeros, which does not change the model's outputs.
 
-    The layers stay the stock ``nn.Linear``; an operator that takes the place of one afterwards has a bias as well.
+    The layers stay the stock ``nn.Linear``; an operator that replaces one later has a bias as well.
 
     Args:
         layers: names of the layers in the model.

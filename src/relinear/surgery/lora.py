@@ -1,6 +1,6 @@
 """LoRA on an operator as a whole.
 
-PEFT adapts ``nn.Linear`` and a few other classes by itself, any other by a class that its configuration names.
+PEFT adapts ``nn.Linear`` and a few other classes, any other class by one that its configuration names.
 """
 
 from typing import Any

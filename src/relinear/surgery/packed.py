@@ -95,7 +95,7 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
     tied = getattr(model, "all_tied_weights_keys", {})
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: item[0] in tied)
     first = {parameter: name for name, parameter in reversed(named)}
-    own = set(first.values())
+    names = set(first.values())
     single = {
         f"{name}.{key}"
         for name, operator in named_operators(model)
@@ -103,9 +103,9 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
         if role.fan_in is None
     }
     state = model.state_dict()
-    for name in state.keys() - ({name for name, _ in named} - own):
+    for name in state.keys() - ({name for name, _ in named} - names):
         value = state[name]
-        matrix = name in own - single and value.is_floating_point() and value.ndim > 1
+        matrix = name in names - single and value.is_floating_point() and value.ndim > 1
         yield name, value, matrix and packed_shape(value.shape, bits)[1] < 2 * value.shape[-1]
 
 

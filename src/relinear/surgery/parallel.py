@@ -95,10 +95,10 @@ class _Replicated(TorchFunctionMode):
         self.mesh = mesh
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (args, kwargs or {})
-        if any(isinstance(value, DTensor) for value in tree_leaves(given)):
-            given = tree_map_only(torch.Tensor, self._replicated, given)
-        return func(*given[0], **given[1])
+        arguments = (args, kwargs or {})
+        if any(isinstance(value, DTensor) for value in tree_leaves(arguments)):
+            arguments = tree_map_only(torch.Tensor, self._replicated, arguments)
+        return func(*arguments[0], **arguments[1])
 
     def _replicated(self, value: Tensor) -> Tensor:
         if isinstance(value, DTensor):

@@ -43,15 +43,15 @@ def listed(patterns: Any, what: str) -> list[str]:
     return wanted
 
 
-def patterns_of(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return a few patterns that match ``names`` and none of ``others``: of whole modules that hold none of these."""
-    others, found = list(others), dict[str, None]()
+def patterns_of(names: Iterable[str], excluded: Iterable[str]) -> list[str]:
+    """Return a few patterns that match ``names`` and none of ``excluded``: of whole modules that hold none of these."""
+    excluded, patterns = list(excluded), dict[str, None]()
     for name in names:
         parts = name.split(".")
         prefixes = [".".join(parts[:stop]) for stop in range(1, len(parts))]
-        module = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
-        found[name if module is None else f"{module}.*"] = None
-    return list(found)
+        module = next((p for p in prefixes if not any(other.startswith(p) for other in excluded)), None)
+        patterns[name if module is None else f"{module}.*"] = None
+    return list(patterns)
 
 
 def no_match(pattern: str, close: Iterable[str]) -> ValueError:

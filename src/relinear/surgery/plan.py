@@ -147,16 +147,16 @@ def plan(
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
     """What of a plan deserves a warning: trained weights that are lost, operators larger than what they replace."""
-    drawn = [r for r in replacements if not isinstance(r.config, WrapperConfig)]  # a wrapper may keep the layer
+    replaced = [r for r in replacements if not isinstance(r.config, WrapperConfig)]  # a wrapper may keep the layer
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    lost = [r.name for r in drawn if not isinstance(r.target.module, Operator)]
+    lost = [r.name for r in replaced if not isinstance(r.target.module, Operator)]
     if init == "fresh" and name and lost:
         yield (
             f"init='fresh' discards the trained weights of {len(lost)} layers of {shown(name)} (such as {lost[0]}): "
             "the model has to be trained again. init='from_weight' starts from the weights, where an operator can be "
             "fitted; relinear.distill_ and relinear.compress fit operators to what layers do"
         )
-    sizes = Counter((r.config, r.in_features, r.out_features, module_parameters(r.target.module)) for r in drawn)
+    sizes = Counter((r.config, r.in_features, r.out_features, module_parameters(r.target.module)) for r in replaced)
     for (config, in_features, out_features, before), count in sizes.items():
         after = module_parameters(config.build(in_features, out_features, device="meta"))
         if after > _LARGER * before:

@@ -54,10 +54,10 @@ def is_adapters_own(module: Any, child: str) -> bool:
 
 def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
     """Every module outside operators, attachments and PEFT's adapters, with all the names it goes by."""
-    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    modules: dict[int, tuple[nn.Module, list[str]]] = {}
 
     def walk(module: nn.Module, prefix: str) -> None:
-        found.setdefault(id(module), (module, []))[1].append(prefix)
+        modules.setdefault(id(module), (module, []))[1].append(prefix)
         if isinstance(module, Operator):
             return
         for name, child in module._modules.items():
@@ -65,7 +65,7 @@ def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
                 walk(child, f"{prefix}.{name}" if prefix else name)
 
     walk(model, "")
-    return found
+    return modules
 
 
 def heads(model: Any) -> set[int]:
@@ -75,7 +75,7 @@ def heads(model: Any) -> set[int]:
 
 
 def _embedding(model: Any) -> Any:
-    """The embedding of the model's tokens, or the operator in its place; None where there is none to replace."""
+    """The embedding of the model's tokens, or the operator that replaces it; None where there is none to replace."""
     getter = getattr(unwrapped(model), "get_input_embeddings", None)
     try:
         table = getter() if callable(getter) else None
@@ -93,13 +93,13 @@ def reader_of_weight(model: nn.Module, name: str) -> str | None:
 
 def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
     """Name of a parameter slot, not of ``head``, that shares memory with ``module``'s (a tied embedding), or None."""
-    own = {id(p) for p in module.parameters()}
+    parameters = {id(p) for p in module.parameters()}
     inside = {id(m) for m in module.modules()}
     for name, other in model.named_modules():
         if id(other) in inside or other is head:
             continue
         for key, parameter in other._parameters.items():
-            if parameter is not None and id(parameter) in own:
+            if parameter is not None and id(parameter) in parameters:
                 return f"{name}.{key}" if name else key
     return None
 
@@ -133,13 +133,13 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
     return no_match(pattern, close or ["none, no linear layer"])
 
 
-def _check_excluded(model: nn.Module, excluded: list[str], found: Iterable[tuple[nn.Module, list[str]]]) -> None:
+def _check_excluded(model: nn.Module, excluded: list[str], modules: Iterable[tuple[nn.Module, list[str]]]) -> None:
     """Refuse an ``exclude=`` that leaves out nothing: a name that is not there, or of a module around the layers."""
     for pattern in excluded:
         named = model.named_modules(remove_duplicate=False)
         hits = {name: module for name, module in named if name and matches(pattern, name)}
         if not hits:
-            raise ValueError(f"exclude= {_no_match(pattern, found)}")
+            raise ValueError(f"exclude= {_no_match(pattern, modules)}")
         if any(is_linear(module) for module in hits.values()):
             continue
         around = [name for name, module in hits.items() if any(is_linear(child) for child in module.modules())]
@@ -173,19 +173,19 @@ def select_targets(
         ValueError: for a pattern that is malformed or matches nothing, a layer that does not exist, or no target left.
     """
     check_patterns(mapping)
-    found = _named_aliases(model)
+    targets = _named_aliases(model)
     outputs = heads(model)
     excluded = [] if exclude is None else listed(exclude, "exclude= takes a pattern or a list of patterns")
-    _check_excluded(model, excluded, found.values())
+    _check_excluded(model, excluded, targets.values())
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
-    wanted_layers = _check_layers(model, layers, (name for _, names in found.values() for name in names))
+    wanted_layers = _check_layers(model, layers, (name for _, names in targets.values() for name in names))
     find = layer_finder(model)
     used: set[str] = set()
     chosen: list[Target] = []
     left: dict[str, str] = {}
     table = _embedding(model)
-    for module, names in found.values():
+    for module, names in targets.values():
         if not is_linear(module) and module is not table:
             continue
         shown_names = [shown for name in names for shown in dict.fromkeys((name, stock_name(name)))]
@@ -212,7 +212,7 @@ def select_targets(
             chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
     for pattern in mapping:
         if pattern not in used:
-            raise _no_match(pattern, found.values())
+            raise _no_match(pattern, targets.values())
     if not chosen:
         raise ValueError("every matching module was left out by layers=, exclude= or filter_fn=: nothing to replace")
     return chosen, left

@@ -18,14 +18,14 @@ def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 def own_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
     """Give ``model`` copies of those of its parameters that are among ``shared``; tied ones stay tied in it."""
-    own: dict[int, nn.Parameter | None] = {id(parameter): None for parameter in shared}
+    copies: dict[int, nn.Parameter | None] = {id(parameter): None for parameter in shared}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in own:
-                copied = own[id(parameter)]
+            if parameter is not None and id(parameter) in copies:
+                copied = copies[id(parameter)]
                 if copied is None:
                     copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                    own[id(parameter)] = copied
+                    copies[id(parameter)] = copied
                 module._parameters[name] = copied
 
 
@@ -43,8 +43,8 @@ def load_states_(model: nn.Module, names: Iterable[str], weights: Mapping[str, T
         module.load_state_dict({key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)})
 
 
-def place_(model: nn.Module, replacements: Iterable[Replacement], weights: Mapping[str, Tensor]) -> None:
-    """Carry out planned replacements with operators of known states.
+def replace_with_states_(model: nn.Module, replacements: Iterable[Replacement], weights: Mapping[str, Tensor]) -> None:
+    """Apply planned replacements with operators of known states.
 
     Args:
         model: that the replacements were planned for.

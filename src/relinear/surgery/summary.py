@@ -72,19 +72,19 @@ class Summary:
         for names, row in _grouped(self.rows):
             shape = "" if row.in_features is None else f"{row.in_features} -> {row.out_features}"
             name = names[0] if len(names) == 1 else f"{_common(names)} (x{len(names)})"
-            lines.append((name, row.operator, shape, *_sizes(row, len(names))))
-        lines.append(("whole model", "", "", *_sizes(self, 1)))
+            lines.append((name, row.operator, shape, *_size_columns(row, len(names))))
+        lines.append(("whole model", "", "", *_size_columns(self, 1)))
         table = columns(lines, left=3).splitlines()
         rule = "-" * min(max(map(len, table)), width)
         if max(map(len, table)) > width:
-            form = "{}\n  {}  {}\n  parameters {} (was {}), {} bits each, {} bytes, FLOPs/token {} (was {})"
-            table = ["", *(form.format(*line) for line in lines[1:])]
+            template = "{}\n  {}  {}\n  parameters {} (was {}), {} bits each, {} bytes, FLOPs/token {} (was {})"
+            table = ["", *(template.format(*line) for line in lines[1:])]
         notes = map("note: {}".format, self.notes)
         said = "\n".join([table[0], rule, *table[1:-1], rule, table[-1], str(self.coverage), *notes])
         return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in said.splitlines() if line)
 
 
-def _sizes(of: Row | Summary, count: int) -> list[str]:
+def _size_columns(of: Row | Summary, count: int) -> list[str]:
     """What the columns of numbers hold for ``count`` alike rows: bits are those a weight takes, scales included."""
     parameters, before, size = of.parameters * count, of.parameters_before * count, of.bytes * count
     bits = f"{8 * size / parameters:.4g}" if parameters else ""
@@ -148,13 +148,13 @@ def module_flops(module: Any) -> int:
 
 
 def module_inactive(module: nn.Module) -> tuple[int, int]:
-    """Parameters that one token does not use and FLOPs that it is spared, summed over the operators in ``module``."""
+    """Return the parameters and the FLOPs that one token does not use, summed over the operators in ``module``."""
     parts = [part.inactive_per_token() for part in module.modules() if isinstance(part, Operator)]
     return sum(parameters for parameters, _ in parts), sum(flops for _, flops in parts)
 
 
 def _dense_flops(module: Any) -> int:
-    """FLOPs a token of the dense layer that stands, or stood, in the place of a layer or an operator."""
+    """Return the FLOPs a token of the dense layer of these sizes."""
     product = module.table if isinstance(module, TiedHead) else None if embeds(module) else module
     return 2 * math.prod(linear_features(product)) if product is not None and is_linear(product) else 0
 
@@ -188,8 +188,8 @@ def summary(
         dense = (dense_size(module) if shape else 0, _dense_flops(module))
         was = (before or {}).get(name, dense if isinstance(module, Operator) or not shape else size)
         in_features, out_features = shape or (None, None)
-        held = (module_bytes(module), *module_inactive(module))
-        rows.append(Row(name, operator, in_features, out_features, *size, *was, *held))
+        memory = (module_bytes(module), *module_inactive(module))
+        rows.append(Row(name, operator, in_features, out_features, *size, *was, *memory))
     parameters = module_parameters(model)
     flops = sum(row.flops_per_token for row in rows)
     return Summary(

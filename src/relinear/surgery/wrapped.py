@@ -100,7 +100,7 @@ def _resize_token_embeddings(
     original: Any, model: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, mean_resizing: Any = True
 ) -> Any:
     """Every part's own embedding of the tokens is resized with the model's. The output head stays the module that it
-    was, with what is attached to it: transformers puts a bare one in its place.
+    was, with what is attached to it: transformers would replace it by a bare one.
     """
     if new_num_tokens is None and pad_to_multiple_of is None:  # nothing is asked for
         return model.get_input_embeddings()
@@ -131,11 +131,11 @@ def _record_of_this_model(model: Any) -> Iterator[None]:
     if true_record == config_record(model.config):
         yield
         return
-    shared, own = model.config, copy.copy(model.config)
-    own.quantization_config = true_record
+    shared, copied = model.config, copy.copy(model.config)
+    copied.quantization_config = true_record
     if true_record is None:
-        del own.quantization_config
-    model.config = own
+        del copied.quantization_config
+    model.config = copied
     try:
         yield
     finally:
@@ -217,7 +217,7 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revisio
 
 
 def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
-    """The record in the ``config.json`` beside the weights that ``from_pretrained(name, **options)`` would load."""
+    """Return the record in the ``config.json`` of the weights that ``from_pretrained(name, **options)`` would load."""
     if name is None or options.get("gguf_file"):
         return None
     try:

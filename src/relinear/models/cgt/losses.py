@@ -225,8 +225,8 @@ def gaussian_process_matching(
     if positions is not None:
         y, kernel, real = y[:, positions], kernel[positions][:, positions], real[:, positions]
     batch, length, width = y.shape
-    mean, deviation, counts = _moments(y, real)
-    flat = deviation.reshape(batch, length * width)
+    mean, std, counts = _moments(y, real)
+    flat = std.reshape(batch, length * width)
     covariance = (flat.T @ flat).view(length, width, length, width)
     wanted = kernel.to(y)[:, None, :, None] * torch.eye(width, dtype=y.dtype, device=y.device)[None, :, None, :]
     pairs = real.to(y).T @ real.to(y)
@@ -242,9 +242,9 @@ def moment_matching(y: Tensor, *, real: Tensor | None = None) -> Tensor:
         y: (B, T, E); <.> is the mean over the batch and dy = y - <y>.
         real: see the head of this file; positions that are padding in every sample are left out.
     """
-    mean, deviation, samples = _moments(y, _real(real, y))
-    deviation = deviation.transpose(0, 1)
-    covariance = deviation.mT @ deviation / samples.clamp(min=1)[:, None, None]
+    mean, std, samples = _moments(y, _real(real, y))
+    std = std.transpose(0, 1)
+    covariance = std.mT @ std / samples.clamp(min=1)[:, None, None]
     eye = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
     values = mean.square().sum(-1) + (covariance - eye).square().sum((-1, -2))
     return torch.where(samples > 0, values, 0.0).sum() / (samples > 0).sum().clamp(min=1)

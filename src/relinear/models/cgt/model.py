@@ -70,8 +70,8 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
 
     def __init__(self, config: CGTConfig, *args: Any, **kwargs: Any):
         if not isinstance(config, CGTConfig):
-            given = type(config).__name__ if isinstance(config, PreTrainedConfig) else shown(config)
-            raise ValueError(f"{type(self).__name__} takes a relinear.CGTConfig, got {given}")
+            got = type(config).__name__ if isinstance(config, PreTrainedConfig) else shown(config)
+            raise ValueError(f"{type(self).__name__} takes a relinear.CGTConfig, got {got}")
         super().__init__(config, *args, **kwargs)
 
     def _get_resized_embeddings(self, old_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,9 +217,9 @@ class CGTModel(Gated, CGTPreTrainedModel):
             y = y if self.context_ln is None else self.context_ln(y)
             if self.context_log_variance is not None:
                 log_variance = self.context_log_variance(y)
-        spread = log_variance if self.training and frozen_context is None else None
+        sampled_variance = log_variance if self.training and frozen_context is None else None
         if frozen_context is None:
-            used = y if spread is None else y + torch.exp(0.5 * spread) * torch.randn_like(y)
+            used = y if sampled_variance is None else y + torch.exp(0.5 * sampled_variance) * torch.randn_like(y)
         elif context_rate > 0:
             used = self._averaged(y, frozen_context, context_rate, attention_mask, past_key_values)
         else:
@@ -235,7 +235,7 @@ class CGTModel(Gated, CGTPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             context=y,
             context_log_variance=log_variance,
-            context_sample=None if spread is None else used,
+            context_sample=None if sampled_variance is None else used,
         )
 
     def _check_context(self, frozen: Tensor | None, rate: float, shape: torch.Size) -> None:
@@ -483,8 +483,8 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOutput:
-    others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
-    return CGTOutput(loss=loss, logits=logits, **others)
+    remaining = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+    return CGTOutput(loss=loss, logits=logits, **remaining)
 
 
 AutoModel.register(CGTConfig, CGTModel)

@@ -51,8 +51,8 @@ def draw_splits(
             f"no split leaves a prefix and a rest: length={length}, horizon={horizon}, allowed={allowed}; splits must "
             f"lie in 1 .. {last}"
         )
-    drawn = torch.randint(len(possible), (1 if shared else batch,), device=device)
-    return torch.tensor(possible, device=device)[drawn].expand(batch)
+    index = torch.randint(len(possible), (1 if shared else batch,), device=device)
+    return torch.tensor(possible, device=device)[index].expand(batch)
 
 
 def rest_of(
@@ -252,8 +252,8 @@ class CGTObjective(ObjectiveConfig):
         output = model(**batch, use_cache=False)
         terms = {"ce": self.eta * output.loss}
         if self.eta < 1:
-            drawn = output.context_sample if self.aux_context == "sample" else None
-            y = output.context if drawn is None else drawn
+            sample = output.context_sample if self.aux_context == "sample" else None
+            y = output.context if sample is None else sample
             splits = draw_splits(
                 *y.shape[:2],
                 horizon=self.horizon,

@@ -74,8 +74,8 @@ def specialize(
         state = {name: value for name, value in model.state_dict().items() if name in stock.state_dict()} | state
         tables.append("transformer.context_wpe.weight")
     else:
-        kept = set(GPT2Config().to_dict()) - {"model_type", "architectures", "transformers_version"}
-        settings = {key: value for key, value in config.to_dict().items() if key in kept} | changes
+        stock_keys = set(GPT2Config().to_dict()) - {"model_type", "architectures", "transformers_version"}
+        settings = {key: value for key, value in config.to_dict().items() if key in stock_keys} | changes
         tied = config.tie_word_embeddings and factor == 1
         stock = GPT2LMHeadModel(GPT2Config(**settings | {"tie_word_embeddings": tied, "dtype": model.dtype}))
         state["lm_head.weight"] = factor * state["lm_head.weight"]
@@ -93,20 +93,20 @@ def specialize(
 
 
 def _readout_factor(model: Any) -> float:
-    others = [attached for attached in attachments(model) if not isinstance(attached, ReadoutScale)]
-    if others:
-        raise ValueError(f"the model has {others[0].kind} attached, which a stock GPT-2 cannot express")
+    unsupported = [attached for attached in attachments(model) if not isinstance(attached, ReadoutScale)]
+    if unsupported:
+        raise ValueError(f"the model has {unsupported[0].kind} attached, which a stock GPT-2 cannot express")
     return math.prod(attached.factor for attached in attachments(model) if isinstance(attached, ReadoutScale))
 
 
 def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
     if (prefix_ids is None) == (context is None):
         raise ValueError("give either prefix_ids or context, not both and not neither")
-    name, given = ("prefix_ids", prefix_ids) if context is None else ("context", context)
+    name, value = ("prefix_ids", prefix_ids) if context is None else ("context", context)
     try:
-        values = torch.as_tensor(given, device=model.device)
+        values = torch.as_tensor(value, device=model.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be numbers, got {shown(given)}; encode a text with the tokenizer") from error
+        raise ValueError(f"{name} must be numbers, got {shown(value)}; encode a text with the tokenizer") from error
     if context is None and isinstance(model, CGTForRegression):
         vectors = values[None] if values.ndim == 2 else values
         if vectors.ndim != 3 or len(vectors) != 1 or not 1 <= vectors.shape[1] <= model.config.n_positions:
@@ -124,7 +124,7 @@ def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
         return values.reshape(-1)
     whole = not values.is_floating_point() and values.dtype != torch.bool
     if not whole or not 0 <= values.min() <= values.max() < config.vocab_size:
-        raise ValueError(f"prefix_ids must be whole numbers below vocab_size={config.vocab_size}, got {shown(given)}")
+        raise ValueError(f"prefix_ids must be whole numbers below vocab_size={config.vocab_size}, got {shown(value)}")
     if size > config.n_positions:
         raise ValueError(f"the prefix has {size} tokens, the model reads at most n_positions={config.n_positions}")
     return model.context(values.reshape(1, -1).long())[0, -1]
