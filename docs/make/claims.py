@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import budgets
+import decisions
 import evidence
 import forest
 from measured import RESULTS, folded, table
@@ -114,6 +115,9 @@ def _overview() -> str:
         told["drawn"],
         table(["paper", *VERDICTS, "others"], lines),
         table(["verdict", "claims", "meaning"], legend),
+        "## How far short runs decide",
+        told["short"],
+        decisions.in_page(),
         "## What was planned, and what it changed",
         told["planned"],
         table(told["plans"]["head"], told["plans"]["rows"]),
