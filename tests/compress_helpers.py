@@ -7,7 +7,7 @@ from relinear.compression.calibrate import Calibration
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import is_linear
 
-SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False}
+SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "self_sampled": False}
 
 
 def tiny(kind: str = "llama"):

@@ -282,6 +282,14 @@ def test_allocation_is_the_best_there_is(budget: int) -> None:
     assert sum(c.nats for c in chosen.values()) == pytest.approx(best, rel=0.05)
 
 
+def test_an_embedding_that_is_most_of_a_model_leaves_no_budget_unused() -> None:
+    low = relinear.LowRank
+    table = [Candidate(None, 1600, 0.0), Candidate(low(rank=4), 400, 0.3), Candidate(low(rank=3), 300, 1.6)]
+    layer = [Candidate(low(rank=r), 10.0 * r, 0.25**r) for r in (8, 4, 3, 2)]
+    chosen = allocate({"table": table} | {f"layer{n}": layer for n in range(10)}, 700.0)
+    assert [chosen[name].config.rank for name in ("table", "layer0")] == [4, 3]  # not 3 and 4, by one price
+
+
 def test_allocation_refuses_what_cannot_be_met() -> None:
     with pytest.raises(ValueError, match="the budget of 20 parameters cannot be met"):
         allocate(candidates(), 20)

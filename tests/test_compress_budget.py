@@ -15,7 +15,8 @@ from relinear.compression.evaluation import like_before, measure_speed, observe
 from relinear.compression.report import write_page
 from relinear.contract.operator import Operator, is_linear, linear_features
 
-SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "candidates": ("low_rank",)}
+SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "candidates": ("low_rank",)}
+SETTINGS |= {"evaluate": False, "self_sampled": False}
 LOW = relinear.LowRank
 
 

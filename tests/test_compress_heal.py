@@ -12,7 +12,7 @@ from relinear.compression import CompressSettings, compress, heal
 from relinear.compression.healing import original_copy
 from tiny_models import VOCABULARY, make_family
 
-SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "candidates": ["low_rank"]}
+SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "candidates": ["low_rank"], "self_sampled": False}
 HEALED = SETTINGS | {"heal_tokens": 4096, "heal_held_out_tokens": 256, "heal_learning_rate": 3e-3}
 
 

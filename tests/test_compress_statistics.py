@@ -10,7 +10,7 @@ import torch
 import relinear
 from compress_helpers import SETTINGS, calibrate, moments_of, tiny, tokens
 from relinear.compression import CompressSettings, compress
-from relinear.compression.corpus import read_corpus, read_elsewhere
+from relinear.compression.corpus import read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.evaluation import Reading
 from relinear.data.tokenizers import byte_tokenizer
 from relinear.distill.record import token_blocks
@@ -94,6 +94,19 @@ def test_each_kind_of_text_has_moments_of_its_own(tmp_path) -> None:
     assert sorted(mixed.kinds) == [0] * 4 + [1] * 4
     assert "text of one kind" not in " ".join(mixed.remarks)
     assert "calibrated on text of one kind" in " ".join(read(texts(40)).remarks)
+
+
+def test_text_of_one_kind_is_mixed_with_text_that_the_model_samples(tmp_path, monkeypatch) -> None:
+    model, corpus = tiny(), read([tokens(256)[0]])
+    mixed = with_sampled_text(corpus, model, tmp_path, seed=0)
+    assert torch.equal(mixed.blocks[::2], corpus.blocks[::2])
+    assert torch.equal(mixed.blocks[1::2, 0], corpus.blocks[1::2, 0])
+    assert not torch.equal(mixed.blocks[1::2, 1:], corpus.blocks[1::2, 1:])
+    assert mixed.kinds == [0, 1] * 4
+    assert "calibrated on text of one kind" in " ".join(mixed.remarks)
+    monkeypatch.setattr(model, "generate", None)  # what was written is kept
+    again = with_sampled_text(corpus, model, tmp_path, seed=0)
+    assert torch.equal(again.blocks, mixed.blocks)
 
 
 def test_a_text_that_repeats_itself_is_warned_of(tmp_path) -> None:

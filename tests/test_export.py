@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import relinear
@@ -21,8 +20,7 @@ ALONE = (
 import json
 import torch
 from transformers import AutoModelForCausalLM
-directory, trust = sys.argv[1], sys.argv[2] == "trust"
-model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=trust).eval()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 ids = torch.arange(3, 13)[None]
 made = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
 print(json.dumps({"logits": model(ids).logits.tolist(), "made": made.tolist(), "class": type(model).__name__}))
@@ -50,25 +48,17 @@ def model_of(kind: str, operator=None):
     return model
 
 
-def alone(directory, trust: str = "trust") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", ALONE, str(directory), trust]
+def alone(directory) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", ALONE, str(directory)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
 
 
-PIVOTED = relinear.PivotedLowRank(rank=5)
-
-
-@pytest.mark.parametrize("operator", mostly_slow([relinear.LowRank(rank=5), PIVOTED], PIVOTED), ids=lambda c: c.kind)
 @pytest.mark.parametrize("kind", mostly_slow(MODELS, "llama"))
-def test_loads_and_generates_without_relinear(kind: str, operator, tmp_path) -> None:
-    model = model_of(kind, operator)
+def test_loads_and_generates_without_relinear(kind: str, tmp_path) -> None:
+    model = model_of(kind)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     export_plain(model, tmp_path / "plain", tokenizer=load_tokenizer("bytes"))
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
-    written = load_file(tmp_path / "plain" / "model.safetensors")
-    assert sum(v.numel() for v in written.values() if v.is_floating_point()) == sum(
-        p.numel() for p in model.parameters()
-    )
     ids = torch.arange(3, 13)[None]
     with torch.no_grad():
         wanted, made = model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -77,9 +67,7 @@ def test_loads_and_generates_without_relinear(kind: str, operator, tmp_path) -> 
     got = json.loads(ran.stdout)
     assert torch.allclose(torch.tensor(got["logits"]), wanted, atol=1e-5)
     assert got["made"] == made.tolist()
-    refused = alone(tmp_path / "plain", "no")
-    assert refused.returncode != 0
-    assert "trust_remote_code" in refused.stderr or "does not recognize" in refused.stderr
+    assert got["class"] == type(model).__name__
 
 
 @pytest.mark.slow
@@ -88,31 +76,6 @@ def test_weights_that_transformers_stores_under_older_names_come_back(family: st
     model = make_family(family)
     relinear.replace_(model, {r".*(o_proj|attention\.dense)": relinear.LowRank(rank=5)})
     export_plain(model, tmp_path / "plain")
-    ran = alone(tmp_path / "plain")
-    assert ran.returncode == 0, ran.stderr
-    with torch.no_grad():
-        wanted = model(torch.arange(3, 13)[None]).logits
-    assert torch.allclose(torch.tensor(json.loads(ran.stdout)["logits"]), wanted, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_operators_with_one_matrix_become_stock_layers(tmp_path) -> None:
-    model = model_of("llama", relinear.Monarch(blocks=4))
-    export_plain(model, tmp_path / "plain")
-    ran = alone(tmp_path / "plain", "no")
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout)["class"] == "LlamaForCausalLM"
-
-
-def test_factors_stay_factors_beside_operators_that_become_dense(tmp_path) -> None:
-    mixed = {".*q_proj": PIVOTED, ".*up_proj": relinear.Quantized(bits=4, group=16), "embed_tokens": "quantized:bits=8"}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS["llama"]).eval()
-    relinear.replace_(model, mixed, init="from_weight")
-    export_plain(model, tmp_path / "plain")
-    written = load_file(tmp_path / "plain" / "model.safetensors")
-    assert any(name.endswith("q_proj.0.mix.weight") for name in written)
-    assert written["model.layers.0.mlp.up_proj.weight"].shape == (64, 32)
     ran = alone(tmp_path / "plain")
     assert ran.returncode == 0, ran.stderr
     with torch.no_grad():

@@ -214,7 +214,7 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path) -> None:
 
 
 def test_refusals_before_anything_is_computed(tmp_path) -> None:
-    settings = {"tokens": 256, "sequence_length": 16}
+    settings = {"tokens": 256, "sequence_length": 16, "self_sampled": False}
     ids = [torch.randint(0, 320, (256,), generator=torch.Generator().manual_seed(0))]
 
     def refused(match: str, model, tokenizer, **further):

@@ -33,8 +33,8 @@ Choices = Mapping[str, Sequence[Candidate]]
 def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> dict[str, Candidate]:
     """Return one candidate a layer, of least summed ``nats`` with a summed cost of at most ``budget``.
 
-    One price of a unit of cost for the whole model (the multiplier of the budget), found by bisection; what the budget
-    still allows then goes to the best single upgrades.
+    The largest layer, which as an embedding may be most of a model, gets each of its candidates in turn: between two of
+    them lie budgets that no price meets.
 
     Raises:
         ValueError: if even the smallest candidates exceed the budget.
@@ -44,6 +44,15 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
         raise ValueError(
             f"the budget of {budget:,.0f} {unit} cannot be met: the smallest choices take {least:,.0f}; keep more"
         )
+    largest = max(candidates, key=lambda name: max(c.cost for c in candidates[name]))
+    smallest = min(c.cost for c in candidates[largest])
+    fitting = [c for c in candidates[largest] if least - smallest + c.cost <= budget]
+    plans = [_at_one_price({**candidates, largest: [option]}, budget) for option in fitting]
+    return min(plans, key=lambda plan: sum(c.nats for c in plan.values()))
+
+
+def _at_one_price(candidates: Choices, budget: float) -> dict[str, Candidate]:
+    """One price of a unit of cost (the budget's multiplier), by bisection; the remainder goes to single upgrades."""
 
     def at(price: float) -> dict[str, Candidate]:
         best = {}
@@ -59,7 +68,7 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
         low, high = 0.0, 1e-12
         while cost(at(high)) > budget:
             low, high = high, high * 4
-        for _ in range(100):
+        for _ in range(50):
             middle = (low + high) / 2
             low, high = (low, middle) if cost(at(middle)) <= budget else (middle, high)
         chosen = at(high)

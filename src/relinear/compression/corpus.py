@@ -11,18 +11,24 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from relinear.compression.calibrate import fingerprint
+from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
+from relinear.contract.modes import evaluating
 from relinear.data.chat import Closed, Conversation
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents
 
 #: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
 DOCUMENTS, LOOKED_AT = 4, 2**26
+#: texts that the model writes at a time
+SAMPLED_AT_ONCE = 16
 #: characters of a document's sections for each token of a block: more than one block in most texts
 SECTION = 8
 
@@ -77,7 +83,7 @@ class Corpus:
     def remarks(self) -> list[str]:
         """What should be known of how far these texts tell, in sentences."""
         found = [self.repeats] if self.repeats else []
-        if len(set(self.kinds)) == 1:
+        if len({excerpt.corpus for excerpt in self.excerpts} - {SAMPLED}) == 1:
             found.append(ONE_KIND)
         if not self.unseen:
             found.append("the corpus has no more than calibration takes, so the result is evaluated on what it saw")
@@ -94,10 +100,35 @@ class Corpus:
 LEAST_DISTINCT, LEAST_WINDOWS, LEAST_DOCUMENTS = 0.02, 30, 6
 
 
+#: the kind of text that the model writes itself, as ``Excerpt.corpus``
+SAMPLED = "sampled"
 ONE_KIND = (
-    "calibrated on text of one kind, so nothing tells how the result does on others: give --data several times, of "
+    "calibrated on text of one kind, so little tells how the result does on others: give --data several times, of "
     "unlike texts"
 )
+
+
+@torch.no_grad()
+def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Corpus:
+    """Return a corpus of one kind with every second block of its calibration written by the model, as another kind.
+
+    The model goes on from the first token of the block, at temperature 1. What it wrote is kept in ``folder``.
+    """
+    begun = corpus.blocks[1::2]
+    path = folder / f"{SAMPLED}-{fingerprint(model, corpus.blocks, [], {'seed': seed})[:16]}.safetensors"
+    if not path.is_file():
+        new = begun.shape[1] - 1
+        with torch.random.fork_rng(), evaluating(model):
+            torch.manual_seed(seed)
+            starts = begun[:, :1].to(next(model.parameters()).device).split(SAMPLED_AT_ONCE)
+            how: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+            how |= {"max_new_tokens": new, "min_new_tokens": new}
+            written = torch.cat([model.generate(ids, attention_mask=torch.ones_like(ids), **how) for ids in starts])
+        save_tensors(path, {"ids": written})
+    blocks, excerpts = corpus.blocks.clone(), list(corpus.excerpts)
+    blocks[1::2] = load_tensors(path)[0]["ids"]
+    excerpts[1::2] = [Excerpt(SAMPLED, number, 0) for number in range(len(begun))]
+    return dataclasses.replace(corpus, blocks=blocks, excerpts=tuple(excerpts))
 
 
 class _Texts:

@@ -1,23 +1,20 @@
-"""A compressed model as a directory that needs no relinear: stock layers and a short modelling file, or integers."""
+"""A compressed model as a directory that needs no relinear: stock layers, dense or of integers."""
 
 import copy
-import string
 import warnings
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from relinear.compression.budget import at_half_precision, stored_bytes
 from relinear.contract.attachment import attachments
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features, linear_of
+from relinear.contract.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features
 from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_
-from relinear.system.files import read_json, write_json, write_text
 
 MODELLING_FILE = "modeling_factorized"
 
@@ -31,7 +28,7 @@ def check_stock(model: Any) -> None:
         raise ValueError(f"the model has {kinds} attached, which no stock layer can express; save it with relinear")
     for name, operator in named_operators(model):
         try:
-            operator.dense_chain()
+            operator.to_dense()
         except NotLinearError as error:
             raise NotLinearError(f"{name}: {error}; save the model with relinear instead") from error
 
@@ -40,10 +37,7 @@ def check_stock(model: Any) -> None:
 def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     """Write ``model`` so that transformers alone loads it; all of it or nothing.
 
-    A low-rank layer becomes two nn.Linear in a row (where the first holds an identity, that is not stored), any other
-    operator with a dense matrix that matrix. Where factors are left, a modelling file of the directory puts them in
-    place, so that loading takes ``trust_remote_code=True`` and fails without it; where none are, the directory is a
-    stock checkpoint.
+    Every operator becomes its dense matrix, so that the directory is a stock checkpoint, as large as the original.
 
     Args:
         model: a Hugging Face decoder with operators; stays as it is.
@@ -56,73 +50,14 @@ def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) ->
     """
     check_stock(model)
     plain = copy.deepcopy(model)
-    factors = {
-        name: _into_factors(plain, name, operator)
-        for name, operator in list(named_operators(plain))
-        if not embeds(operator) and len(operator.dense_chain()) == 2
-    }
     if list(named_operators(plain)):
         fold_(plain, verbose=False)
     plain.config.__dict__.pop("quantization_config", None)
     with model_directory(directory) as folder:
-        # older names of weights are read by model type, and with factors that is one that transformers does not know
-        plain.save_pretrained(folder, save_original_format=not factors)
-        if factors:
-            _describe(plain, factors, folder)
+        plain.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     return Path(directory)
-
-
-class _Pivoted(nn.Module):
-    """A thin product of which some inputs come through as they are; the modelling file has the same."""
-
-    order: Tensor
-
-    def __init__(self, weight: Tensor, pivots: Tensor) -> None:
-        super().__init__()
-        rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
-        rest[pivots] = False
-        self.register_buffer("order", torch.cat((pivots, rest.nonzero().flatten())).int())
-        self.mix = linear_of(weight[:, rest])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., I) -> (..., R)."""
-        through, mixed = x.index_select(-1, self.order).tensor_split((self.mix.out_features,), -1)
-        return through + self.mix(mixed)
-
-
-def _pivots(thin: Tensor) -> Tensor | None:
-    """For each row of a matrix (R, I) a column that is 1 there and 0 elsewhere, (R,); None if a row has none."""
-    units = (thin != 0).sum(0).eq(1) & thin.eq(1).any(0)
-    found = (thin.eq(1) & units).int()
-    return found.argmax(1) if bool(found.any(1).all()) else None
-
-
-def _into_factors(model: nn.Module, name: str, operator: Any) -> dict[str, Any]:
-    """Two plain layers in place of ``operator``; what the config says of them."""
-    first, second = operator.dense_chain()
-    pivots = _pivots(first)
-    thin = linear_of(first) if pivots is None else _Pivoted(first, pivots)
-    model.set_submodule(name, nn.Sequential(thin, linear_of(second, operator.dense_bias())))
-    return {"rank": len(first), "pivoted": pivots is not None}
-
-
-def _describe(model: Any, factors: dict[str, Any], folder: Path) -> None:
-    """The modelling file, and a config whose type no program knows unless it runs that file."""
-    model_class, config_class = type(model).__name__, type(model.config).__name__
-    template = resources.files("relinear.compression").joinpath(f"{MODELLING_FILE}.txt").read_text(encoding="utf-8")
-    names = {"model_class": model_class, "config_class": config_class, "model_type": model.config.model_type}
-    write_text(folder / f"{MODELLING_FILE}.py", string.Template(template).substitute(names))
-    config = read_json(folder / "config.json")
-    config["model_type"] = f"factorized_{model.config.model_type}"
-    config["factorized"] = factors
-    config["architectures"] = [f"Factorized{model_class}"]
-    config["auto_map"] = {
-        "AutoConfig": f"{MODELLING_FILE}.Factorized{config_class}",
-        "AutoModelForCausalLM": f"{MODELLING_FILE}.Factorized{model_class}",
-    }
-    write_json(folder / "config.json", config)
 
 
 # With integers that stay integers

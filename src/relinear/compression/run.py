@@ -17,7 +17,7 @@ from relinear.compression.budget import at_half_precision, round_to_half_, store
 from relinear.compression.calibrate import Calibration
 from relinear.compression.candidates import SearchSpace, fit_layers, replace_layers_
 from relinear.compression.checksums import is_edited
-from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere
+from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.evaluation import Observation, compared, like_before, measure_speed, observe
 from relinear.compression.export import check_packable, check_stock, export_compressed_tensors, export_plain
 from relinear.compression.gguf import check_gguf, check_gguf_operator, export_gguf
@@ -26,13 +26,12 @@ from relinear.compression.plan import CompressPlan, LayerPlan
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
-from relinear.compression.task import Task, check_ids, check_model, linear_layers, tables_of
+from relinear.compression.task import Task, check_ids, check_model, linear_layers, tables_of, unreached
 from relinear.contract.config import check_choice
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import linear_features
 from relinear.hf.model_layout import model_name
 from relinear.surgery.checkpoint import save_pretrained
-from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.tied import tied_head
 from relinear.system.files import fingerprint, write_json, writing
@@ -141,6 +140,7 @@ def compress(
         raise ValueError(f"{plan_file}, which is to be carried out, would be renamed; move it, or leave out overwrite")
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
+    left = unreached(model, targets)
     modules = linear_layers(model, targets, exclude)
     if chosen.by_bytes and reader.tables and targets == ALL_LINEAR:
         modules |= tables_of(model, exclude)
@@ -155,9 +155,8 @@ def compress(
         def report_progress(stage: str, done: int, total: int) -> None:
             on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
 
-        job = _Job(
-            Task(model, modules, chosen, folder, report_progress), export, kept, (record or {}).get("made"), tokenizer
-        )
+        task = Task(model, modules, chosen, folder, report_progress)
+        job = _Job(task, export, kept, (record or {}).get("made"), tokenizer, left)
         given_plan = None if plan_file is None else job.space.load_plan(plan_file, job.budget)
         if given_plan is None:
             job.space.check(job.budget)
@@ -168,6 +167,8 @@ def compress(
             check_ids(ids, model, name)
         if corpus.repeats:
             warnings.warn(corpus.repeats, stacklevel=2)
+        if chosen.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1:
+            corpus = with_sampled_text(corpus, model, folder / "calibration", chosen.seed)
         report = job.run(corpus, tokenizer, given_plan, plan_only)
         if out_dir is not None and not plan_only:
             with at_half_precision(model) if chosen.by_bytes else nullcontext():
@@ -202,7 +203,10 @@ def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
 class _Job:
     """One compression: its search space and the steps."""
 
-    def __init__(self, task: Task, export: str | None, kept: RunFolder | None, made: Any, tokenizer: Any) -> None:
+    def __init__(
+        self, task: Task, export: str | None, kept: RunFolder | None, made: Any, tokenizer: Any, left: tuple[str, ...]
+    ) -> None:
+        self.left = left
         self.task, self.export, self._kept, self._made = task, export, kept, made
         self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
         self.space = SearchSpace(task)
@@ -219,7 +223,6 @@ class _Job:
         memory.reset()
         self._lap("")
         bytes_before = stored_bytes(self.model)
-        left = tuple(entry.in_words() for entry in out_of_reach(coverage(self.model, {}, {})))
         if self.export is not None:
             self._check_export(given_plan)
         calibration = self.calibration = self.task.calibrate(corpus.blocks, corpus.kinds)
@@ -251,7 +254,7 @@ class _Job:
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
-            left=left,
+            left=self.left,
         )
         values = report.to_dict()
         where = partial(proposal, self.folder) if plan_only else self.folder.joinpath

@@ -31,6 +31,8 @@ class CompressSettings(Settings):
             (GGUF) or "vllm" (compressed-tensors).
         speed_batch: sequences at once where ``evaluate`` measures speeds.
         tokens: how many calibrate: excerpts of the corpus that are spread over documents.
+        self_sampled: where all texts are of one kind, half of the tokens that calibrate are written by the model
+            itself, at temperature 1: what decides bits and rounding has to hold on another kind of text.
         sequence_length: tokens a block of the corpus.
         batch_size: blocks a forward pass.
         candidates: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
@@ -66,6 +68,7 @@ class CompressSettings(Settings):
     reader: Literal["relinear", "llama.cpp", "vllm"] = "relinear"
     speed_batch: Batch = 1
     tokens: int = Field(default=32768, ge=2, le=10**12)
+    self_sampled: bool = True
     sequence_length: int = Field(default=512, ge=2)
     batch_size: Batch = 2
     candidates: tuple[str, ...] = ()

@@ -20,13 +20,17 @@ from relinear.contract.operator import Operator, OperatorConfig, check_finite, l
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, entries_of
+from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
+from relinear.surgery.summary import module_parameters
 
 #: told the phase ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is
 #: done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
+#: share of a model's parameters that must not be out of reach
+MOST = 0.5
 #: of a sequence on which a model run layer by layer is compared with the whole
 CHECKED_TOKENS = 64
 
@@ -107,6 +111,23 @@ def linear_layers(
             "Give the original with a smaller budget, or fold it first (relinear.fold_)"
         )
     return left
+
+
+def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
+    """Return, in words, the weights that no target could name, such as experts that are held as one tensor.
+
+    Raises:
+        ValueError: if they are most of the model, and ``targets`` names no layers in particular.
+    """
+    found = out_of_reach(coverage(model, {}, {}))
+    share = sum(entry.parameters for entry in found) / module_parameters(model)
+    words = tuple(entry.in_words() for entry in found)
+    if share > MOST and targets == ALL_LINEAR:
+        raise ValueError(
+            f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(words)}. To "
+            "compress the remaining layers alone, name them with targets= (--target)"
+        )
+    return words
 
 
 def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
