@@ -12,7 +12,7 @@ import pytest
 import typer
 
 import relinear
-from conftest import REPOSITORY
+from conftest import REPOSITORY, make_tiny_llama
 from relinear.bench.run import BenchSettings
 from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import BUNDLED, apply_overrides, find_recipe, parse_overrides, read_recipe, read_yaml
@@ -252,6 +252,7 @@ def test_printed_comparisons_can_be_sized(arguments, capfd, monkeypatch):
         raise ValueError("sized")
 
     monkeypatch.setattr(importlib.import_module("relinear.compare.run"), "compare", compare)
+    monkeypatch.setattr("relinear.compare.requirements.compare_requirements", lambda *_, **__: {})
     assert main(["compare", *shlex.split(arguments)]) == 2
     assert "sized" in capfd.readouterr().err
     assert len(sized) >= 2
@@ -400,3 +401,20 @@ def test_searches_beyond_their_grid_are_counted(tmp_path, monkeypatch, capsys) -
     finals = [(int(run), int(runs)) for what, run, runs in told if "seed" in what]
     assert len(tuned) > 2  # the best lies at the edge
     assert [runs - run for run, runs in finals] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "command", ["compare -o dense -o low_rank:rank=4 --model tiny", "train --model tiny", "compress model"]
+)
+def test_a_dry_run_says_what_the_command_takes_and_stops(command, tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Once upon a time there were three words and a full stop. " * 400)
+    if command == "compress model":
+        relinear.save_pretrained(make_tiny_llama(vocab_size=258), tmp_path / "model", tokenizer=byte_tokenizer())
+    before = sorted(tmp_path.iterdir())
+    assert main([*command.split(), "--data", "text.txt", "--dry-run"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["runs", "parameters", "tokens", "time", "disk"]
+    assert "FLOPs a token" in lines[1]
+    assert re.search(r"about [\d,]+ (seconds|minutes|hours)", lines[3])
+    assert sorted(tmp_path.iterdir()) == before

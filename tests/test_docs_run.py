@@ -58,7 +58,7 @@ CUTS = {
         *("--set", "train.warmup_steps=0", "--set", "train.batch_size=2"),
     ],
     "train": ["--steps", "1"],
-    "replicate": ["--plan"],
+    "replicate": ["--dry-run"],
     "analyze": ["--sequences", "8", "--length", "64"],
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
     "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],

@@ -6,12 +6,15 @@ import json
 import pytest
 import yaml
 
+import relinear
+from conftest import make_tiny_gpt2
 from relinear.compare import papers as room
 from relinear.compare.executors import Here
 from relinear.compare.fits import prose, settings_of
 from relinear.compare.papers import PAPERS, read_paper
 from relinear.compare.replicate import ANALYSED, MEASURES, replicate_section, replication, tokens_of
 from relinear.data import DataSettings, iter_texts
+from relinear.data.tokenizers import byte_tokenizer
 from relinear_cli.main import main
 
 NAMES = sorted(path.stem for path in PAPERS.glob("*.yaml"))
@@ -76,6 +79,12 @@ def test_the_second_text_is_not_in_the_first():
     assert sum(line in first for line in lines) < 0.05 * len(lines)
 
 
+def test_fused_projections_are_not_covered_and_the_message_says_so(tmp_path):
+    relinear.save_pretrained(make_tiny_gpt2(), tmp_path / "fused", tokenizer=byte_tokenizer())
+    with pytest.raises(ValueError, match=r"no layer k_proj.*fused.*do not cover"):
+        replication("rotor", model=str(tmp_path / "fused")).requirements()
+
+
 def test_an_unknown_paper_is_named():
     with pytest.raises(ValueError, match="no paper 'hpdl'; did you mean 'hdpl'"):
         replication("hpdl")
@@ -99,7 +108,7 @@ def smallest(tmp_path, monkeypatch):
 
 def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
     arguments = ["replicate", "hdpl", "--budget", "0.000003", "--data", "text.txt", "--seeds", "0,1"]
-    assert main([*arguments, "--plan"]) == 0
+    assert main([*arguments, "--dry-run"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["runs", "parameters", "tokens", "time", "disk"]
     assert lines[0].split(None, 1)[1].startswith("2 entries on 2 seeds: 4")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import budgets
 import claims
 import effects
+import equal_bytes
 import evidence
 import forest
 import measured
@@ -76,6 +77,8 @@ def pages() -> dict[Path, str]:
             found[DOCS / "pictures" / f"{forest.file_name(paper)}-{theme}.svg"] = forest.picture(theme, paper)
         for paper in budgets.PAPERS:
             found[DOCS / "pictures" / f"budgets-{paper}-{theme}.svg"] = budgets.picture(theme, paper)
+        for name in equal_bytes.PICTURES:
+            found[DOCS / "pictures" / f"{name}-{theme}.svg"] = equal_bytes.picture(theme, name)
         for kind in effects.FIGURES:
             found[DOCS / "pictures" / f"{effects.file_name(kind)}-{theme}.svg"] = effects.picture(theme, kind)
     for page in sorted((DOCS / "operators").glob("*.md")):

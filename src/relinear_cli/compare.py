@@ -40,6 +40,7 @@ def command(
     tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
     out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     compile: options.Compile = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
@@ -60,12 +61,14 @@ def command(
 
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
+    from relinear.compare.folder import RUN
     from relinear.compare.recipe import apply_overrides, change_recipe, parse_overrides, read_recipe
     from relinear.compare.report import write_report
+    from relinear.compare.requirements import compare_requirements
     from relinear.compare.run import compare
     from relinear.compare.settings import CompareSettings, read_plan
     from relinear_cli.progress import watch
-    from relinear_cli.terminal import print_results, print_scale
+    from relinear_cli.terminal import print_requirements, print_results, print_scale
 
     written = {
         "match.by": match,
@@ -101,6 +104,10 @@ def command(
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
     options.prepare_process()
+    if dry_run or overwrite or not (out / RUN).is_file():
+        print_requirements(compare_requirements(settings, workers, timed=executor is None))
+    if dry_run:
+        return
     where: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:
         results = compare(settings, out, overwrite=overwrite, **where, on_progress=on_progress)

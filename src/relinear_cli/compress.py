@@ -55,7 +55,9 @@ def command(
     plan: Annotated[
         Path | None, typer.Option(exists=True, help="A plan to apply, such as an edited DIR/plan.json.")
     ] = None,
-    plan_only: Annotated[bool, typer.Option("--plan-only", help="Print the plan and stop.")] = False,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Calibrate, print what layers would become, and stop.")
+    ] = False,
     export: Annotated[
         Literal["plain", "gguf", "compressed-tensors"] | None,
         typer.Option(help="Also write DIR/plain, DIR/model.gguf or DIR/compressed-tensors, to load without relinear."),
@@ -67,6 +69,7 @@ def command(
         bool | None, typer.Option(help="Compare the result with the original.", show_default="--evaluate")
     ] = None,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
 ) -> None:
@@ -79,8 +82,10 @@ def command(
     """
     from relinear.compression import CompressSettings, compress
     from relinear.compression.plan import read_layers
+    from relinear.compression.requirements import compress_requirements
     from relinear.compression.run import check_folder
     from relinear_cli.progress import watch
+    from relinear_cli.terminal import print_requirements
 
     written = {
         "bits": bits,
@@ -104,6 +109,10 @@ def command(
     what: Any = {"plan_file": plan, "plan_only": plan_only, "export": export, "out_dir": out}
     what["overwrite"] = overwrite
     loaded = options.load_model(model)
+    if dry_run or overwrite or not (out / "compress.json").is_file():
+        print_requirements(compress_requirements(loaded, settings))
+    if dry_run:
+        return
     texts: Any = {"tokenizer": text_reader, "evaluate_on": _read(judges)}
     with watch(resumable=True) as on_progress:
         report = compress(loaded, _read(corpora), **texts, **which, **what, on_progress=on_progress)

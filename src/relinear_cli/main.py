@@ -36,7 +36,7 @@ _GROUPS = {
     "evaluate",
     "Budget": "bits size keep reader batch steps tokens trials seeds widths base_width "
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
-    "Output": "out export plan plan_only as_json report index static check",
+    "Output": "out export plan plan_only dry_run as_json report index static check",
     "Cases": "shapes dtypes modes passes inference_batches",
     "Speed": "threads workers executor partition slurm on_disk rounds repeats for_inference peers untuned",
 }

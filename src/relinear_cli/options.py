@@ -22,6 +22,9 @@ Attach = Annotated[
     typer.Option("--attach", metavar="KIND:KEY=VALUE", help="A residual method or another part of the whole model."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; what is in the way in --out is renamed.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what it takes (runs, parameters, tokens, time, disk), and stop.")
+]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
 TextColumn = Annotated[str | None, typer.Option(help="Of tables and Hub data; by default `text`.")]

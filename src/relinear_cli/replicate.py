@@ -34,9 +34,9 @@ def command(
         str | None, typer.Option(help="A second text, for `rotor`.", show_default="PyTorch's documentation")
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2.", show_default="the paper's")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what it takes, and stop.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory of the results.", show_default="runs/PAPER")] = None,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
     workers: options.Workers = None,
     executor: options.Executor = None,
     slurm: options.Slurm = None,
@@ -47,7 +47,7 @@ def command(
 
     **Example:** `relinear replicate hdpl`
 
-    **Example:** `relinear replicate rotor --model models/smollm2 --plan`
+    **Example:** `relinear replicate rotor --model models/smollm2 --dry-run`
 
     **Example:** `relinear replicate hdpl --budget 0.01 --seeds 0,1,2 --out runs/hdpl`
     """
@@ -56,6 +56,7 @@ def command(
     from relinear.compare.replicate import replicate, replication
     from relinear_cli.progress import watch
     from relinear_cli.report import analyze_models, trained_in, write_report_of
+    from relinear_cli.terminal import print_requirements
 
     asked = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
     planned = replication(paper, **asked, seeds=options.parse_numbers("--seeds", seeds))
@@ -63,9 +64,8 @@ def command(
     if jobs and executor != "slurm":
         raise ValueError("--slurm is for jobs: give --executor slurm, too")
     options.prepare_process()
-    for name, text in planned.requirements(workers).items():
-        print(f"{name:<11} {text}", flush=True)
-    if plan:
+    print_requirements(planned.requirements(workers))
+    if dry_run:
         return
     out = out or Path("runs") / paper
     where: Any = {"workers": workers, "executor": executor, "slurm": jobs}

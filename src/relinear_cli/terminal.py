@@ -29,6 +29,12 @@ def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
     return "\n".join(lines)
 
 
+def print_requirements(found: Mapping[str, str]) -> None:
+    """Print on stdout what a command takes, before it starts."""
+    for name, text in found.items():
+        print(fitted(f"{name:<11} {text}", sys.stdout, indent=12), flush=True)
+
+
 def print_results(results: Results) -> None:
     """Print results.json as a table with its notes on stdout."""
     from relinear.compare.report import budget_table, results_table

@@ -36,6 +36,7 @@ def command(
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     overwrite: options.Overwrite = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Train one model, with operators in place of its linear layers; leaves metrics, results and the model in --out.
 
@@ -44,9 +45,11 @@ def command(
     **Example:** `relinear train --model tiny -r all-linear=low_rank:rank=16 --steps 200 --out runs/low-rank`
     """
     from relinear.compare.recipe import apply_overrides, find_recipe, read_yaml
+    from relinear.compare.requirements import training_requirements
     from relinear.system.machine import is_first_rank
     from relinear.training import TrainSettings, train
     from relinear_cli.progress import watch
+    from relinear_cli.terminal import print_requirements
 
     written: dict[str, Any] = {
         "model": model,
@@ -73,6 +76,10 @@ def command(
         ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
         told = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
         print(f"{told} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
+        if dry_run or (ranks == 1 and (overwrite or not (out / "run.json").is_file())):
+            print_requirements(training_requirements(settings))
+    if dry_run:
+        return
     with watch(settings.model, resumable=True) as on_progress:
         result = train(settings, out, overwrite=overwrite, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from inspect import isroutine
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import executor_at
+from relinear.compare.match import measure_size
 from relinear.compare.papers import (
     PAPER,
     SMALL,
@@ -22,14 +23,13 @@ from relinear.compare.papers import (
     Fits,
     Paper,
     claims_table,
-    duration,
     is_here,
     paper_table,
     point_gap,
 )
 from relinear.compare.report import number
 from relinear.compare.schema import Gap
-from relinear.compare.speed import measure_speed
+from relinear.compare.speed import seconds_per_token
 from relinear.data import DataSettings, iter_texts
 from relinear.data.corpora import whole_or_held_out
 from relinear.data.tokenizers import expected_vocabulary, load_tokenizer
@@ -41,9 +41,11 @@ from relinear.pages.blocks import Block, Cell, Section, Text
 from relinear.pages.figures import colours
 from relinear.pages.records import read_values, what_ran
 from relinear.surgery.checkpoint import from_pretrained
+from relinear.surgery.summary import summary
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import available_cores, on_threads
 from relinear.system.progress import Progress, ProgressCallback
+from relinear.system.timing import duration
 from relinear.training.settings import TrainSettings
 
 #: names in the folder: the model that stands in, one file a fit, the text that stands in for a second one
@@ -126,21 +128,23 @@ class FitReplication:
             assert vocabulary is not None
             model = from_preset(trained.model, **trained.model_overrides, vocab_size=vocabulary)
             tokenizer = load_tokenizer(trained.data.tokenizer)
-            speed = measure_speed({"": trained.model_dump(mode="json")}, "", vocabulary, 2, 3)[""]
-            seconds = trained.steps * trained.tokens_per_step / speed["train_tokens_per_second"]
+            flops = measure_size(trained, vocabulary).flops
+            seconds = trained.steps * trained.tokens_per_step * seconds_per_token(trained, vocabulary, flops)
+        check_projections(model, self.fits.projections.values(), self._model)
         before = time.perf_counter()
         fitted(model, tokenizer, [self._texts[0]] * 2, short)
         longer = first["settings"]["tokens"] / short["settings"]["tokens"]
         seconds += longer * (time.perf_counter() - before) * len(jobs) / at_once
-        count, tokens = sum(p.numel() for p in model.parameters()), first["settings"]["tokens"]
+        table, tokens = summary(model), first["settings"]["tokens"]
         also = "" if trained is None else f"; {number(trained.steps * trained.tokens_per_step)} to train the decoder"
         return {
             "runs": f"{len(jobs) - 1} fits of {len(self.fits.methods)} methods to {len(self.fits.projections)} sets of "
             f"projections, {at_once} at once",
-            "parameters": f"{number(count)} of the decoder ({trained.model if trained else self._model})",
+            "parameters": f"{trained.model if trained else self._model} {number(table.parameters)} "
+            f"({number(table.flops_per_token)} FLOPs a token)",
             "tokens": f"{number(tokens)} a fit, {number(first['evaluation'])} of each text to evaluate{also}",
             "time": f"{duration(seconds)}, by a fit timed now, after reading the text",
-            "disk": f"about {number(16 * count + 5e6 if trained else 5e6)}B",
+            "disk": f"about {number(16 * table.parameters + 5e6 if trained else 5e6)}B",
         }
 
     @property
@@ -253,6 +257,16 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
         found = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, job)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json(path, found)
+
+
+def check_projections(model: Any, projections: Iterable[Sequence[str]], name: str) -> None:
+    """Raise ValueError unless the model called ``name`` has all projections, each a layer of its own."""
+    there = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    if missing := sorted({one for names in projections for one in names} - there):
+        raise ValueError(
+            f"{name} has no layer {', '.join(missing)}: its projections are fused or have other names, which "
+            "this paper's fits do not cover. Give a model whose q, k and v are layers of their own, such as a Llama"
+        )
 
 
 def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,14 +163,6 @@ def share_of(budget: float | str | None, default: float) -> float:
     raise ValueError(f"--budget {budget}: give the share of the paper's tokens, such as 0.01, or paper for all of them")
 
 
-def duration(seconds: float) -> str:
-    """Return a time in its largest unit of which there are two."""
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"about {seconds / size:,.0f} {unit}"
-    return f"about {max(seconds, 1):.0f} seconds"
-
-
 def paper_table(table: PaperTable, cell: Callable[[str, str], Cell], palette: Mapping[str, str]) -> Table:
     """Return a table of the paper with our columns behind its own; ``cell`` gives that of an entry and a measure."""
     rows = []

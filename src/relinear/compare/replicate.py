@@ -18,7 +18,6 @@ from relinear.analysis.report import analyses_blocks
 from relinear.compare.fits import DECODER, FITS, SECOND, FitReplication
 from relinear.compare.folder import RUNS
 from relinear.compare.gaps import gap
-from relinear.compare.match import plan_comparison
 from relinear.compare.papers import (
     COMPARISON,
     PAPER,
@@ -28,7 +27,6 @@ from relinear.compare.papers import (
     Claim,
     Paper,
     claims_table,
-    duration,
     is_here,
     paper_table,
     point_gap,
@@ -37,24 +35,19 @@ from relinear.compare.papers import (
 )
 from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
 from relinear.compare.report import number, read_results, results_section
-from relinear.compare.run import compare, runs_at_once
+from relinear.compare.requirements import compare_requirements
+from relinear.compare.run import compare
 from relinear.compare.schema import EntryResult, Gap, Results
 from relinear.compare.settings import CompareSettings
-from relinear.compare.speed import measure_speed
-from relinear.data.corpora import open_corpus
-from relinear.data.tokenizers import expected_vocabulary
 from relinear.models import preset_config, preset_names
 from relinear.pages.blocks import Block, Cell, Row, Section, Table, Text
 from relinear.pages.page import write_page
 from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
-from relinear.training.fitting import training_device
 
 #: evaluations while training, and validation tokens at least and at most, below the paper's budget
 _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
-#: operations of the steps that a plan times, by kind of device
-_TIMED = {"cpu": 2e10, "cuda": 2e13}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,48 +79,10 @@ class Replication:
         return self.recipe.train.model + ", small sizes" * (self.request["model"] == SMALL)
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
-        """Return what a replication takes on this machine, by name: runs, parameters, tokens, time, disk.
-
-        A step of the first entry and one of the first with operators are timed; it takes seconds.
-
-        Raises:
-            ValueError, OSError: for a model or text that is not there.
-        """
-        recipe, seeds = self.recipe, len(self.recipe.seeds)
-        open_corpus(recipe.train.data)
-        vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-        assert vocabulary is not None  # no paper's table is of vectors
-        planned = plan_comparison(recipe, vocabulary)
-        at_once = workers or runs_at_once(recipe)
-        timed = {planned[0].name: planned[0]} | {p.name: p for p in planned if not recipe.entries[p.name].dense}
-        timed = dict(list(timed.items())[:2])
-        speeds = measure_speed(
-            {n: _timed(p.settings, p.size.flops) for n, p in timed.items()}, planned[0].name, vocabulary, 2, 3
-        )
-        seconds = 0.0
-        for each in planned:
-            known = list(timed)[0 if recipe.entries[each.name].dense else -1]
-            settings = each.settings
-            evaluated = (settings.steps // (settings.eval_every or settings.steps) + 1) * (
-                settings.data.max_validation_tokens or 0
-            )
-            tokens = settings.steps * settings.tokens_per_step + evaluated / 3
-            slower = max(1.0, each.size.flops / timed[known].size.flops)
-            tuned = 0 if recipe.tune is None else recipe.tune.fraction * len(recipe.tune.learning_rates)
-            seconds += (seeds + tuned) * tokens * slower / speeds[known]["train_tokens_per_second"]
-        seconds /= max(1, min(at_once, seeds * len(planned)))
-        sizes = sorted(p.size.parameters for p in planned)
-        kept = seeds * 4 * sum(p.size.parameters for p in planned if p.settings.save_model)
-        going = 12 * sizes[-1] * at_once
-        data, least, most = recipe.train.data, number(sizes[0]), number(sizes[-1])
-        return {
-            "runs": f"{len(planned)} entries on {seeds} seed{'s' * (seeds > 1)}: {seeds * len(planned)}, "
-            f"{at_once} at once",
-            "parameters": f"{least}{f' to {most}' * (least != most)} ({self.shown_model})",
-            "tokens": f"{number(tokens_of(recipe))} a run of {data.data} ({data.tokenizer}), {self.shown_share}",
-            "time": f"{duration(seconds)}, by steps timed now, after reading the text",
-            "disk": f"about {number(kept + going + 5e6)}B while it runs, {number(kept + 5e6)}B after",
-        }
+        """Return what it takes on this machine, by name, as ``compare_requirements``, whose errors it raises."""
+        found = compare_requirements(self.recipe, workers)
+        of = f"{self.shown_model}: " * (self.request["model"] == SMALL)
+        return found | {"parameters": of + found["parameters"], "tokens": f"{found['tokens']}, {self.shown_share}"}
 
     def run(self, folder: Path, on_progress: ProgressCallback, **where: Any) -> None:
         """Train; ``where`` is what ``compare`` takes."""
@@ -230,15 +185,6 @@ def replication(
     changes |= {"name": f"replicate {name}", "description": paper.title}
     recipe = CompareSettings.load(change_recipe(values, changes), name)
     return Replication(name, paper, request | {"seeds": list(recipe.seeds)}, whole, recipe)
-
-
-def _timed(settings: Any, flops: int) -> Any:
-    """Settings of which a step takes about a second."""
-    tokens = round(_TIMED.get(training_device(settings).type, _TIMED["cpu"]) / (3 * flops))
-    length = min(settings.data.sequence_length, max(128, min(tokens, 256)))
-    batch = max(1, min(settings.batch_size, tokens // length))
-    data = settings.data.updated(sequence_length=length)
-    return settings.updated(batch_size=batch, accumulation=1, data=data.model_dump()).model_dump(mode="json")
 
 
 def replicate(

@@ -135,7 +135,7 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    parts = _parts(recipe)
+    parts = at_file_sizes(recipe)
     for part in parts:
         planned = plan_comparison(part, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
@@ -155,8 +155,8 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
         return saved_json(path, lambda: over_budgets(recipe, found, circumstances(started)))
 
 
-def _parts(recipe: CompareSettings) -> list[CompareSettings]:
-    """The comparisons at each file size; the recipe alone where there are not several."""
+def at_file_sizes(recipe: CompareSettings) -> list[CompareSettings]:
+    """Return the comparisons at each file size; the recipe alone where there are not several."""
     sizes = recipe.file_sizes
     return [at_file_size(recipe, size) for size in sizes] if len(sizes) > 1 else [recipe]
 
@@ -207,6 +207,18 @@ def _chosen(planned: Planned, choice: _Choice | None) -> Planned:
     return next((candidate for candidate in planned.candidates if candidate.settings.bits == bits), planned)
 
 
+def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
+    """Return which runs of an entry are foreseen: "train" or "tune", how many, and the steps of each."""
+    tune, settings = recipe.tune or Tune(), planned.settings
+    runs = [("train", len(recipe.seeds), settings.steps)]
+    rates_tuned = recipe.tune is not None and recipe.entries[planned.name].learning_rate is None
+    if rates_tuned or planned.candidates:
+        trials = len(tune.learning_rates) + len(tune.initializer_range or ()) if rates_tuned else 1
+        trials *= len(tune.warmup_ratio or (None,)) * len(planned.candidates or (planned,))
+        runs.append(("tune", trials, lasting(settings, tune.fraction).steps))
+    return runs + [("tune", 3, settings.steps)] * tune.check_full_length
+
+
 class _Comparison:
     """The work that remains once the sizes are known."""
 
@@ -224,8 +236,9 @@ class _Comparison:
 
     def results(self) -> Results:
         """Tune and train all entries, then what is done once all runs have ended."""
-        for planned in self.planned:
-            self._announce(planned)
+        for planned in self.planned:  # a search goes on beyond its grid where the best lies at an end
+            for stage, count, steps in announced_runs(self.recipe, planned):
+                self.engine.plan(stage, count, steps)
         found = run_search(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.run_round)
         diverged = [choice for choice in found if not isinstance(choice, _Choice)]
         chosen = {
@@ -242,18 +255,6 @@ class _Comparison:
         if self.recipe.speed.seconds and self.data.vocab_size is not None:  # timed on tokens
             speed = saved_json(self.out_dir / SPEED, lambda: self._speed(chosen))
         return saved_json(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
-
-    def _announce(self, planned: Planned) -> None:
-        """Tell the engine of the runs of an entry; a search goes on beyond its grid where the best lies at an end."""
-        recipe, tune = self.recipe, self.recipe.tune or Tune()
-        self.engine.plan("train", len(recipe.seeds), planned.settings.steps)
-        rates_tuned = recipe.tune is not None and recipe.entries[planned.name].learning_rate is None
-        if rates_tuned or planned.candidates:
-            trials = len(tune.learning_rates) + len(tune.initializer_range or ()) if rates_tuned else 1
-            trials *= len(tune.warmup_ratio or (None,)) * len(planned.candidates or (planned,))
-            self.engine.plan("tune", trials, lasting(planned.settings, tune.fraction).steps)
-        if tune.check_full_length:
-            self.engine.plan("tune", 3, planned.settings.steps)
 
     def _results(
         self,

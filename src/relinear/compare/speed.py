@@ -17,6 +17,9 @@ from relinear.training.optim import build_optimizer
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
 
+#: operations of a step that ``seconds_per_token`` times, by kind of device
+_TIMED = {"cpu": 5e9, "cuda": 2e13}
+
 
 def training_step(
     model: Any, ids: Tensor, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, replayed: bool = False
@@ -119,6 +122,18 @@ def measure_speed(
             for name, timing in timings.items():
                 figures[name] |= _figures(what, timing, loaded[name], loaded[reference])
     return figures
+
+
+def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> float:
+    """Return about how long training takes a token: of a step on few, uncompiled; ``flops`` are those of a token."""
+    tokens = round(_TIMED.get(training_device(settings).type, _TIMED["cpu"]) / (3 * flops))
+    length = min(settings.data.sequence_length, max(128, min(tokens, 256)))
+    batch = max(1, min(settings.batch_size, tokens // length))
+    data = settings.data.updated(sequence_length=length).model_dump()
+    short = settings.updated(batch_size=batch, accumulation=1, compile=False, data=data)
+    with on_threads(short.threads):
+        _, calls = _calls(short, vocab_size)
+        return interleave({"": calls["train"]}, "", rounds=2, min_seconds=0.0)[""].seconds / (batch * length)
 
 
 def _figures(what: str, timing: Timing, own: TrainSettings, reference: TrainSettings) -> dict[str, float]:

@@ -32,6 +32,14 @@ def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def duration(seconds: float) -> str:
+    """Return a time in its largest unit of which there are two."""
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:,.0f} {unit}"
+    return f"about {max(seconds, 1):.0f} seconds"
+
+
 def interleave(
     contenders: Mapping[str, Callable[[], object]],
     baseline: str,

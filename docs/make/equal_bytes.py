@@ -1,0 +1,120 @@
+"""Losses of compressed models at equal file size: few rows for the README, all for the page of compression."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import measured
+import svg
+from measured import signed
+
+__all__ = ["PICTURES", "alt", "picture"]
+
+WIDTH, LEFT, RIGHT, STEP, TOP = 540, 160, 112, 24, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows under headings, each a label and a row of the record; a bar longer than ``most`` is cut."""
+
+    groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+    most: float
+    tick: float
+
+
+_AT_4, _AT_3 = "170 MB (4.25 bits)", "160 MB (3.5 bits)"
+PICTURES = {
+    "compress-file-size": Rows(
+        [
+            ("187 MB (5.5 bits)", [("relinear", "bits:5.5"), ("llama.cpp, Q4_K_M", "llama.cpp:Q4_K_M")]),
+            (
+                _AT_4,
+                [("relinear", "bits:4.25"), ("GPTQ", "gptq-order:4@96"), ("llama.cpp, IQ3_S", "llama.cpp:IQ3_S")],
+            ),
+        ],
+        0.45,
+        0.1,
+    ),
+    "compress-equal-bytes": Rows(
+        [
+            (
+                _AT_4,
+                [
+                    ("compress --bits 4.25", "bits:4.25"),
+                    ("GPTQ, planned bits", "bits-order:4.25"),
+                    ("GPTQ in order", "gptq-order:4@96"),
+                    ("GPTQ", "gptq:4@96"),
+                    ("CALDERA", "caldera:4.25"),
+                    ("GPTQ and descent", "uniform-order:4@96"),
+                    ("AWQ", "awq:4@96"),
+                    ("llama.cpp, IQ3_S", "llama.cpp:IQ3_S"),
+                    ("HQQ", "hqq:4@96"),
+                    ("to nearest", "nearest:4@96"),
+                ],
+            ),
+            (
+                _AT_3,
+                [
+                    ("compress --bits 3.5", "bits:3.5"),
+                    ("GPTQ, planned bits", "bits-order:3.5"),
+                    ("CALDERA", "caldera:3.5"),
+                    ("GPTQ and descent", "uniform-order:3@48"),
+                    ("GPTQ in order", "gptq-order:3@48"),
+                    ("GPTQ", "gptq:3@48"),
+                    ("to nearest", "nearest:3@48"),
+                    ("HQQ", "hqq:3@48"),
+                ],
+            ),
+        ],
+        0.53,
+        0.1,
+    ),
+}
+
+
+def _found(row: str) -> tuple[float, float, int]:
+    """Nats above the original on WikiText-2, half the interval, and the file's bytes: seed 0 of the rotated model."""
+    wanted = {"row": row, "model": "smollm2-rotated", "seed": 0}
+    record = next(one for one in measured.read("compress/rounding.jsonl") if wanted.items() <= one.items())
+    return record["against"]["wikitext2"]["nats"], record["against"]["wikitext2"]["interval"], record["bytes"]
+
+
+def picture(theme: str, name: str) -> str:
+    """The SVG: a bar a row with its interval of 95 %, ours in its own colour."""
+    ink, soft, grid, ours, _ = svg.THEMES[theme]
+    rows = PICTURES[name]
+    lines = sum(2 + len(group) for _, group in rows.groups) - 1
+    bottom = TOP + STEP * lines
+
+    def at(nats: float) -> float:
+        return LEFT + min(nats, rows.most) / rows.most * (WIDTH - LEFT - RIGHT)
+
+    parts = [svg.text(LEFT, 16, "nats a token above the original: less is better", soft, "start")]
+    for tick in range(int(rows.most / rows.tick) + 1):
+        x = at(tick * rows.tick)
+        parts += [svg.line(x, TOP - 14, x, bottom, grid, 1)]
+        parts += [svg.text(x, bottom + 18, svg.number(tick * rows.tick, ".1f"), soft)]
+    y = TOP
+    for heading, group in rows.groups:
+        parts.append(svg.text(0, y, heading, ink, "start", weight=600))
+        for label, row in group:
+            y += STEP
+            nats, half, _ = _found(row)
+            colour = ours if label.startswith(("relinear", "compress")) else soft
+            width = max(1.0, at(nats) - LEFT)
+            parts.append(svg.text(LEFT - 10, y + 4, label, ink, "end"))
+            parts.append(f'<rect x="{LEFT}" y="{y - 7}" width="{width:.1f}" height="14" fill="{colour}"/>')
+            parts.append(svg.line(at(max(0.0, nats - half)), y, at(nats + half), y, ink, 1.6))
+            parts.append(svg.text(WIDTH, y + 4, f"{signed(nats, 3)} ± {half:.3f}", ink, "end"))
+        y += 2 * STEP
+    return svg.whole(WIDTH, bottom + 28, alt(name), parts)
+
+
+def alt(name: str) -> str:
+    """What the picture shows in words: of each size the best two, or all where they are few."""
+    groups = [
+        f"{heading}: " + ", ".join(f"{label} {signed(_found(row)[0], 3)}" for label, row in group[:3])
+        for heading, group in PICTURES[name].groups
+    ]
+    return f"Loss above the original in nats a token, rotated SmolLM2-135M on WikiText-2. {'; '.join(groups)}."

@@ -1,0 +1,142 @@
+"""What training takes on this machine, said in five lines before it starts: runs, parameters, tokens, time, disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from relinear.compare.match import Planned, Size, measure_size, plan_comparison
+from relinear.compare.report import number
+from relinear.compare.results import at_budget
+from relinear.compare.run import announced_runs, at_file_sizes, runs_at_once
+from relinear.compare.scaling import at_size
+from relinear.compare.settings import CompareSettings
+from relinear.compare.speed import seconds_per_token
+from relinear.data.corpora import open_corpus
+from relinear.data.tokenizers import expected_vocabulary
+from relinear.system.timing import duration
+from relinear.training.settings import TrainSettings
+
+
+def training_requirements(settings: TrainSettings) -> dict[str, str]:
+    """Return what a run takes on this machine; a step on few tokens is timed. Errors as ``compare_requirements``."""
+    open_corpus(settings.data)
+    vocabulary = expected_vocabulary(settings.data.tokenizer)
+    size = measure_size(settings, vocabulary)
+    runs = [_Runs("", settings, size, 1, settings.steps)]
+    return {
+        "runs": f"1, of {settings.steps:,} steps",
+        "parameters": _sizes({settings.model: [size]}),
+        "tokens": f"{number(settings.steps * settings.tokens_per_step)} of {_text(settings)}",
+        "time": _time(runs, vocabulary, 1),
+        "disk": _disk([(settings, size, 1)], 1),
+    }
+
+
+def compare_requirements(recipe: CompareSettings, workers: int | None = None, *, timed: bool = True) -> dict[str, str]:
+    """Return what a comparison takes on this machine, by name: runs, parameters, tokens, time, disk.
+
+    A step of the first dense entry and one of the first with operators are timed on few tokens; it takes seconds.
+
+    Args:
+        recipe: what to compare.
+        workers: runs at once; None for as many as there are cores for.
+        timed: False where runs are carried out on other machines.
+
+    Raises:
+        ValueError, OSError: for a model or text that is not there, or sizes that cannot be matched.
+    """
+    open_corpus(recipe.train.data)
+    vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
+    parts = [(part, plan_comparison(part, vocabulary)) for part in _parts(recipe, vocabulary)]
+    at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
+    runs = [each for part, planned in parts for entry in planned for each in _runs_of(part, entry)]
+    sizes: dict[str, list[Size]] = {}
+    for _, planned in parts:
+        for entry in planned:
+            sizes.setdefault(entry.name, []).append(entry.size)
+    final, count = seeds * sum(map(len, sizes.values())), sum(each.count for each in runs)
+    tokens = sorted({part.steps * part.train.tokens_per_step for part, _ in parts})
+    several = f" at {len(parts)} sizes or budgets" * (len(parts) > 1)
+    tuning = f" and {count - final} to tune" * (count > final)
+    kept = [(entry.settings, entry.size, seeds) for _, planned in parts for entry in planned]
+    return {
+        "runs": f"{len(sizes)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
+        "parameters": _sizes(sizes),
+        "tokens": f"{_range(tokens)} a run of {_text(recipe.train)}",
+        "time": _time(runs, vocabulary, at_once) if timed else "not estimated: runs are on other machines",
+        "disk": _disk(kept, at_once),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Runs:
+    """So many runs of one entry, each of so many steps."""
+
+    name: str
+    settings: TrainSettings
+    size: Size
+    count: int
+    steps: int
+
+    @property
+    def tokens(self) -> float:
+        """Of all runs; an evaluated token counts a third."""
+        settings = self.settings
+        evaluations = self.steps // (settings.eval_every or self.steps) + 1
+        evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)
+        return self.count * (self.steps * settings.tokens_per_step + evaluated / 3)
+
+
+def _parts(recipe: CompareSettings, vocabulary: int | None) -> Iterable[CompareSettings]:
+    if recipe.sizes is not None:
+        return [at_size(recipe, width, vocabulary) for width in recipe.sizes.widths]
+    if recipe.budgets is not None:
+        return [at_budget(recipe, index, {}) for index in range(len(recipe.budgets))]
+    return at_file_sizes(recipe)
+
+
+def _runs_of(recipe: CompareSettings, planned: Planned) -> Iterator[_Runs]:
+    for _, count, steps in announced_runs(recipe, planned):
+        yield _Runs(planned.name, planned.settings, planned.size, count, steps)
+
+
+def _time(runs: Sequence[_Runs], vocabulary: int | None, at_once: int) -> str:
+    """How long all take, by steps of the first dense model and of the first with operators."""
+    if vocabulary is None:
+        return "not estimated: inputs are vectors"
+    known: dict[bool, tuple[float, int]] = {}
+    seconds = 0.0
+    for each in runs:
+        dense = not each.settings.operators
+        if dense not in known:
+            known[dense] = (seconds_per_token(each.settings, vocabulary, each.size.flops), each.size.flops)
+        pace, flops = known[dense]
+        seconds += each.tokens * pace * max(1.0, each.size.flops / flops)
+    seconds /= max(1, min(at_once, sum(each.count for each in runs)))
+    whole = any(each.settings.data.max_validation_tokens is None for each in runs)
+    return f"{duration(seconds)}, by steps timed now" + ", and evaluation on the whole validation text" * whole
+
+
+def _sizes(found: dict[str, list[Size]]) -> str:
+    """Parameters and FLOPs of each model, least to most where it has several sizes."""
+    return "; ".join(
+        f"{name} {_range([size.parameters for size in sizes])} ({_range([size.flops for size in sizes])} FLOPs a token)"
+        for name, sizes in found.items()
+    )
+
+
+def _range(values: Sequence[int]) -> str:
+    least, most = number(min(values)), number(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+def _text(settings: TrainSettings) -> str:
+    return f"{settings.data.data} ({settings.data.tokenizer})"
+
+
+def _disk(runs: Sequence[tuple[TrainSettings, Size, int]], at_once: int) -> str:
+    """Models that are kept, and while it runs checkpoints with the optimiser's states."""
+    kept = sum(count * 4 * size.parameters for settings, size, count in runs if settings.save_model) + 5e6
+    largest = max(size.parameters for _, size, _ in runs)
+    return f"about {number(kept + 12 * largest * at_once)}B while it runs, {number(kept)}B after"

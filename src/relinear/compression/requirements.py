@@ -1,0 +1,41 @@
+"""What a compression takes on this machine, said in five lines before it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from relinear.compression.settings import CompressSettings
+from relinear.surgery.summary import summary
+from relinear.system.timing import duration, seconds_of
+
+#: passes forward that tokens take: to calibrate and fit; in the original and the result; in a step of healing
+_CALIBRATED, _EVALUATED, _HEALED = 6, 3, 5
+#: rounding takes as long as so many tokens of calibration
+_ROUNDED = 4096
+_TIMED = 256
+
+
+@torch.no_grad()
+def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, str]:
+    """Return what compressing ``model`` takes on this machine, by name: runs, parameters, tokens, time, disk.
+
+    A pass forward is timed; it takes seconds.
+    """
+    table, length = summary(model), min(_TIMED, settings.sequence_length)
+    ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
+    seconds_of(lambda: model(input_ids=ids, use_cache=False))
+    pace = seconds_of(lambda: model(input_ids=ids, use_cache=False)) / length
+    evaluated = settings.evaluation_blocks * settings.sequence_length
+    evaluated += settings.evaluate * settings.passages * 64
+    passes = _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * evaluated + _HEALED * settings.heal_tokens
+    original = 2 * table.parameters
+    budget = next(f"{name} {value}" for name in ("keep", "bits", "size") if (value := getattr(settings, name)))
+    return {
+        "runs": f"1, to {budget} for {settings.reader}",
+        "parameters": f"{table.parameters:,} ({table.flops_per_token:,} FLOPs a token)",
+        "tokens": f"{settings.tokens:,} to calibrate, {settings.heal_tokens:,} to heal, {evaluated:,} to evaluate",
+        "time": f"{duration(passes * pace)}, by a pass timed now",
+        "disk": f"about {3 * original / 1e6:,.0f} MB while it runs, at most {original / 1e6:,.0f} MB after",
+    }
