@@ -11,6 +11,12 @@ from relinear_cli.terminal import fitted
 
 #: an entry of "Args:", which starts four blanks in; what goes on stands further in
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
+#: operators of examples/operators, a package that a checkout of relinear has
+EXAMPLES = (
+    *("blast", "block_low_rank", "btt", "butterfly", "circulant", "cola", "kronecker", "sparse_low_rank"),
+    *("tensor_train", "toeplitz"),
+)
+_INSTALL = "after `pip install examples/operators` in a checkout of relinear"
 _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "tasks", "recipes", "papers", "presets")
 
 
@@ -37,7 +43,11 @@ def command(
         width = max(map(len, found), default=0)
         for known, thing in found.items():
             print(fitted(f"{known:<{width}}  {_line(thing)}{_package(thing)}", sys.stdout, width + 2))
+        if what == "operators" and (more := [example for example in EXAMPLES if example not in found]):
+            print(fitted(f"\n{_INSTALL}: {', '.join(more)}", sys.stdout, 2))
         return
+    if name not in found and what == "operators" and name in EXAMPLES:
+        raise ValueError(f"{name!r} is an example: it is there {_INSTALL}")
     if name not in found:
         raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
     print(fitted(f"{name}: {_line(found[name])}{_package(found[name])}", sys.stdout))
