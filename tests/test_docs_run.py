@@ -40,7 +40,7 @@ NOT_RUN: dict[str, Counter] = {
     "docs/cgt.md": Counter(minutes=2),
     "docs/recipes.md": Counter(minutes=2),
     "docs/speed.md": Counter(minutes=1),
-    "docs/start/operator.md": Counter(network=1),
+    "docs/start/operator.md": Counter(network=2),
     "docs/tutorial.md": Counter(network=1),
     "README.md": Counter(network=1, minutes=1),
 }
