@@ -64,7 +64,7 @@ def plugin(tmp_path, monkeypatch):
 
 def in_bytes(text, to, **changes):
     """Entries with matrices and without, in files of so many bytes, with two seeds of a few steps."""
-    entries = {"dense": "dense", "rotor": {"operator": "rotor", "target": ["q_proj"], "resize": "fixed"}}
+    entries = {"dense": "dense", "rotor": {"operator": "rotor", "target": ["q_proj"]}}
     recipe = small(text, entries=entries, match={"by": "bytes", "to": to, "bits": [3, 8]}, ngram=None)
     return recipe | {"train": recipe["train"] | {"save_model": False}} | changes
 
@@ -146,6 +146,7 @@ def test_operators_may_be_sized_in_place_of_widths() -> None:
         ({"match": {"by": "bytes", "to": "dense"}}, "match by bytes takes the size of the file"),
         ({"match": {"by": "parameters", "to": ["1KB", "2KB"]}}, "sizes of the file are for match by bytes"),
         ({"match": {"by": "bytes", "to": "1KB", "bits": [1, 4]}}, "bits"),
+        ({"entries": {"dense": {"resize": "fixed"}}}, "entries.dense has resize: fixed, and match by bytes"),
         ({"budgets": [256, 512], "reference": "dense"}, "budgets or sizes, not both"),
     ],
 )

@@ -91,6 +91,9 @@ def command(
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
+    for entry in values.get("entries", {}).values() if match == "bytes" else ():
+        if isinstance(entry, dict) and entry.get("resize") == "fixed":  # of the recipe's own match
+            del entry["resize"]
     if operators:  # the recipe's entries go, and with them what is to be like one of them
         entries: dict[str, Any] = dict(options.named_entries(operators))
         if match in ("parameters", "flops"):  # dense is a control at the size of the others

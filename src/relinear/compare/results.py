@@ -186,7 +186,8 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> MatchResult:
     if match.by == "bytes":
         text = (
             f"Every entry is a file of weights of {target:,} bytes, within {match.tolerance:.1%}. Short runs chose its "
-            f"bits, of {', '.join(map(str, match.bits))}, and with them its width; losses are of what was stored."
+            f"bits, of {', '.join(map(str, match.bits))} where a width fits, and with them its width; losses are of "
+            "what was stored."
         )
         return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
     unit = "parameters" if match.by == "parameters" else "FLOPs a token"

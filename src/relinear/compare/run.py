@@ -341,7 +341,8 @@ class _Comparison:
             rate, init_std = found.rate, found.initializer_range
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
             tuning |= {"initializer_edge": found.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
-            tuning["bits_edge"] = best is planned.candidates[0] if planned.candidates[1:] else None
+            fewest = settings.bits != 2 and settings.bits == min(self.recipe.match.bits)
+            tuning["bits_edge"] = fewest if planned.candidates[1:] else None
             if ratio is not None:  # with two of them each is an end
                 tuning["warmup_edge"] = len(ratios) > 2 and ratio in (ratios[0], ratios[-1])
         if tune.check_full_length:

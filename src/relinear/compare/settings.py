@@ -293,6 +293,12 @@ class CompareSettings(Settings):
                 f"tune.seed={self.tune.seed} is one of seeds: what is tuned on it has an advantage there; take another"
             )
         self._check_series()
+        fixed = [name for name, entry in self.entries.items() if entry.resize == "fixed"]
+        if fixed and self.match.by == "bytes":
+            raise ValueError(
+                f"entries.{fixed[0]} has resize: fixed, and match by bytes gives every entry a file of one size: leave "
+                "resize out (its width is changed), or write resize: operator"
+            )
         for name in self.entries:
             self.settings_of(name)
         return self
