@@ -249,7 +249,10 @@ def test_long_names_among_the_known_ones_are_cut():
 
 
 def test_a_base_that_is_a_long_text():
-    refused(lambda: OperatorConfig.from_dict({"kind": "transponder", "base": LONG}), "base must be an operator")
+    refused(
+        lambda: OperatorConfig.from_dict({"kind": "transponder", "base": LONG}),
+        "base must be an instance of OperatorConfig",
+    )
 
 
 @pytest.mark.parametrize("text", ["!!int", "!!bool x", "!!timestamp x", "!!float x", "9" * 5_000], ids=brief)
@@ -358,7 +361,6 @@ def unchanged(model, function, *words):
         ({"q_proj": LOW}, {"layers": np.int64(2)}, ["2 layers"]),
         ({"q_proj": LOW}, {"exclude": "q_porj"}, ["exclude=", "'q_porj'", "q_proj"]),
         ({"all-linear": LOW}, {"exclude": ["k_proj", "mpl"]}, ["'mpl'"]),
-        ({"all-linear": LOW}, {"exclude": "mlp"}, ["'mlp'", "layers in it"]),
         ({"all-linear": LOW}, {"exclude": [LONG]}, ["exclude="]),
         ({"all-linear": LOW}, {"exclude": 3}, ["exclude=", "3"]),
         ({"all-linear": LOW}, {"exclude": [3]}, ["pattern", "3"]),
@@ -386,11 +388,8 @@ def test_what_stays_allowed(options, count):
     assert len(relinear.plan(make_tiny_llama(), {"q_proj": LOW}, **options).replacements) == count
 
 
-def test_the_pattern_that_a_message_advises_leaves_out_what_it_says():
-    model = make_tiny_llama()
-    message = refused(lambda: relinear.plan(model, {"all-linear": LOW}, exclude="mlp"), "exclude=")
-    advised = message.rpartition("exclude='")[2].removesuffix("'").replace("\\\\", "\\")
-    names = [r.name for r in relinear.plan(model, {"all-linear": LOW}, exclude=advised).replacements]
+def test_the_layers_of_a_module_that_is_excluded_are_left_alone():
+    names = [r.name for r in relinear.plan(make_tiny_llama(), {"all-linear": LOW}, exclude="mlp").replacements]
     assert names
     assert not any(".mlp." in name for name in names)
 

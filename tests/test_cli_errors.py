@@ -472,7 +472,7 @@ MORE = {
     "train --model nosuch": "unknown model 'nosuch'",
     "train --objective distill:teacher=nosuch": "unknown model 'nosuch'",
     "train --attach nosuch": "unknown attachment kind 'nosuch'",
-    "train --batch-size 10000000000": "batch_size must be at most 1048576",
+    "train --batch-size 10000000000": "batch_size must be at most 1,048,576",
     "train --recipe {recipe}": "no valid YAML",
     "train --out {others}": "has metrics.jsonl, and no record (run.json) of relinear's train",
     "compare -o low_rank --data ./no/such": "'./no/such' does not exist",

@@ -169,8 +169,9 @@ def test_the_command_line_reads_sizes(text, tmp_path, capsys) -> None:
     command = ["compare", "--recipe", "quick", "--match", "bytes", "--size", "20KB,30XB", "--out", str(tmp_path)]
     assert main(command) == 2
     assert "'30XB' is no size of a file; write 500KB or 1.5MB" in capsys.readouterr().err
-    recipe = CompareSettings.load(in_bytes(text, "1.5MB"))
-    assert recipe.file_sizes == (1_500_000,)
+    for size, expected in (("1.5MB", 1_500_000), ("20KiB", 20_480), (["30000", "20kB"], (20_000, 30_000))):
+        sizes = CompareSettings.load(in_bytes(text, size)).file_sizes
+        assert sizes == (expected if isinstance(expected, tuple) else (expected,))
     assert [p.name for p in plan_comparison(CompareSettings.load(in_bytes(text, "30KB")), VOCABULARY)] == [
         "dense",
         "rotor",

@@ -114,7 +114,14 @@ def test_the_table_is_weighed_by_lookup_and_by_head(tmp_path) -> None:
 def test_sizes_and_readers_that_are_none(settings, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CompressSettings.load(settings)
-    for text, expected in (("90MB", 9e7), (90_000_000, 9e7), ("1.5 GiB", 1.5 * 2**30), (0.3, 300.0), ("2kB", 2000)):
+    for text, expected in (
+        ("90MB", 9e7),
+        (90_000_000, 9e7),
+        ("1.5 GiB", 1.5 * 2**30),
+        (0.3, 300.0),
+        ("2kB", 2000),
+        ("2KB", 2000),
+    ):
         assert CompressSettings(size=text).bytes_of(1000) == expected
 
 

@@ -181,7 +181,7 @@ def test_a_cache_that_the_manager_has_not_seen() -> None:
 def test_bad_settings(bad: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         relinear.ContextManager(**bad)
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match=r"timescales\.1 must be above 0, got -2\.0"):
         relinear.ContextManager(timescales=(1.0, -2.0))
 
 

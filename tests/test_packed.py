@@ -107,6 +107,8 @@ def test_what_cannot_be_stored_in_bits_is_refused_before_anything_is_written(tmp
         with pytest.raises(ValueError, match=f"bits must be a whole number from 2 to 8, got {bits}"):
             relinear.save_pretrained(model, tmp_path / "model", bits=bits)
     adapted = get_peft_model(make_tiny_llama(), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"moments= is about rounding: give bits="):
+        relinear.save_pretrained(model, tmp_path / "model", moments={})
     with pytest.raises(ValueError, match="merge it first"):
         relinear.save_pretrained(adapted, tmp_path / "model", bits=4)
     with torch.no_grad():

@@ -119,7 +119,8 @@ def test_mixture_joins_two_documents():
     [
         ("cgt-arithmetics", "unknown task 'cgt-arithmetics'; did you mean 'cgt-arithmetic'"),
         ("cgt-arithmetic:digit=2", "unknown setting 'digit'; did you mean 'digits'"),
-        ("cgt-arithmetic:a=3", "a must be two numbers"),
+        ("cgt-arithmetic:a=3", "a must be a list, got 3"),
+        ("cgt-arithmetic:a=[5,-5]", "a: give the lower number first"),
         ("cgt-arithmetic:digits=2,a=[0,95]", "answers of more than 4 digits"),
         ("cgt-regression:layout=stacked", "layout must be one of 'shared' or 'separate'"),
         ("cgt-mixture:start=0.9", "must satisfy 0 < start"),

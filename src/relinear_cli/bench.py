@@ -67,8 +67,8 @@ def command(
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
-    A contender whose output is off is reported and not timed. In brackets: without the allocator's thresholds raised.
-    Inference is that of relinear.for_inference_, unless --no-for-inference asks for weights read at every call.
+    A contender whose output is off is reported and not timed. The last column is without the allocator's thresholds
+    raised. Inference is that of relinear.for_inference_, unless --no-for-inference asks for weights read at every call.
 
     With --model, training steps, prefill and decoding of a stock model, with and without each --operator, which may
     say where it goes: PATTERN=KIND:KEY=VALUE.
@@ -85,20 +85,13 @@ def command(
     """
     from relinear.bench.run import BenchSettings, read_record
 
-    written = {
-        "tokens": options.parse_numbers("--tokens", tokens),
-        "dtypes": options.parse_numbers("--dtypes", dtypes, str.strip),
-        "modes": options.parse_numbers("--modes", modes, str.strip),
-        "for_inference": for_inference,
-        "peers": peers,
-        "untuned": untuned,
-        "rounds": rounds,
-        "repeats": repeats,
-        "threads": threads,
+    written = options.options_among(locals(), BenchSettings) | {"tokens": options.parse_numbers("--tokens", tokens)}
+    texts = {name: written.pop(name) for name in ("passes", "dtypes", "modes")}
+    texts |= {
+        "shapes": ",".join(written.pop("shapes") or ()),
+        "inference_batches": inference_batches if model else None,
     }
-    given = options.given_settings(written, overrides)
-    texts = {"shapes": ",".join(shapes or ()), "passes": passes}
-    texts |= {"inference_batches": inference_batches if model else None}
+    given = options.given_settings(written | {"operators": tuple(operators or ()) or None}, overrides)
     given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
     if model is not None:
         given |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
@@ -106,7 +99,6 @@ def command(
         _whole_models(given, operators or [], out, overwrite)
         return
     recorded = None if check is None else read_record(check)
-    given |= {"operators": tuple(operators)} if operators else {}
     settings = BenchSettings.load({} if recorded is None else recorded["settings"], "the record").updated(**given)
     result = _layers(settings, out, overwrite)
     if recorded is not None:
@@ -115,17 +107,19 @@ def command(
 
 def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, Any]:
     from relinear.bench.report import layers_section
-    from relinear.bench.run import run_bench, table
+    from relinear.bench.run import run_bench
+    from relinear.pages.blocks import Table
     from relinear.pages.page import write_page
     from relinear.pages.records import picture_of
     from relinear.system.progress import Progress
-    from relinear.system.text import columns
     from relinear_cli.progress import watch
+    from relinear_cli.terminal import print_table
 
     with watch() as on_progress:
         on_progress(Progress("measuring the machine"))
         result = run_bench(settings, out, overwrite=overwrite, on_progress=on_progress)
-    print(columns(table(result["rows"]), left=4))
+    section = layers_section(result, picture_of(out / "bench"))
+    print_table(next(block for block in section.blocks if isinstance(block, Table)))
     failed = {
         f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"
         for row in result["rows"]
@@ -136,7 +130,7 @@ def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, An
         print(f"forward: {_inference(settings.for_inference)}")
     roofs = (f"{r['dtype']} {r['gemm'] / 1e9:.0f} GFLOP/s, {r['copy'] / 1e9:.1f} GB/s" for r in result["roofline"])
     print(f"machine: {', '.join(roofs)}")
-    page = write_page(out / "report.html", [layers_section(result, picture_of(out / "bench"))])
+    page = write_page(out / "report.html", [section])
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
     return result
 

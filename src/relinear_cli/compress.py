@@ -87,17 +87,7 @@ def command(
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
 
-    written = {
-        "bits": bits,
-        "keep": keep,
-        "size": size,
-        "reader": reader,
-        "candidates": candidates,
-        "tokens": tokens,
-        "heal_tokens": heal_tokens,
-        "heal": heal,
-        "evaluate": evaluate,
-    }
+    written = options.options_among(locals(), CompressSettings)
     settings = CompressSettings.load(options.given_settings(written, overrides), "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
     check_folder(out, settings, overwrite=overwrite)

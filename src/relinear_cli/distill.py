@@ -59,18 +59,7 @@ def command(
     from relinear_cli.progress import watch
     from relinear_cli.report import write_report_of
 
-    written = {
-        "tokens": tokens,
-        "epochs": epochs,
-        "learning_rate": learning_rate,
-        "loss": loss,
-        "target": target,
-        "joint": joint,
-        "bias": bias,
-        "retrain": retrain,
-        "on_disk": on_disk,
-        "seed": seed,
-    }
+    written = options.options_among(locals(), DistillSettings)
     settings = DistillSettings.load(options.given_settings(written, overrides), "settings")
     mapping = options.operator_mapping(replace)
     how: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}

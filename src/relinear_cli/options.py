@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from relinear.contract.settings import Settings
     from relinear.data import DataSettings
 
 Replace = Annotated[
@@ -70,6 +71,11 @@ TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of trainin
 PresetFields = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
 ]
+
+
+def options_among(options: Mapping[str, Any], settings: type[Settings]) -> dict[str, Any]:
+    """Return those of a command's ``options`` (its ``locals()``) that have the name of one of the ``settings``."""
+    return {name: value for name, value in options.items() if name in settings.model_fields}
 
 
 def given_settings(options: Mapping[str, Any], overrides: list[str] | None) -> dict[str, Any]:

@@ -194,22 +194,6 @@ def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCal
     return result
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the ratios as a table: a row a contender, shape, dtype and mode; a column a pass and number of tokens."""
-    columns = sorted({(phase_of(row), row["tokens"]) for row in rows})
-    lines: dict[tuple[Any, ...], dict[tuple[str, int], str]] = {}
-    for row in rows:
-        if row["contender"] == DENSE:
-            continue
-        key = (f"{row['in_features']} -> {row['out_features']}", row["dtype"], row["mode"], row["contender"])
-        cell = "-" if row.get("ratio") is None else f"{row['ratio']:.2f}"
-        if row.get("ratio_untuned") is not None:
-            cell += f" ({row['ratio_untuned']:.2f})"
-        lines.setdefault(key, {})[(phase_of(row), row["tokens"])] = cell
-    header = ["shape", "dtype", "mode", "layer", *(f"{phase}, {tokens} tok" for phase, tokens in columns)]
-    return [header, *([*key, *(cells.get(c, "") for c in columns)] for key, cells in lines.items())]
-
-
 # Against a recorded benchmark
 
 

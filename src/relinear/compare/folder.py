@@ -22,8 +22,6 @@ RUN, RESULTS, SCALE, SPEED, NGRAM = "run.json", "results.json", "scale.json", "s
 TUNING, RUNS, BUDGETS, SIZES = "tuning", "runs", "budgets", "sizes"
 BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
-#: of what ``tune.tune`` tries: a comparison goes on with the search that it was begun with
-_SEARCH = 2
 
 
 def read_losses(run: Path) -> np.ndarray:
@@ -79,7 +77,7 @@ def claimed_folder(
                 for p in planned
             }
             text = {"tokens": tokens} if tokens else {}
-            record = folder.write(format=FORMAT, entries=entries, **text, search=_SEARCH, started=now())
+            record = folder.write(format=FORMAT, entries=entries, **text, started=now())
         else:
             _check_as_begun(out_dir, record, planned, tokens)
         yield record
@@ -93,12 +91,6 @@ def _check_as_begun(
         raise ValueError(
             f"{out_dir} was begun on other text: the files that train.data names, or what they are tokenised by, have "
             "changed since; bring the old ones back, or give another --out"
-        )
-    tuned = recipe_of(record).get("tune") or {}
-    if tuned.get("initializer_range") and record.get("search") != _SEARCH:
-        raise ValueError(
-            f"{out_dir} was begun by a version whose tuning tried fewer rates at each initialisation, so that its "
-            "choices may be others; end it with that version, or give another --out"
         )
     for p in planned:
         before, here = record["entries"].get(p.name, {}).get("computed"), _computed(p.settings)

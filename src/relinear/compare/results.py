@@ -97,20 +97,9 @@ def _mean_stored(stored: list[Stored]) -> Stored | None:
 
 def seed_run(seed: int, result: Any, losses: np.ndarray) -> SeedRun:
     """Return what ``results.json`` says of a final run, from its ``TrainResult`` and losses by block."""
-    values = result.to_dict()
-    return {
-        "seed": seed,
-        "validation_loss": values["validation_loss"],
-        "perplexity": values["perplexity"],
-        "initial_perplexity": values["initial_perplexity"],
-        "steps": values["steps"],
-        "tokens_per_second": values["tokens_per_second"],
-        "peak_memory_bytes": values["peak_memory_bytes"],
-        "aux": values["aux"],
-        "block_losses": [round(float(loss), 5) for loss in losses],
-        "stored": values["stored"],
-        "curve": _curve(result.curve),
-    }
+    found: Any = {"seed": seed, "block_losses": [round(float(loss), 5) for loss in losses]}
+    found |= {name: value for name, value in result.to_dict().items() if name in SeedRun.__annotations__}
+    return found | {"curve": _curve(result.curve)}
 
 
 def _stated(config: Config) -> str:
@@ -212,9 +201,6 @@ def _notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
             f"process after training (median of {speeds[0]['rounds']} rounds)."
         )
     notes.append("FLOPs are of the forward pass, without attention scores and norms; memory is of the process.")
-    together = [entry["name"] for entry in entries if any("stacked" in run for run in entry["runs"])]
-    if together:
-        notes.append(f"Seeds were trained at once, and memory is that of all of them, for {', '.join(together)}.")
     notes += tuning_notes(entries)
     tuned = recipe.tune is not None or all(entry.learning_rate is not None for entry in recipe.entries.values())
     if not tuned and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
@@ -433,20 +419,13 @@ def over_sizes(recipe: CompareSettings, found: Sequence[Results], circumstances:
 
 def budget_row(what: Literal["tokens", "bytes"], amount: int, folder: str, results: Results) -> Budget:
     """Return what the results of a whole tell of one budget, or size: ``results`` are its own, in ``folder``."""
-    entries: list[BudgetEntry] = [
+    entries: list[Any] = [
         {
-            "name": entry["name"],
-            "learning_rate": entry["learning_rate"],
-            "tuning": entry["tuning"],
-            "validation_loss": entry["validation_loss"],
-            "gap": entry["gap"],
+            **{key: entry[key] for key in ("name", "learning_rate", "tuning", "validation_loss", "gap")},
             "initializer_range": entry["settings"]["model_overrides"].get("initializer_range"),
             "warmup_ratio": entry["settings"].get("warmup_ratio"),
             "bits": entry["settings"].get("bits"),
-            "runs": [
-                {"seed": run["seed"], "steps": run["steps"], "tokens_per_second": run["tokens_per_second"]}
-                for run in entry["runs"]
-            ],
+            "runs": [{key: run[key] for key in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]],
         }
         for entry in results["entries"]
     ]

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 
 from relinear.compare.recipe import apply_overrides, read_yaml
 from relinear.contract.config import nearest, parse_setting
-from relinear.contract.settings import Different, Patterns, PositiveInt, Seed, Settings
+from relinear.contract.settings import Different, Patterns, PositiveInt, Seed, Settings, size_in_bytes
 from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
@@ -30,14 +30,14 @@ def _tokens(value: Any) -> Any:
 
 
 def _file_sizes(value: Any) -> Any:
-    """Bytes written as 500KB, 1.5MB or 1GB, or several of them; anything else as it stands."""
+    """Bytes written as 500KB, 1.5MiB or 1GB, or several of them; anything else as it stands."""
     if isinstance(value, list | tuple):
         sizes = tuple(map(_file_sizes, value))
         if wrong := [size for size in sizes if not isinstance(size, int)]:
             raise ValueError(f"{wrong[0]!r} is no size of a file; write 500KB or 1.5MB")
         return sizes
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKMG])B", value.strip()) if isinstance(value, str) else None
-    return value if found is None else _tokens(found[1] + found[2].replace("K", "k"))
+    found = size_in_bytes(value) if isinstance(value, str) else None
+    return value if found is None else round(found)
 
 
 def _or_default(default: Any) -> BeforeValidator:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from relinear.contract.operator import OperatorConfig
-from relinear.contract.settings import Batch, Seed, Settings
+from relinear.contract.settings import Batch, Seed, Settings, size_in_bytes
 from relinear.deprecated import with_new_keys
 from relinear.distill.settings import check_whole_blocks
 
-#: bytes of a unit
-_UNITS = {"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: bits of a weight where no budget is given: the least that every reader stores with its scales
 BITS = 4.5
 
@@ -140,13 +137,12 @@ class CompressSettings(Settings):
 
     def bytes_of(self, original: int) -> float:
         """Return the bytes that ``size`` asks for, of a model of ``original``. Raises ValueError if it is no size."""
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", str(self.size))
-        if match is None or match[2] not in _UNITS or not float(match[1]):
+        number = size_in_bytes(self.size)
+        if not number:
             raise ValueError(
                 f"size must be bytes, such as 90MB, or a share of the original, such as 0.3; got {self.size}"
             )
-        number = float(match[1])
-        return number * original if number < 1 and not match[2] else number * _UNITS[match[2]]
+        return number * original if number < 1 else number
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -10,13 +10,15 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
 import operator
+import re
 import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from relinear.contract import plugins
 from relinear.system.text import cut, requirement
@@ -28,21 +30,21 @@ C = TypeVar("C", bound="type[Config]")
 _LISTED = 40
 #: characters of a given value that a message repeats
 _SHOWN = 200
+#: faults that a message lists
+_TOLD = 10
 #: no size is larger: the bytes of a square of it in float64 are still a number that torch can hold
 _LARGEST = 2**29
 #: layers inside an operator: each is built, which takes its time
 MOST_LAYERS = 1_000
 
 
-class Bounds(NamedTuple):
-    """What ``Annotated[int, Bounds(1)]`` says of a setting: its least value, and the largest where it is an integer."""
-
-    minimum: float
-    most: int = _LARGEST
+def Bounds(minimum: int, most: int = _LARGEST) -> Any:
+    """Return what ``Annotated[int, Bounds(1)]`` says of a setting: its least value and its largest."""
+    return Field(ge=minimum, le=most)
 
 
 Count = Annotated[int, Bounds(1)]
-NonNegative = Annotated[float, Bounds(0)]
+NonNegative = Annotated[float, Field(ge=0)]
 
 
 class UnknownSettingError(ValueError, TypeError):
@@ -77,6 +79,33 @@ def nearest(name: str, known: Iterable[str], count: int = 3, most: int = _LISTED
         return f"did you mean {' or '.join(map(shown, close))}?"
     more = f" and {len(known) - most} more" if len(known) > most else ""
     return f"known: {cut(', '.join(known[:most]), most * 30)}{more}"
+
+
+def readable(error: ValidationError, name: str = "") -> str:
+    """What pydantic found in the users' words, one fault a line: where (in ``name``), what it must be, what it
+    got, what is near."""
+    lines = []
+    faults = error.errors(include_url=False)
+    # a list with a wrong value also counts as one that is too short
+    inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
+    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
+    for fault in faults[:_TOLD]:
+        where = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
+        value, limits = fault["input"], fault.get("ctx", {})
+        what = requirement(fault["type"], shown(value), limits)
+        if fault["type"].startswith("missing"):
+            lines.append(f"{where} is missing: give it a value")
+        elif what is None:
+            reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
+            got = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
+            lines.append(f"{where}: {reason}{got}" if where else reason + got)
+        else:
+            choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
+            hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
+            lines.append(f"{where} {what}{hint if 'did you mean' in hint else ''}".lstrip())
+    if len(faults) > _TOLD:
+        lines.append(f"and {len(faults) - _TOLD} more")
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -123,8 +152,8 @@ def environment() -> dict[str, str]:
 class Config:
     """Base of every serialisable setting. ``register`` makes subclasses frozen dataclasses of keywords, each of a kind.
 
-    Values are checked by the annotations of fields: ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``Count``,
-    ``NonNegative``, ``Annotated[int, Bounds(...)]``, and any of these or None.
+    pydantic checks values by the annotations of fields, in strict mode: ``int``, ``Literal``, ``Count``,
+    ``tuple[float, ...]``, ``Annotated[float, pydantic.Field(gt=0, lt=1)]``, and any of these or None.
     """
 
     family: ClassVar[str]
@@ -141,7 +170,7 @@ class Config:
     def __post_init__(self) -> None:
         """Hold every setting to its annotation; a subclass that checks more calls this first."""
         for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
-            _check_hint(name, getattr(self, name), hint)
+            check_value(name, getattr(self, name), hint)
 
     @classmethod
     def _check_names(cls, values: Iterable[Any], where: str) -> None:
@@ -284,56 +313,23 @@ def _hints(cls: type[Config]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _check_hint(name: str, value: Any, hint: Any) -> None:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        members = [other for other in arguments if other is not types.NoneType]
-        if value is not None and len(members) == 1:
-            _check_hint(name, value, members[0])
-    elif origin is Literal:
-        check_choice(name, value, arguments)
-    elif origin is Annotated and isinstance(arguments[1], Bounds):
-        kind, bounds = arguments
-        check_at_least(name, value, bounds.minimum, integer=kind is int, most=bounds.most)
-    elif hint in (bool, int, float, str):
-        check_type(name, value, hint)
-        if hint is float and not math.isfinite(value):
-            raise _refused(name, value, "finite_number")
+def check_value(name: str, value: Any, hint: Any) -> None:
+    """Raise ValueError unless ``value``, called ``name``, is what the annotation ``hint`` allows."""
+    try:
+        _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(readable(error, name)) from None
 
 
-def check_type(name: str, value: Any, kind: type) -> None:
-    """Raise ValueError unless ``value`` is a ``kind`` (a bool is no number, an int is a float)."""
-    allowed = (kind, int) if kind is float else kind
-    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise _refused(name, value, _FAULTS[kind])
-
-
-def check_at_least(name: str, value: Any, minimum: int | float, *, integer: bool = True, most: int = _LARGEST) -> None:
-    """Raise ValueError unless ``value`` is a finite number (an integer by default, of at most ``most``) of at least
-    ``minimum``."""
-    check_type(name, value, int if integer else float)
-    if not value >= minimum:
-        raise _refused(name, value, "greater_than_equal", ge=minimum)
-    if not integer and not math.isfinite(value):
-        raise _refused(name, value, "finite_number")
-    if integer and value > most:
-        raise _refused(name, value, "less_than_equal", le=f"{most:,}")
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter:
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    return TypeAdapter(InstanceOf[hint] if dataclasses.is_dataclass(hint) else hint, config=strict)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
-    choices = list(choices)
-    if value not in choices:
-        *first, last = map(repr, choices)
-        raise _refused(name, value, "literal_error", expected=f"{', '.join(first)} or {last}")
-
-
-#: of values -> the fault of another one, as pydantic names it: its settings and these have one set of messages
-_FAULTS = {int: "int_type", float: "float_type", bool: "bool_type", str: "string_type", tuple: "tuple_type"}
-
-
-def _refused(name: str, value: Any, fault: str, **limits: Any) -> ValueError:
-    return ValueError(f"{name} {requirement(fault, shown(value), limits)}")
+    check_value(name, value, Literal.__getitem__(tuple(choices)))
 
 
 def check_fits(name: str, value: int, in_features: int, out_features: int) -> None:

@@ -542,15 +542,7 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return linear
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
 
 
 def swap_hooks(source: nn.Module, target: nn.Module) -> None:

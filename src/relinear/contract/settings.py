@@ -6,8 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from relinear.contract.config import nearest, shown
-from relinear.system.text import cut, requirement
+from relinear.contract.config import nearest, readable, shown
 
 #: of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -30,8 +29,16 @@ Different = AfterValidator(_refuse_twice)
 #: of names of modules; one alone may be given as it is
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
-#: faults that a message lists
-_TOLD = 10
+
+def size_in_bytes(text: Any) -> float | None:
+    """Return the bytes that ``90MB``, ``1.5GiB`` or ``1000`` state, None where that is no size.
+
+    k, M and G are thousands, Ki, Mi and Gi powers of 1,024.
+    """
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kKMG]?)(i?)B)?\s*", str(text))
+    if found is None:
+        return None
+    return float(found[1]) * (1024 if found[3] else 1000) ** ("", "K", "M", "G").index((found[2] or "").upper())
 
 
 class Settings(BaseModel):
@@ -84,29 +91,3 @@ class Settings(BaseModel):
     def updated(self, **changes: Any) -> Self:
         """Return a copy with some settings changed, checked again as a whole."""
         return self.load(self.model_dump() | changes)
-
-
-def readable(error: ValidationError) -> str:
-    """What pydantic found in the users' words, one fault a line: where, what it must be, what it got, what is near."""
-    lines = []
-    faults = error.errors(include_url=False)
-    # a list with a wrong value also counts as one that is too short
-    inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
-    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
-    for fault in faults[:_TOLD]:
-        where = cut(".".join(map(str, fault["loc"])))
-        value, limits = fault["input"], fault.get("ctx", {})
-        what = requirement(fault["type"], shown(value), limits)
-        if fault["type"] == "missing":
-            lines.append(f"{where} is missing: give it a value")
-        elif what is None:
-            reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
-            got = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
-            lines.append(f"{where}: {reason}{got}" if where else reason + got)
-        else:
-            choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
-            hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
-            lines.append(f"{where} {what}{hint if 'did you mean' in hint else ''}".lstrip())
-    if len(faults) > _TOLD:
-        lines.append(f"and {len(faults) - _TOLD} more")
-    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])

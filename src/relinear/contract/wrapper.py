@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
-from relinear.contract.config import shown
 from relinear.contract.operator import (
     Init,
     Operator,
@@ -32,7 +32,7 @@ class WrapperConfig(OperatorConfig):
             operator); a wrapper built on its own then has an ``nn.Linear`` inside.
     """
 
-    base: OperatorConfig | None = None
+    base: InstanceOf[OperatorConfig] | None = None
 
     @property
     def conditioned(self) -> bool:  # type: ignore[override]
@@ -48,11 +48,6 @@ class WrapperConfig(OperatorConfig):
     def fits_weight(self) -> bool:  # type: ignore[override]
         """Whether the wrapped layer can be fitted to a weight."""
         return self.base is None or self.base.fits_weight
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.base is not None and not isinstance(self.base, OperatorConfig):
-            raise ValueError(f"base must be an operator's settings or None, got {shown(self.base)}")
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         if self.base is not None:

@@ -8,14 +8,14 @@ Nothing is stored: a training set of a billion samples costs as much as one of t
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -97,10 +97,13 @@ class Samples(Dataset):
         return zlib.crc32(repr((self.task, self.size, self.seed, self.split)).encode())
 
 
-def _check_range(name: str, value: Any) -> None:
-    numbers = isinstance(value, tuple) and [v for v in value if type(v) in (int, float) and math.isfinite(v)]
-    if not (numbers and len(numbers) == len(value) == 2 and numbers[0] <= numbers[1]):
-        raise ValueError(f"{name} must be two numbers, the lower one first, such as [-5,5]; got {shown(value)}")
+def _ascending(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] > value[1]:
+        raise ValueError(f"give the lower number first, such as [-5,5]; got {value}")
+    return value
+
+
+_Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
 
 
 @register
@@ -129,15 +132,13 @@ class ArithmeticTask(Task):
     tasks: Count = 4
     examples: Count = 4
     digits: Count = 3
-    a: tuple[float, float] = (0.0, 10.0)
-    b: tuple[float, float] = (-10.0, 10.0)
+    a: _Range = (0.0, 10.0)
+    b: _Range = (-10.0, 10.0)
     integers: bool = False
     answers_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_range("a", self.a)
-        _check_range("b", self.b)
         bound = max(map(abs, self.a)) + max(map(abs, self.b))
         if bound * (10**self.digits - 1) >= 10 ** (self.digits + 2):
             raise ValueError(

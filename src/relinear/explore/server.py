@@ -4,7 +4,6 @@ What a page of another site could do to a server on this machine is refused: a r
 host (a name that is made to point here does not), come from this page where it says where it comes from, and send JSON.
 """
 
-import inspect
 import ipaddress
 import json
 import socket
@@ -15,10 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import ConfigDict, StrictFloat, ValidationError, create_model
+from pydantic import ConfigDict, StrictFloat, ValidationError, validate_call
 
-from relinear.contract.config import shown
-from relinear.contract.settings import readable
+from relinear.contract.config import readable, shown
 from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import Subject
@@ -30,18 +28,15 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
     """What a function of a subject gives for the values of a request, each of the type of its parameter."""
-    _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
-    kinds = {p.name: StrictFloat if p.annotation is float else p.annotation for p in parameters}
-    fields: dict[str, Any] = {p.name: (kinds[p.name], ... if p.default is p.empty else p.default) for p in parameters}
-    wanted = create_model("Request", model=(int, 0), **fields, __config__=ConfigDict(allow_inf_nan=False))
+    number = str(values.get("model", 0))
+    if number not in map(str, range(len(subjects))):
+        raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {shown(number)}")
+    config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
     try:
-        given = dict(wanted.model_validate(values))
+        given = {name: value for name, value in values.items() if name != "model"}
+        return validate_call(function, config=config)(subjects[int(number)], **given)
     except ValidationError as error:
         raise ValueError(readable(error)) from None
-    number = given.pop("model")
-    if not 0 <= number < len(subjects):
-        raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {number}")
-    return function(subjects[number], **given)
 
 
 def _unit(subject: Subject, site: str, unit: int, seed: int = 0) -> Any:
@@ -50,7 +45,7 @@ def _unit(subject: Subject, site: str, unit: int, seed: int = 0) -> Any:
 
 
 def _change(
-    subject: Subject, text: str, site: str, unit: int, action: str, value: float, new: int = 30, seed: int = 0
+    subject: Subject, text: str, site: str, unit: int, action: str, value: StrictFloat, new: int = 30, seed: int = 0
 ) -> Any:
     return try_change(subject, text, Change(site, unit, action, value), new, seed)
 

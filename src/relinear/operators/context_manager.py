@@ -5,16 +5,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from relinear.activations.shared_context import ContextOwner, check_carries_context, conditioned_operators
 from relinear.contract.attachment import AttachmentConfig, kw_like
-from relinear.contract.config import Count, check_type, register, shown
+from relinear.contract.config import Count, register, shown
 from relinear.contract.operator import check_features
 from relinear.hf.model_layout import is_checkpointing
 from relinear.hf.vocabulary import check_table_fits
@@ -319,17 +320,7 @@ class ContextManager(AttachmentConfig):
     dim: Count = 64
     source: Literal["tokens", "embeddings"] = "tokens"
     mixer: Literal["token", "ema", "gru"] = "token"
-    timescales: tuple[float, ...] = (2.0, 8.0, 32.0, 128.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_type("timescales", self.timescales, tuple)
-        if not self.timescales:
-            raise ValueError("timescales must name at least one time constant")
-        for value in self.timescales:
-            check_type("timescales", value, float)
-            if not 0 < value < math.inf:
-                raise ValueError(f"timescales must be positive and finite, got {value!r}")
+    timescales: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] = (2.0, 8.0, 32.0, 128.0)
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if the context cannot be right in ``model``, or a layer in it expects another width."""

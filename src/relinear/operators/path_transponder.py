@@ -52,11 +52,11 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
     reads: Literal["stream", "normed"] = "stream"
 
     def __post_init__(self) -> None:
+        if self.layers is not None:
+            object.__setattr__(self, "layers", layer_indices(self.layers))
         super().__post_init__()
         if not self.attention and not self.mlp:
             raise ValueError("a path-level modulator needs attention=True, mlp=True or both")
-        if self.layers is not None:
-            object.__setattr__(self, "layers", layer_indices(self.layers))
 
     def _targets(self, model: nn.Module) -> list[SubBlock]:
         wanted = {"attention": self.attention, "mlp": self.mlp}

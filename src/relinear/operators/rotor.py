@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
+from pydantic import Field, SkipValidation
 from torch import Tensor, nn
 
 from relinear.clifford.blades import MAX_DIMENSION
@@ -340,10 +341,10 @@ class Rotor(OperatorConfig):
     normalize: bool = True
     permute: bool = True
     scale: bool = False
-    init_std: NonNegative = 0.02
+    init_std: Annotated[float, Field(gt=0)] = 0.02  # equal rotors would stay equal
     lr_multiplier: NonNegative = 1.0
     seed: Annotated[int, Bounds(0, 2**63 - 1)] = 0
-    inner: str | int = "both"
+    inner: Annotated[str | int, SkipValidation] = "both"
     windows: Literal["wrapped", "spread"] = "wrapped"
     activate_entry: bool = False
     slopes: Literal["branch", "shared"] = "branch"
@@ -355,8 +356,6 @@ class Rotor(OperatorConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("activation", self.activation, reference.ACTIVATIONS)
-        if not self.init_std > 0:
-            raise ValueError(f"init_std must be positive, got {self.init_std!r}: equal rotors would stay equal")
         sizes = {1 << n for n in range(1, MAX_DIMENSION + 1)}
         if self.inner not in ("both", "input") and (type(self.inner) is not int or self.inner not in sizes):
             raise ValueError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -44,7 +43,7 @@ from relinear.surgery.packed import GROUP, check_packable, packed_shape, packed_
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
-from relinear.system.files import atomic_directory, read_json, understood, write_json, writing
+from relinear.system.files import atomic_directory, read_json, write_json, writing
 from relinear.system.text import cut
 
 _T = TypeVar("_T")
@@ -242,21 +241,18 @@ class _Form(NamedTuple):
 
 
 def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
-    """Of all tensors in the files, by their heads alone: the command line asks before it imports safetensors."""
-    stored: dict[str, _Form] = {}
+    """Of all tensors in the files, by their heads alone."""
+    forms: dict[str, _Form] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
-        with understood(file, "damaged or cut off", "restore it from a copy"):
-            with writing(file), open(file, "rb") as stream:
-                size, end = os.path.getsize(file), 8 + int.from_bytes(stream.read(8), "little")
-                head = json.loads(stream.read(max(min(size, end) - 8, 0)))
-            head.pop("__metadata__", None)
-            stored |= {key: _Form.of(said["shape"], said["dtype"]) for key, said in head.items()}
-            end += max((said["data_offsets"][1] for said in head.values()), default=0)
-            if size != end:
-                raise ValueError(f"it has {size:,} bytes, expected {end:,}")
-    return stored
+        try:
+            with writing(file), safe_open(file, "np") as stored:
+                parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  it is no mapping
+                forms |= {key: _Form.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
+    return forms
 
 
 def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
@@ -468,8 +464,8 @@ def save_pretrained(
         ``directory`` as a ``Path``.
 
     Raises:
-        ValueError: if ``model`` is no Hugging Face model, ``directory`` names none, or with ``bits`` a weight is not
-            finite. Nothing is written then.
+        ValueError: if ``model`` is no Hugging Face model, ``directory`` names none, there are ``moments`` without
+            ``bits``, or with ``bits`` a weight is not finite. Nothing is written then.
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -478,6 +474,8 @@ def save_pretrained(
         True
     """
     _check_saving(model, directory)
+    if bits is None and moments is not None:
+        raise ValueError("moments= is about rounding: give bits=, too, or leave it out")
     if bits is not None:
         check_packable(model, bits)
         # under the model's own names: those of its class may stand for parts of a matrix

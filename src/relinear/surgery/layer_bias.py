@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import register, shown
+from relinear.contract.config import register
 from relinear.hf.model_layout import named_in
 
 
@@ -24,10 +24,6 @@ class LayerBias(AttachmentConfig):
     kind: ClassVar[str] = "layer_bias"
 
     layers: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.layers, tuple) or not all(isinstance(n, str) for n in self.layers):
-            raise ValueError(f"layers must be a tuple of names of linear layers, got {shown(self.layers)}")
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError unless there are layers, and all are in the model, plain, and without a bias."""

@@ -109,7 +109,7 @@ def plan(
             ``"low_rank:rank=8"``. A plain key may also name the embedding of the tokens; a head that is tied to it
             then reads the operator, too.
         layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
-        exclude: patterns of layers to leave alone.
+        exclude: patterns of layers, or of modules that hold them, to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
         init: "fresh" draws new parameters (with a warning where the model is pretrained), "from_weight" fits the
             weight that is there (``from_linear``).
@@ -196,7 +196,7 @@ def replace_(
         mapping: pattern -> operator config, or its text ``"low_rank:rank=8"``; ``None`` leaves a layer alone. A plain
             key is a name or dotted suffix, anything else a regular expression matched in full; the first match wins.
         layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
-        exclude: patterns of layers to leave alone.
+        exclude: patterns of layers, or of modules that hold them, to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
         init: "fresh" draws new parameters, "from_weight" fits the weight that is there.
 

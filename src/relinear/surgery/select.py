@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -133,23 +134,9 @@ def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> Val
     return no_match(pattern, close or ["none, no linear layer"])
 
 
-def _check_excluded(model: nn.Module, excluded: list[str], modules: Iterable[tuple[nn.Module, list[str]]]) -> None:
-    """Refuse an ``exclude=`` that leaves out nothing: a name that is not there, or of a module around the layers."""
-    for pattern in excluded:
-        named = model.named_modules(remove_duplicate=False)
-        hits = {name: module for name, module in named if name and matches(pattern, name)}
-        if not hits:
-            raise ValueError(f"exclude= {_no_match(pattern, modules)}")
-        if any(is_linear(module) for module in hits.values()):
-            continue
-        around = [name for name, module in hits.items() if any(is_linear(child) for child in module.modules())]
-        if around:
-            plain = is_plain(pattern)
-            inside = rf".*\b{re.escape(pattern)}\..*" if plain else rf"({pattern})\..*"
-            raise ValueError(
-                f"exclude={shown(pattern)} names {around[0]!r} and not the layers in it, so it would leave out none; "
-                f"to leave out all of them write exclude={shown(inside)}"
-            )
+def _with_owners(name: str) -> Iterator[str]:
+    """The names of the modules that a module lies in, and its own."""
+    return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def _suffixes(name: str) -> Iterator[str]:
@@ -176,7 +163,10 @@ def select_targets(
     targets = _named_aliases(model)
     outputs = heads(model)
     excluded = [] if exclude is None else listed(exclude, "exclude= takes a pattern or a list of patterns")
-    _check_excluded(model, excluded, targets.values())
+    every = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for pattern in excluded:
+        if not any(matches(pattern, name) for name in every):
+            raise ValueError(f"exclude= {_no_match(pattern, targets.values())}")
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
     wanted_layers = _check_layers(model, layers, (name for _, names in targets.values() for name in names))
@@ -200,7 +190,7 @@ def select_targets(
         if not hits:
             if module is not table:
                 left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
-        elif any(matches(p, name) for p in excluded for name in shown_names):
+        elif any(matches(p, name) for p in excluded for whole in shown_names for name in _with_owners(whole)):
             left[names[0]] = "exclude="
         elif wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n):
             left[names[0]] = "layers="

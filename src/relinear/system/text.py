@@ -32,9 +32,10 @@ _MUST_BE = {
     "model_type": "a mapping of settings",
     "path": "a path",
     "finite_number": "a finite number",
+    "is_instance_of": "an instance of {class}",
     "greater_than_equal": "at least {ge}",
     "greater_than": "above {gt}",
-    "less_than_equal": "at most {le}",
+    "less_than_equal": "at most {le:,}",
     "less_than": "below {lt}",
     "too_short": "a list of at least {min_length}",
     "string_too_short": "{min_length} characters or more",
@@ -56,7 +57,8 @@ def requirement(fault: str, shown: str, limits: Mapping[str, Any]) -> str | None
     must_be = next((text for start, text in _MUST_BE.items() if fault.startswith(start)), None)
     if must_be is None:
         return None
-    text = f"must be {must_be.format_map(limits)}, got {shown}"
+    stated = {key: int(v) if isinstance(v, float) and v.is_integer() else v for key, v in limits.items()}
+    text = f"must be {must_be.format_map(stated)}, got {shown}"
     share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?(%?)", shown.strip("'"))
     if share and (share[2] or limits.get("lt", limits.get("le")) == 1) and 1 < float(share[1]) <= 100:
         text += f"; for {float(share[1]):g} % write {float(share[1]) / 100:g}"

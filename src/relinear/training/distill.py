@@ -3,13 +3,14 @@
 # Legend: B batch, T tokens, V vocabulary
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
-from relinear.contract.config import NonNegative, register, shown
+from relinear.contract.config import register, shown
 from relinear.contract.modes import evaluating
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.models.presets import model_folder, model_place
@@ -32,15 +33,8 @@ class Distill(ObjectiveConfig):
     kind: ClassVar[str] = "distill"
 
     teacher: str
-    temperature: NonNegative = 1.0
-    cross_entropy: NonNegative = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.temperature == 0:
-            raise ValueError("temperature must be above 0, got 0")
-        if not self.cross_entropy < 1:
-            raise ValueError(f"cross_entropy must be below 1, got {self.cross_entropy!r}: the teacher is no part of it")
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def check(self) -> None:
         """Raise ValueError or OSError where there is no such teacher."""

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import AutoConfig, GPT2Config
 
-from relinear.contract.config import UnknownSettingError, check_at_least, check_choice, nearest, shown
+from relinear.contract.config import Bounds, Count, UnknownSettingError, check_choice, check_value, nearest, shown
 from relinear.hf.config_record import without_loader
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
@@ -103,10 +103,9 @@ class CGTConfig(GPT2Config):
         for key in [key for key in kwargs if key in self.attribute_map]:
             setattr(self, key, kwargs.pop(key))  # before the checks, which know the fields by one name
         for name in ("n_layer", "n_embd", "n_head", "context_size", "context_heads", "rank", "templates"):
-            check_at_least(name, getattr(self, name), 1)
+            check_value(name, getattr(self, name), Count)
         for name in ("context_inner", "input_features", "output_features"):
-            if getattr(self, name) is not None:
-                check_at_least(name, getattr(self, name), 1)
+            check_value(name, getattr(self, name), Count | None)
         check_choice("mixing", self.mixing, ("tanh", "softmax"))
         check_choice("vector_input", self.vector_input, ("learned", "padded"))
         if self.vector_input == "padded" and (self.input_features or 0) > self.n_embd:
@@ -114,7 +113,7 @@ class CGTConfig(GPT2Config):
                 f"input_features={self.input_features} cannot be padded to the x stream's n_embd={self.n_embd}; make "
                 'n_embd at least as large, or use vector_input="learned"'
             )
-        check_at_least("context_layer", self.context_layer, 0)
+        check_value("context_layer", self.context_layer, Annotated[int, Bounds(0)])
         if self.context_layer >= self.n_layer:
             raise ValueError(
                 f"context_layer={self.context_layer} leaves no layer to modulate in a model of n_layer={self.n_layer}; "

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL
@@ -165,7 +166,7 @@ class CGTObjective(ObjectiveConfig):
 
     kind: ClassVar[str] = "cgt"
 
-    eta: float = 0.5
+    eta: Annotated[float, Field(ge=0, le=1)] = 0.5
     horizon: Count | None = None
     splits: tuple[int, ...] | None = None
     shared_split: bool = False
@@ -182,11 +183,6 @@ class CGTObjective(ObjectiveConfig):
     kernel: Literal["rbf", "exponential", "estimation"] = "rbf"
     kernel_scale: float = 0.1
     kernel_nu: float = 0.03
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.eta <= 1:
-            raise ValueError(f"eta must lie in [0, 1], got {self.eta!r}")
 
     def prepare(self, model: nn.Module) -> CGTObjective:
         """Itself, for a model that has a context.
