@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,18 +153,17 @@ def prepare_data(
     limit = settings.max_validation_tokens
     if limit is not None and limit < settings.sequence_length:
         raise ValueError(f"max_validation_tokens={limit} is less than one sequence of {settings.sequence_length}")
-    return PackedData(
-        train=PackedDataset(folder / "train.npy", settings.sequence_length),
-        validation=PackedDataset(folder / "validation.npy", settings.sequence_length, limit),
-        tokenizer=tokenizer,
-        vocab_size=vocabulary,
-        description={
-            "settings": settings.model_dump(mode="json"),
-            "vocab_size": vocabulary,
-            "splits": counts,
-            "not_read": list(corpus.unread),
-        },
-    )
+    train = PackedDataset(folder / "train.npy", settings.sequence_length)
+    validation = PackedDataset(folder / "validation.npy", settings.sequence_length, limit)
+    return _packed(settings, (train, validation), tokenizer, counts, corpus.unread)
+
+
+def _packed(
+    settings: DataSettings, splits: Iterable[Any], tokenizer: Any, counts: dict[str, Any], unread: Sequence[str] = ()
+) -> PackedData:
+    vocabulary = None if tokenizer is None else vocabulary_size(tokenizer)
+    description = {"settings": settings.model_dump(mode="json"), "vocab_size": vocabulary}
+    return PackedData(*splits, tokenizer, vocabulary, description | {"splits": counts, "not_read": list(unread)})
 
 
 def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
@@ -184,18 +183,9 @@ def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) 
         tokenizer = None if settings.tokenizer == "none" else load_tokenizer(settings.tokenizer)
     length, limit = settings.sequence_length, settings.max_validation_tokens
     sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES if limit is None else max(1, limit // length)}
-    vocabulary = None if tokenizer is None else vocabulary_size(tokenizer)
-    return PackedData(
-        **{split: Samples(one, sizes[split], settings.seed, split) for split, one in samples.items()},
-        tokenizer=tokenizer,
-        vocab_size=vocabulary,
-        description={
-            "settings": settings.model_dump(mode="json"),
-            "vocab_size": vocabulary,
-            "splits": {split: {"samples": size, "tokens": size * length} for split, size in sizes.items()},
-            "not_read": [],
-        },
-    )
+    counts = {split: {"samples": size, "tokens": size * length} for split, size in sizes.items()}
+    splits = (Samples(one, sizes[split], settings.seed, split) for split, one in samples.items())
+    return _packed(settings, splits, tokenizer, counts)
 
 
 def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, ...]:

@@ -31,10 +31,10 @@ def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: S
     number = str(values.get("model", 0))
     if number not in map(str, range(len(subjects))):
         raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {shown(number)}")
-    config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
+    checked = validate_call(config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
     try:
         given = {name: value for name, value in values.items() if name != "model"}
-        return validate_call(function, config=config)(subjects[int(number)], **given)
+        return checked(function)(subjects[int(number)], **given)
     except ValidationError as error:
         raise ValueError(readable(error)) from None
 

@@ -71,7 +71,7 @@ def _outermost_stacks(model: nn.Module) -> Iterator[_Stack]:
 
 
 def _layer_count(model: Any) -> int | None:
-    config = getattr(unwrapped(model), "config", None)
+    config = getattr(model, "config", None)
     text_config = getattr(config, "get_text_config", None)
     text = text_config() if callable(text_config) else config
     return getattr(text, "num_hidden_layers", None)
@@ -81,7 +81,7 @@ def _decoder_stacks(model: Any) -> list[_Stack]:
     """The lists that may be the decoder's: of as many layers as the config names; the decoder's own if it names it."""
     count = _layer_count(model)
     stacks = [stack for stack in _outermost_stacks(model) if count is None or len(stack.layers) == count]
-    named = getattr(unwrapped(model), "get_decoder", None)
+    named = getattr(model, "get_decoder", None)
     if len(stacks) > 1 and callable(named) and isinstance(named(), nn.Module):
         inside = {id(module) for module in named().modules()}
         stacks = [stack for stack in stacks if id(stack.owner) in inside] or stacks
@@ -89,7 +89,8 @@ def _decoder_stacks(model: Any) -> list[_Stack]:
 
 
 def _decoder_stack(model: nn.Module) -> _Stack:
-    if getattr(unwrapped(model), "config", None) is None:
+    model = unwrapped(model)
+    if getattr(model, "config", None) is None:
         raise ValueError(f"{type(model).__name__} has no config; expected a Hugging Face decoder")
     stacks = _decoder_stacks(model)
     if len(stacks) != 1:
@@ -119,10 +120,11 @@ def layer_finder(model: Any) -> Callable[[str], int | None]:
     Layers are the decoder's; where a model has several stacks that count (encoder and decoder), or none that fits its
     config, they are those of every outermost list of modules.
     """
-    both = getattr(getattr(unwrapped(model), "config", None), "is_encoder_decoder", False)
-    stacks = [] if both else _decoder_stacks(model)
+    inside = unwrapped(model)
+    both = getattr(getattr(inside, "config", None), "is_encoder_decoder", False)
+    stacks = [] if both else _decoder_stacks(inside)
     if len(stacks) != 1:
-        stacks = list(_outermost_stacks(model))
+        stacks = list(_outermost_stacks(inside))
     indices = {id(layer): index for stack in stacks for index, layer in enumerate(stack.layers)}
 
     def find(name: str) -> int | None:

@@ -1,12 +1,13 @@
 """Parts on the output head that stock GPT-2 and Llama models cannot be configured to have: a bias, a fixed factor."""
 
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import NonNegative, register
+from relinear.contract.config import register
 from relinear.hf.model_layout import output_head
 
 #: attribute of the head that holds the factor
@@ -67,14 +68,7 @@ class ReadoutScale(_OnHead):
 
     kind: ClassVar[str] = "readout_scale"
 
-    factor: NonNegative = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.factor:
-            raise ValueError(
-                f"factor must be positive, got {self.factor!r}: the logits would be the same for all tokens"
-            )
+    factor: Annotated[float, Field(gt=0)] = 1.0
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if ``model`` has no output head, or one that is scaled already."""
