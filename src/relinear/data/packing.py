@@ -163,7 +163,8 @@ def _packed(
 ) -> PackedData:
     vocabulary = None if tokenizer is None else vocabulary_size(tokenizer)
     description = {"settings": settings.model_dump(mode="json"), "vocab_size": vocabulary}
-    return PackedData(*splits, tokenizer, vocabulary, description | {"splits": counts, "not_read": list(unread)})
+    train, validation = splits
+    return PackedData(train, validation, tokenizer, vocabulary, description | {"splits": counts, "not_read": list(unread)})
 
 
 def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
