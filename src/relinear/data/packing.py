@@ -162,9 +162,10 @@ def _packed(
     settings: DataSettings, splits: Iterable[Any], tokenizer: Any, counts: dict[str, Any], unread: Sequence[str] = ()
 ) -> PackedData:
     vocabulary = None if tokenizer is None else vocabulary_size(tokenizer)
-    description = {"settings": settings.model_dump(mode="json"), "vocab_size": vocabulary}
+    description: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "vocab_size": vocabulary}
+    description |= {"splits": counts, "not_read": list(unread)}
     train, validation = splits
-    return PackedData(train, validation, tokenizer, vocabulary, description | {"splits": counts, "not_read": list(unread)})
+    return PackedData(train, validation, tokenizer, vocabulary, description)
 
 
 def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
