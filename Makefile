@@ -28,7 +28,7 @@ demo: $(STAMP) ## compare operators on the standard library's source text; ends 
 	$(BIN)/relinear compare --recipe quick --out $(RUN_DIR)/demo  # a run a core, each with one thread
 
 test: $(STAMP) ## the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a process a core, a thread a process
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a process a core, a thread a process; a file stays in one
 
 browser: $(STAMP) ## the tests of report pages in a browser: Chromium of the system, or one that is fetched
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[browser]"

@@ -16,7 +16,7 @@ def small(text, **changes):
     train = {
         "model": "tiny",
         "model_overrides": WIDTH,
-        "data": {"data": str(text), "sequence_length": 32, "max_validation_tokens": 640},
+        "data": {"data": str(text), "sequence_length": 32, "max_validation_tokens": 320},
         "steps": 4,
         "batch_size": 2,
         "eval_every": 2,

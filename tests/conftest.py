@@ -46,6 +46,7 @@ def _environment(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RELINEAR_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("COLUMNS", raising=False)  # tables have the width of a pipe, whatever the terminal's is
+        patch.setattr("os.fsync", lambda handle: None)  # no test cuts the power, and every run waits dozens of times
         yield
 
 

@@ -1,4 +1,4 @@
-"""What each rank of test_distributed.py runs: FOLDER TASK..."""
+"""What each rank of test_distributed.py runs: FOLDER PART,PART... TASK..."""
 
 import json
 import sys
@@ -102,8 +102,8 @@ def one_step(part, settings):
     return {"gradients": seen.found, "losses": losses}
 
 
-def steps(folder, rank):
-    found = {part: one_step(part, SETTINGS) for part in MODELS}
+def steps(folder, rank, parts):
+    found = {part: one_step(part, SETTINGS) for part in MODELS if part in parts}
     if rank == 0:
         torch.save(found, folder / "steps.pt")
 
@@ -119,7 +119,7 @@ def shards(model):
     return fully_shard(model, mesh=mesh)
 
 
-def sharded(folder, rank):
+def sharded(folder, rank, parts):
     """FSDP2: a step, shards on disk, one file of them, and shards of that file again."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as states
@@ -196,13 +196,13 @@ def steps_on_both(model):
     return {"losses": losses, "gradients": gathered, "held": held, "saved": saved}
 
 
-def split(folder, rank):
+def split(folder, rank, parts):
     """Tensor parallel: every operator split over the ranks, the rest of the model on each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh, found = init_device_mesh("cpu", (2,)), {}
-    for part in SPLIT:
+    for part in filter(parts.__contains__, SPLIT):
         model = built(part)
         plan = relinear.surgery.parallel.tensor_parallel_plan(model)
         parallelize_module(model, mesh, plan)
@@ -211,13 +211,13 @@ def split(folder, rank):
         torch.save(found, folder / "split.pt")
 
 
-def planned(folder, rank):
+def planned(folder, rank, parts):
     """The same by transformers: a checkpoint is loaded split, and saved whole."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     found = {}
-    for part in PLANNED:
+    for part in filter(parts.__contains__, PLANNED):
         if rank == 0:
             relinear.save_pretrained(built(part), folder / part)
         torch.distributed.barrier()
@@ -228,9 +228,9 @@ def planned(folder, rank):
         torch.save(found, folder / "planned.pt")
 
 
-def fully(folder, rank):
+def fully(folder, rank, parts):
     """FSDP2: every parameter of every part divided over the ranks, which have the same batch."""
-    found = {part: steps_on_both(shards(built(part))) for part in PARTS}
+    found = {part: steps_on_both(shards(built(part))) for part in PARTS if part in parts}
     if rank == 0:
         torch.save(found, folder / "fully.pt")
 
@@ -246,7 +246,7 @@ class Stop(TrainerCallback):
             raise Stop.Killed
 
 
-def interrupted(folder, rank):
+def interrupted(folder, rank, parts):
     """A run of six steps that is cut off after the fourth; its last checkpoint is of the third."""
     settings = SETTINGS.updated(steps=6, save_every=3)
     started, deadline = folder / "interrupted" / "checkpoints", time.monotonic() + 60
@@ -270,9 +270,9 @@ TASKS = {
 }
 
 if __name__ == "__main__":
-    where, *names = sys.argv[1:]
+    where, parts, *names = sys.argv[1:]
     torch.distributed.init_process_group("gloo")
     for name in names:
-        TASKS[name](Path(where), torch.distributed.get_rank())
+        TASKS[name](Path(where), torch.distributed.get_rank(), parts.split(","))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import typing
 
 import pytest
@@ -146,11 +148,13 @@ def test_version(capfd):
     assert capfd.readouterr().out.strip() == f"relinear {relinear.__version__}"
 
 
-def test_the_entry_point_is_the_one_of_the_package():
-    code = "import sys; sys.argv = ['relinear', 'inspect', 'no-preset']; from relinear_cli.main import run; run()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: unknown model")
+def test_the_entry_point_is_the_one_of_the_package(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["relinear", "inspect", "no-preset"])
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    with pytest.raises(SystemExit) as ended:
+        pkgutil.resolve_name(scripts["relinear"])()
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.startswith("error: unknown model")
 
 
 def test_recipes_are_found_by_name_in_any_folder(tmp_path, monkeypatch):

@@ -553,7 +553,8 @@ def test_an_empty_text_is_refused_by_every_option_of_every_command(name, tmp_pat
     monkeypatch.chdir(tmp_path)
     for one in get_command(app).commands[name].params:
         for flag in () if getattr(one, "is_flag", False) or one.name == "help" else one.opts:
-            for given in ([flag, ""], [flag, " "], *([[f"{flag}="]] if flag.startswith("--") else [])):
+            written = ([flag, ""], [flag, " "], *([[f"{flag}="]] if flag.startswith("--") else []))
+            for given in written if one.name == "out" else written[:1]:
                 given = given if flag.startswith("-") else given[1:]
                 said = f"{flag if flag.startswith('-') else 'an argument'} must not be empty, got '"
                 check(capfd, [name, *given], [said, "fill it in"])

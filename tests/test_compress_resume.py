@@ -125,8 +125,15 @@ def integers(folder, on_progress=no_progress) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
+@pytest.fixture(scope="module")
+def whole_integers(tmp_path_factory) -> dict[str, bytes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "measure_speed", lambda *given: SPEEDS)
+        return integers(tmp_path_factory.mktemp("integers"))
+
+
 @pytest.mark.parametrize("stage", ["forward", "candidates", "fit", "judging", "report"])
-def test_integers_killed_in_every_stage(stage: str, tmp_path, monkeypatch) -> None:
+def test_integers_killed_in_every_stage(stage: str, whole_integers, tmp_path, monkeypatch) -> None:
     observed: list[int] = []
     observe = stages.observe
     monkeypatch.setattr(stages, "measure_speed", lambda *given: SPEEDS)
@@ -148,7 +155,7 @@ def test_integers_killed_in_every_stage(stage: str, tmp_path, monkeypatch) -> No
         with pytest.raises(_Kill):
             integers(tmp_path / "killed", killing(stage))
     assert not (tmp_path / "killed" / "model").exists()
-    assert integers(tmp_path / "killed") == integers(tmp_path / "whole")
+    assert integers(tmp_path / "killed") == whole_integers
 
 
 def test_everything_that_is_left_was_written(whole) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import relinear
+from conftest import mostly_slow
 from dist_ranks import MODELS, PARTS, PLANNED, SETTINGS, SPLIT, built, one_step, step_by_hand
 from relinear.training import fit
 from train_helpers import DATA, Tokens
@@ -31,11 +32,25 @@ def launch(folder, *tasks, ranks=2):
     assert done.returncode == 0, done.stderr
 
 
+#: with losses and noise, with a context and what reads it, with an objective of its own, and attached to a model
+FEW = ("low_rank", "hdpl", "context", "rotor", "on_hdpl", "laurel_pa", "cgt")
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What two ranks came to; one launch, as it takes seconds."""
+def found(request, tmp_path_factory):
+    """What two ranks came to with the parts that are asked for; one launch, as it takes seconds."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch(folder, "steps", "split", "planned", "fully", "sharded", "interrupted")
+    tests = (item for item in request.session.items if item.module is request.module and hasattr(item, "callspec"))
+    launch(
+        folder,
+        ",".join(sorted({test.callspec.params["part"] for test in tests})),
+        "steps",
+        "split",
+        "planned",
+        "fully",
+        "sharded",
+        "interrupted",
+    )
     return folder
 
 
@@ -69,7 +84,7 @@ def test_every_operator_and_attachment_has_its_row():
         assert own == kinds[name], name
 
 
-@pytest.mark.parametrize("part", MODELS)
+@pytest.mark.parametrize("part", mostly_slow(MODELS, *FEW))
 def test_two_ranks_have_the_loss_and_the_gradients_of_one(part, found):
     there = torch.load(found / "steps.pt", weights_only=True)[part]
     here = one_step(part, SETTINGS.updated(batch_size=8))
@@ -90,14 +105,14 @@ def check_steps(there, model):
         torch.testing.assert_close(there["saved"][name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", mostly_slow(PARTS, *FEW))
 def test_sharded_models_have_the_losses_and_the_gradients_of_whole_ones(part, found):
     there, model = torch.load(found / "fully.pt", weights_only=True)[part], built(part)
     check_steps(there, model)
     assert there["held"] < 0.6 * sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("part", SPLIT)
+@pytest.mark.parametrize("part", mostly_slow(SPLIT, *FEW))
 def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, found):
     there = torch.load(found / "split.pt", weights_only=True)[part]
     model = built(part)
@@ -111,7 +126,7 @@ def test_split_operators_have_the_losses_and_the_gradients_of_whole_ones(part, f
         assert sum(sizes.values()) - there["held"] > 0.35 * inside
 
 
-@pytest.mark.parametrize("part", PLANNED)
+@pytest.mark.parametrize("part", mostly_slow(PLANNED, "on_hdpl"))
 def test_checkpoints_that_transformers_splits_have_the_losses_and_the_gradients_of_whole_ones(part, found):
     there, model = torch.load(found / "planned.pt", weights_only=True)[part], built(part)
     for name, value in relinear.from_pretrained(found / f"{part}-again").state_dict().items():

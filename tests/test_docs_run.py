@@ -55,7 +55,8 @@ DEFAULTS = {
 CUTS = {
     "compare": [
         *("--steps", "1", "--seeds", "0", "--set", "speed.seconds=0.01", "--set", "speed.rounds=3"),
-        *("--set", "train.warmup_steps=0", "--set", "train.batch_size=2"),
+        *("--set", "train.warmup_steps=0", "--set", "train.batch_size=2", "--set", "train.data.sequence_length=32"),
+        *("--set", "train.data.max_validation_tokens=256", "--set", "train.model_overrides={num_hidden_layers: 1}"),
     ],
     "train": ["--steps", "1"],
     "replicate": ["--dry-run"],

@@ -91,19 +91,18 @@ CHANGES = {
     "ema": load_averages,
 }
 
-every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+#: of each way to change weights one: in place and unseen by autograd, in place, by other tensors
+FEW_CHANGES = ("fused", "data", "assign")
+every_change = pytest.mark.parametrize("change", mostly_slow(CHANGES, *FEW_CHANGES))
 
 
 @every_case
-@every_change
-@pytest.mark.parametrize("modes", ["eval", "toggled"])
-def test_inference_after_a_change_of_weights(case, change, modes) -> None:
+@pytest.mark.parametrize("change", mostly_slow([*CHANGES, *(f"train {name}" for name in CHANGES)], *FEW_CHANGES))
+def test_inference_after_a_change_of_weights(case, change) -> None:
     module = build(case).eval()
     before = {leading: infer(module, case, leading) for leading in ((5,), (1,), (5,))}
-    if modes == "toggled":
-        change(module.train(), case).eval()
-    else:
-        change(module, case)
+    name = change.removeprefix("train ")
+    CHANGES[name](module.train(change != name), case).eval()
     for leading, earlier in before.items():
         now = infer(module, case, leading)
         assert_close(now, expected(module, case, leading), TOLERANCE)
@@ -220,17 +219,20 @@ def end_by_training(module: nn.Module) -> None:
     module.eval()
 
 
+ENDS = {"train": end_by_training, "False": lambda module: relinear.for_inference_(module, False)}
+
+
 @every_case
-@every_change
 @pytest.mark.parametrize(
-    "end", [end_by_training, lambda module: relinear.for_inference_(module, False)], ids=["train", "False"]
+    "end", mostly_slow([f"{end} {name}" for end in ENDS for name in CHANGES], "train data", "False fused")
 )
-def test_the_promise_ends(case, change, end) -> None:
+def test_the_promise_ends(case, end) -> None:
     module = relinear.for_inference_(build(case))
     infer(module, case)
-    end(module)
+    end, _, name = end.partition(" ")
+    ENDS[end](module)
     assert not keeps(module)
-    change(module, case)
+    CHANGES[name](module, case)
     assert_close(infer(module, case), expected(module, case), TOLERANCE)
 
 
@@ -239,7 +241,7 @@ def test_the_promise_ends(case, change, end) -> None:
 def test_another_call_after_a_change(case, change) -> None:
     module = relinear.for_inference_(build(case))
     infer(module, case)
-    relinear.for_inference_(change(module, case))
+    relinear.for_inference_(CHANGES[change](module, case))
     assert_close(infer(module, case), expected(module, case), TOLERANCE)
 
 
@@ -340,7 +342,7 @@ def test_copies_and_files_hold_nothing_of_it(case, tmp_path) -> None:
     assert_close(infer(module, case), expected(module, case), TOLERANCE)
 
 
-@every_case
+@case_of_every_kind
 @pytest.mark.parametrize("promised", mostly_slow([True, False], True))
 def test_threads_share_a_model(case, promised: bool) -> None:
     module = build(case).eval()

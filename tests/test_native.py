@@ -2,15 +2,13 @@
 
 import copy
 import functools
-import subprocess
-import sys
+import warnings
 
 import pytest
 import torch
 
 import relinear
 from cases import ccl_results
-from conftest import mostly_slow
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rounding
 from relinear.functional import transponder as reference
@@ -654,40 +652,38 @@ def test_small_and_other_tensors_take_torch_operations():
     assert native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES, device="meta")))
 
 
-def in_a_new_process(code, **environment):
-    import os
-
-    run = subprocess.run(
-        [sys.executable, "-W", "always", "-c", code], env=os.environ | environment, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    return run.stdout.strip(), run.stderr
-
-
-LARGE = """
-import torch
-from relinear.kernels import native
-from relinear.kernels.implementations import Call
-
-print(native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES))))
-"""
+@pytest.fixture
+def as_at_first_use(monkeypatch):
+    """What is settled once a process is asked anew, and again afterwards."""
+    settled = (build.compiler, build.is_loaded, build._was_built)
+    for each in settled:
+        each.cache_clear()
+    yield monkeypatch
+    for each in settled:
+        each.cache_clear()
 
 
-def test_a_broken_compiler_means_torch_operations_and_a_warning(tmp_path):
+def reason_for_large_tensors():
+    return native.unsupported_reason(Call(torch.zeros(native.FEWEST_NATIVE_ENTRIES)))
+
+
+def test_a_broken_compiler_means_torch_operations_and_a_warning(as_at_first_use, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    cache = str(tmp_path / "cache")
-    printed, errors = in_a_new_process(LARGE, CXX=str(broken), TORCH_EXTENSIONS_DIR=cache)
-    assert printed == "the kernels could not be built"
-    assert "RELINEAR_COMPILE_KERNELS=0" in errors
+    as_at_first_use.setenv("CXX", str(broken))
+    as_at_first_use.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match="RELINEAR_COMPILE_KERNELS=0"):
+        assert reason_for_large_tensors() == "the kernels could not be built"
 
 
-@pytest.mark.parametrize("off", mostly_slow(["0", "off"], "0"))
-def test_the_kernels_can_be_turned_off(off, tmp_path):
-    printed, errors = in_a_new_process(LARGE, RELINEAR_COMPILE_KERNELS=off, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert printed == "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
-    assert "UserWarning" not in errors
+@pytest.mark.parametrize("off", ["0", "off"])
+def test_the_kernels_can_be_turned_off(off, as_at_first_use, tmp_path):
+    as_at_first_use.setenv("RELINEAR_COMPILE_KERNELS", off)
+    as_at_first_use.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reason_for_large_tensors() == "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
     assert not list(tmp_path.iterdir())
 
 

@@ -379,9 +379,10 @@ def test_pages_replace_pages_alone(command, saved, tmp_path, monkeypatch, capfd)
     assert "page.html is no page of relinear's" in capfd.readouterr().err
     assert main([*arguments, "--overwrite"]) == main(arguments) == 0
     assert treasures(tmp_path) == len(list(tmp_path.glob("page.html.*"))) == 1
-    put(tmp_path / "run" / "report.html")
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert treasures(tmp_path) == 2, "renamed: a command does not fail for its page"
+    if command[0] == "report":
+        put(tmp_path / "run" / "report.html")
+        assert main(["report", str(tmp_path / "run")]) == 0
+        assert treasures(tmp_path) == 2, "renamed: a command does not fail for its page"
 
 
 def test_an_analysis_replaces_its_own_files_alone(saved, tmp_path, capfd):
