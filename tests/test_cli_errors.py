@@ -482,7 +482,7 @@ MORE = {
     "compress {model} --data {text} --keep 80": "for 80 % write 0.8",
     "compress {model} --data {text} --candidates nosuch": "unknown operator kind 'nosuch'",
     "compress {model} --data {text} --speed-table nosuch": "nosuch: No such file",
-    "compress {model} --data {text} --export nosuch": "'nosuch' is not one of 'plain', 'gguf', 'compressed-tensors'",
+    "compress {model} --data {text} --for nosuch": "'nosuch' is not one of 'relinear', 'llama.cpp', 'vllm'",
     "eval {model} --data ./no/such": "'./no/such' does not exist",
     "eval {model} --data {text} --tokenizer /no/such": "cannot load the tokenizer '/no/such' (there is no such folder)",
     "compress {model} --data {text} --tokenizer /no/such": "tokenizer '/no/such' (there is no such folder)",

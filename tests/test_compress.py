@@ -499,7 +499,7 @@ def test_command_line(tmp_path, capsys) -> None:
     rows.write_text("".join(json.dumps({"body": f"Row {i}. " * 9, "kind": "row"}) + "\n" for i in range(9)))
     (tmp_path / "elsewhere" / "train.jsonl").write_text(rows.read_text().replace("Row", "Other"))
     elsewhere = ["--evaluate-on", str(rows.parent), "--text-column", "body", "--set", "evaluation_tokens=32"]
-    assert main([*arguments, *elsewhere, "--set", "sample_tokens=2"]) == 0
+    assert main([*arguments, *elsewhere]) == 0
     assert f"loss on {rows.parent}" in capsys.readouterr().out
     assert main([*arguments, "--keep", "7"]) == 2
     assert "keep" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib import import_module
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ import relinear
 from compress_helpers import modules, tiny, tokens
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Budget
-from relinear.compression.evaluation import like_before, measure_speed, observe
 from relinear.compression.report import write_page
-from relinear.contract.operator import Operator, is_linear, linear_features
+from relinear.contract.operator import is_linear
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "candidates": ("low_rank",)}
 SETTINGS |= {"evaluate": False, "self_sampled": False}
@@ -51,7 +49,7 @@ def test_budgets_are_met_and_spent(keep: float, tmp_path) -> None:
             {"keep": 0.5, "candidates": ("monarch:blocks=40",)},
             r"Monarch\(blocks=40\) fits none of the layers.*\(32, 16\)",
         ),
-        ({"keep": 0.5, "candidates": ("hdpl:rank=2,blocks=2",)}, "candidates: .*only operators with a dense matrix"),
+        ({"keep": 0.5, "candidates": ("hdpl:rank=2,blocks=2",)}, "only operators with a dense matrix"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_computed(settings, message, tmp_path) -> None:
@@ -105,8 +103,7 @@ def evaluated(tmp_path, count: int = 1024, **more):
     return model, report
 
 
-def test_the_report_holds_what_was_measured(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
+def test_the_report_holds_what_was_measured(tmp_path) -> None:
     original = tiny()
     model, report = evaluated(tmp_path)
     found = json.loads((tmp_path / "report.json").read_text())["evaluation"]
@@ -127,99 +124,22 @@ def test_the_report_holds_what_was_measured(tmp_path, monkeypatch) -> None:
     assert found["elsewhere"]["<other>"]["tokens"] == 30
     assert found["unseen"]
     assert found["tokens"] == 60
-    for what in ("prefill", "decode"):
-        assert found["speed"][what]["ratio_low"] <= found["speed"][what]["ratio"] <= found["speed"][what]["ratio_high"]
-        assert found["speed"][what]["compressed_tokens_per_second"] > 0
     assert report.peak_memory_bytes > 0
-    for part in ("tokens that calibration has not seen", "next token as the original's", "times the original's speed"):
+    for part in ("tokens that calibration has not seen", "next token as the original's"):
         assert part in str(report)
 
 
-def test_a_corpus_without_a_rest_is_judged_on_what_was_seen_and_says_so(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
+def test_a_corpus_without_a_rest_is_judged_on_what_was_seen_and_says_so(tmp_path) -> None:
     _, report = evaluated(tmp_path, 512)
     assert report.evaluation["unseen"] is False
     assert "tokens of the calibration" in str(report)
     assert "they flatter" in (tmp_path / "report.html").read_text()
 
 
-class Words:
-    """A tokenizer of numbers, with an end and a chat."""
-
-    eos_token_id = 7
-    chat_template = None
-
-    def __call__(self, text, **kwargs):
-        if isinstance(text, list):
-            return {"input_ids": [self(one)["input_ids"] for one in text]}
-        return {"input_ids": [int(word) for word in text.split() if word.isdigit()]}
-
-    def decode(self, ids, skip_special_tokens=True):
-        return " ".join(map(str, ids))
-
-    def apply_chat_template(self, turns, **kwargs):
-        return f"1 {turns[0]['content']} 2"
-
-
-def test_samples_end_where_the_model_ends_them() -> None:
-    model, tokenizer = tiny(), Words()
-    seen: list[list[int]] = []
-    generate = model.generate
-
-    def ends(ids, **settings):
-        seen.append(ids[0].tolist())
-        assert 7 in settings["eos_token_id"]
-        tail = [5, 7] if len(seen) == 1 else [5] * settings["max_new_tokens"]
-        return torch.cat([ids, torch.tensor([tail])], 1)
-
-    model.generate = ends
-    blocks = tokens(64)[0].view(4, 16)
-    found = observe(model, blocks, tokenizer, ["3 4", "9"], 6).samples
-    assert [(s.text, s.tokens, s.ended) for s in found] == [("5", 2, True), ("5 5 5 5 5 5", 6, False)]
-    assert seen == [[3, 4], [9]]
-    tokenizer.chat_template = "a template"
-    observe(model, blocks, tokenizer, ["3 4"], 6)
-    assert seen[-1] == [1, 3, 4, 2]
-    model.generate = generate
-    alone = observe(model, blocks, None, ["no tokenizer"], 3).samples
-    assert [s.prompt for s in alone] == [" ".join(map(str, row[:8].tolist())) for row in blocks[:2]]
-    assert all(re.fullmatch(r"\d+ \d+ \d+", s.text) for s in alone)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_stand_ins_have_the_original_layers_and_share_all_else(kind: str) -> None:
-    model = tiny(kind)
-    name = next(n for n in modules(model) if n.endswith(("down_proj", "c_proj")))
-    originals = modules(tiny(kind))
-    shapes = {n: (type(m), linear_features(m)) for n, m in originals.items()}
-    relinear.replace_(model, {name: LOW(rank=2)})
-    twin = like_before(model, {n: m.to("meta") for n, m in originals.items()})
-    assert {n: (type(m), linear_features(m)) for n, m in modules(twin).items()} == shapes
-    own = {n: p for n, p in twin.named_parameters() if p is not dict(model.named_parameters()).get(n)}
-    assert {n.rpartition(".")[0] for n in own} == {name}
-    ids = tokens(32)[0].view(2, 16)
-    assert twin(input_ids=ids).logits.shape == model(input_ids=ids).logits.shape
-    assert isinstance(model.get_submodule(name), Operator)
-
-
-def test_speeds_are_those_of_the_batch_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
-    model = tiny()
-    shapes: set[tuple[int, ...]] = set()
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.add(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    found = measure_speed(model, model, 3)
-    assert found["batch"] == 3
-    assert (3, found["prefill_tokens"]) in shapes
-    assert (3, 1) in shapes
-
-
 # The page
 
 
-def test_the_page_shows_the_plan_and_is_safe(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(import_module("relinear.compression.evaluation"), "SPEED_SECONDS", 0.1)
+def test_the_page_shows_the_plan_and_is_safe(tmp_path) -> None:
     _, report = evaluated(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<rect") == len(report.plan.layers)
@@ -227,8 +147,7 @@ def test_the_page_shows_the_plan_and_is_safe(tmp_path, monkeypatch) -> None:
         assert f"{name}: {config}" in page
     assert not re.search(r"""(?:src|href)="(?!data:)|@import|url\(""", page)  # nothing is fetched
     values = report.to_dict()
-    sample = values["evaluation"]["samples"][0]
-    sample["prompt"] = sample["compressed"]["text"] = "<script>alert(1)</script>"
+    values["model"] = "<script>alert(1)</script>"
     write_page(tmp_path / "again.html", values)
     again = (tmp_path / "again.html").read_text()
     assert "<script>alert" not in again

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import relinear
-from relinear.compression import compress, evaluation
+from relinear.compression import compress
 from relinear.compression.layerwise import LayerByLayer
 from tiny_models import VOCABULARY, make_family
 
@@ -88,12 +88,10 @@ def test_families_are_compressed_and_come_back(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["phi3", "gpt2", "gemma3_text"])
-def test_families_are_judged(kind: str, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(evaluation, "SPEED_SECONDS", 0.01)
-    monkeypatch.setattr(evaluation, "DECODED_TOKENS", 3)
-    settings = SETTINGS | {"evaluate": True, "evaluation_tokens": 16, "sample_tokens": 2}
+def test_families_are_judged(kind: str, tmp_path) -> None:
+    settings = SETTINGS | {"evaluate": True, "evaluation_tokens": 16}
     report = compress(make_family(kind).eval(), tokens(), keep=0.7, settings=settings, out_dir=tmp_path)
-    assert report.evaluation["speed"]["decode"]["ratio"] > 0
+    assert report.evaluation["tokens"] > 0
 
 
 def test_experts_that_are_one_tensor_are_left_and_said_so(tmp_path) -> None:

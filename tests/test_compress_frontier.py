@@ -72,8 +72,6 @@ def test_repeated_runs_of_four_tokens_are_counted() -> None:
 
 
 def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(evaluation, "SPEED_SECONDS", 0.01)
-    monkeypatch.setattr(evaluation, "DECODED_TOKENS", 3)
     monkeypatch.setattr(evaluation, "CONTINUED_TOKENS", 8)
     settings = SETTINGS | LOW | {"evaluate": True, "evaluation_tokens": 64, "passages": 3}
     others = {"<other> text": [torch.arange(64) % 50]}

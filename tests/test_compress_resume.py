@@ -41,10 +41,9 @@ def run(folder, on_progress=no_progress) -> dict[str, bytes]:
         settings=SETTINGS,
         tokenizer=byte_tokenizer(),
         out_dir=folder,
-        export="plain",
         on_progress=on_progress,
     )
-    places = [folder / "model", folder / "plain"]
+    places = [folder / "model"]
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for place in places
@@ -81,18 +80,15 @@ def test_a_second_run_gives_the_same_and_heals_nothing_anew(whole, tmp_path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["plan", "save", "export"])
+@pytest.mark.parametrize("stage", ["plan", "save"])
 def test_killed_while_it_writes(stage: str, whole, tmp_path, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
-    calls: list[str] = []
     saved = LlamaForCausalLM.save_pretrained
 
     def save_pretrained(model, folder, **kwargs):
         saved(model, folder, **kwargs)  # the files are there, the directory is not in its place yet
-        calls.append("save")
-        if len(calls) == {"save": 1, "export": 2}.get(stage):
-            raise _Kill
+        raise _Kill
 
     def save_plan(*args, **kwargs):
         raise _Kill
@@ -103,14 +99,10 @@ def test_killed_while_it_writes(stage: str, whole, tmp_path, monkeypatch) -> Non
             patch.setattr(stages.CompressPlan, "save", save_plan)
         with pytest.raises(_Kill):
             run(tmp_path)
-    assert (tmp_path / "model").exists() == (stage == "export")
-    assert not (tmp_path / "plain").exists()
+    assert not (tmp_path / "model").exists()
     assert run(tmp_path) == whole
 
 
-SPEED = {"ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
-SPEED |= {"original_tokens_per_second": 1.0, "compressed_tokens_per_second": 1.0}
-SPEEDS = {"batch": 1, "prefill_tokens": 8, "decoded_tokens": 8, "prefill": SPEED, "decode": SPEED}
 INTEGERS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "bits": 4.25}
 INTEGERS |= {"evaluation_tokens": 96, "candidates": ["quantized"]}
 
@@ -127,16 +119,13 @@ def integers(folder, on_progress=no_progress) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole_integers(tmp_path_factory) -> dict[str, bytes]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "measure_speed", lambda *given: SPEEDS)
-        return integers(tmp_path_factory.mktemp("integers"))
+    return integers(tmp_path_factory.mktemp("integers"))
 
 
 @pytest.mark.parametrize("stage", ["forward", "candidates", "fit", "judging", "report"])
 def test_integers_killed_in_every_stage(stage: str, whole_integers, tmp_path, monkeypatch) -> None:
     observed: list[int] = []
     observe = stages.observe
-    monkeypatch.setattr(stages, "measure_speed", lambda *given: SPEEDS)
 
     def judged(*given, **named):
         observed.append(1)
@@ -161,14 +150,6 @@ def test_integers_killed_in_every_stage(stage: str, whole_integers, tmp_path, mo
 def test_everything_that_is_left_was_written(whole) -> None:
     names = {name.rpartition("/")[2] for name in whole}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
-
-
-def test_files_that_others_put_into_an_export_stay(whole, tmp_path) -> None:
-    run(tmp_path)
-    for name in ("notes.txt", "tokenizer_notes.md", "chat_templates.txt", "model-best-of-3.safetensors", "vocab.json"):
-        (tmp_path / "plain" / name).write_text("mine")
-    theirs = {f"plain/{path.name}": path.read_bytes() for path in (tmp_path / "plain").iterdir()}
-    assert run(tmp_path) == whole | theirs
 
 
 @pytest.mark.slow

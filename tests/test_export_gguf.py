@@ -88,9 +88,15 @@ def test_integers_stay_integers(bits: int, symmetric: bool, kind: str, tmp_path)
 
 def test_a_plan_of_integers_becomes_blocks_mixed_by_layer(tmp_path) -> None:
     model = llama(hidden_size=64, intermediate_size=96)
-    settings = {"tokens": 512, "sequence_length": 16, "candidates": ["quantized:symmetric=true"], "bits": 5.0}
+    settings = {
+        "tokens": 512,
+        "sequence_length": 16,
+        "candidates": ["quantized:symmetric=true"],
+        "bits": 5.0,
+        "reader": "llama.cpp",
+    }
     ids = [torch.randint(0, 320, (1024,), generator=torch.Generator().manual_seed(0))]
-    compress(model, ids, settings=settings, tokenizer=tokenizer_of(), out_dir=tmp_path, export="gguf")
+    compress(model, ids, settings=settings, tokenizer=tokenizer_of(), out_dir=tmp_path)
     bits = {op.config.bits for op in model.modules() if isinstance(op, relinear.Operator)}
     held = {{4: "Q4_0", 5: "Q5_0", 6: "Q8_0", 8: "Q8_0"}[max(4, size)] for size in bits}
     stored = gguf.GGUFReader(tmp_path / "model.gguf").tensors
@@ -214,17 +220,17 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path) -> None:
 
 
 def test_refusals_before_anything_is_computed(tmp_path) -> None:
-    settings = {"tokens": 256, "sequence_length": 16, "self_sampled": False}
+    settings = {"tokens": 256, "sequence_length": 16, "self_sampled": False, "reader": "llama.cpp"}
     ids = [torch.randint(0, 320, (256,), generator=torch.Generator().manual_seed(0))]
 
     def refused(match: str, model, tokenizer, **further):
         with pytest.raises(ValueError, match=match):
-            compress(model, ids, settings=settings | further, tokenizer=tokenizer, out_dir=tmp_path, export="gguf")
+            compress(model, ids, settings=settings | further, tokenizer=tokenizer, out_dir=tmp_path)
         assert not (tmp_path / "model.gguf").exists()
         assert not (tmp_path / "model").exists()
         assert not (tmp_path / "calibration").exists()
 
-    refused("a product of matrices", llama(), tokenizer_of())
+    refused("stores no integers", llama(), tokenizer_of(), candidates=["low_rank"])
     refused("bits=4.25 cannot be met", llama(hidden_size=64), tokenizer_of(), bits=4.25)
     refused("holds the tokenizer", llama(), None)
     refused("cut text as GPT-2's or SmolLM's", llama(), byte_tokenizer())

@@ -16,6 +16,7 @@ same weights in float32. Its server gives log-probabilities and no logits: ``log
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import os
@@ -38,7 +39,7 @@ else:
 
     import relinear
     from llama_cpp import PROMPTS, asking
-    from relinear.compression import export_compressed_tensors, export_gguf, export_plain
+    from relinear.compression import export_compressed_tensors, export_gguf
     from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
     from relinear.data.tokenizers import load_tokenizer
     from relinear.system.machine import circumstances
@@ -62,6 +63,14 @@ else:
 
 
 @torch.no_grad()
+def folded(model, folder: Path) -> Path:
+    """Write a copy of the model as a stock checkpoint."""
+    model = copy.deepcopy(model)
+    relinear.fold_(model, verbose=False)
+    model.save_pretrained(folder)
+    return folder
+
+
 def observed(model, prompts: list[list[int]]) -> dict:
     """Logits of all prompts in a row, and 24 greedy tokens after each; tokens a second of 64 greedy ones."""
     torch.set_num_threads(1)
@@ -136,7 +145,7 @@ def main() -> None:
                 own["logits"] = own["logits"][ends].log_softmax(-1)
             else:
                 plain = export == "plain"
-                write, reader = (export_plain, "transformers") if plain else (export_compressed_tensors, export)
+                write, reader = (folded, "transformers") if plain else (export_compressed_tensors, export)
                 with at_half_precision(model):
                     folder = write(model, Path(work) / "export")
                 theirs = by_transformers(folder, prompts, work)

@@ -7,16 +7,74 @@ named by their folders; bytes are of what a checkpoint holds, floats at half pre
 """
 
 import argparse
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import relinear
 from relinear.compression.budget import stored_bytes
-from relinear.compression.evaluation import measure_speed
+from relinear.contract.inference import build_for_inference
+from relinear.hf.vocabulary import entries_of, most_positions
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
+from relinear.system.timing import Timing, interleave
+
+#: seconds that the rounds of one measurement may take, about, and how many there are
+SPEED_SECONDS, ROUNDS = 8.0, (3, 15)
+PREFILL_TOKENS, DECODED_TOKENS = 128, 16
+
+
+@torch.no_grad()
+def measure_speed(original: Any, compressed: Any, batch: int, text: Tensor | None = None) -> dict[str, Any]:
+    """Return tokens a second of prefill and of decoding, in turns.
+
+    Args:
+        original: a decoder.
+        compressed: what became of it.
+        batch: sequences at once.
+        text: token ids (N, T) to run on; random ones by default.
+    """
+    build_for_inference(compressed)
+    contenders = {"original": original, "compressed": compressed}
+    longest = most_positions(compressed) or 1 << 30
+    tokens = min(PREFILL_TOKENS, longest)
+    if text is None:
+        vocabulary = entries_of(compressed.get_input_embeddings())
+        text = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    ids = text[:, :tokens].repeat(-(-batch // len(text)), 1)[:batch].to(next(compressed.parameters()).device)
+    decoded = max(1, min(DECODED_TOKENS, longest - 8))
+
+    def prefill(one: Any) -> Callable[[], object]:
+        return lambda: one(input_ids=ids, use_cache=False)
+
+    def decode(one: Any) -> Callable[[], object]:
+        limits = {"max_new_tokens": decoded, "min_new_tokens": decoded, "do_sample": False, "pad_token_id": 0}
+        prompt = ids[:, :8]
+        return lambda: one.generate(prompt, attention_mask=torch.ones_like(prompt), **limits)
+
+    found: dict[str, Any] = {"batch": batch, "prefill_tokens": ids.shape[1], "decoded_tokens": decoded}
+    for what, make, count in (("prefill", prefill, ids.shape[1]), ("decode", decode, decoded)):
+        calls = {name: make(one) for name, one in contenders.items()}
+        timings = _in_turns(calls)
+        before, after = timings["original"], timings["compressed"]
+        ratios = {name: getattr(before, name) for name in ("ratio", "ratio_low", "ratio_high")}
+        found[what] = ratios | {"original_tokens_per_second": batch * count / before.seconds}
+        found[what]["compressed_tokens_per_second"] = batch * count / after.seconds
+    return found
+
+
+def _in_turns(calls: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
+    """Time calls in turns for about ``SPEED_SECONDS``, in as many ``ROUNDS`` as that allows."""
+    start = time.perf_counter()
+    for call in 2 * [*calls.values()]:
+        call()
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(2 * SPEED_SECONDS / (time.perf_counter() - start))))
+    return interleave(calls, "compressed", rounds=rounds, min_seconds=0.0, warmup=1)
 
 
 @torch.no_grad()

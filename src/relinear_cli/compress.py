@@ -58,10 +58,6 @@ def command(
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Calibrate, print what layers would become, and stop.")
     ] = False,
-    export: Annotated[
-        Literal["plain", "gguf", "compressed-tensors"] | None,
-        typer.Option(help="Also write DIR/plain, DIR/model.gguf or DIR/compressed-tensors, to load without relinear."),
-    ] = None,
     evaluate_on: Annotated[
         list[str] | None, typer.Option(help="Other data to evaluate the result on, given like --data; several times.")
     ] = None,
@@ -96,7 +92,7 @@ def command(
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     text_reader = options.load_model_tokenizer(model, tokenizer)
     which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings}
-    what: Any = {"plan_file": plan, "plan_only": plan_only, "export": export, "out_dir": out}
+    what: Any = {"plan_file": plan, "plan_only": plan_only, "out_dir": out}
     what["overwrite"] = overwrite
     loaded = options.load_model(model)
     if dry_run or overwrite or not (out / "compress.json").is_file():

@@ -81,7 +81,7 @@ def _arguments() -> dict[str, list[str]]:
             *("distill", "model", "-r", "v_proj=low_rank:rank=2", *text, *out, "--tokens", "128", "--epochs", "1"),
             *("--set", "validation_tokens=64", "--set", "sequence_length=32", "--threads", "1"),
         ],
-        "compress": ["compress", "base", "--keep", "0.9", *text, *out, *sizes, "--export", "plain", "--no-evaluate"],
+        "compress": ["compress", "base", "--keep", "0.9", *text, *out, *sizes, "--no-evaluate"],
         "compress, healed": ["compress", "base", "--keep", "0.9", *text, *out, *sizes, *healed],
         "eval": ["eval", "model", *text],
         "analyze": ["analyze", "model", *text, "--sequences", "2", "--length", "16", *out],

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 import relinear
 from conftest import make_tiny_llama
 from relinear.compare.run import compare
-from relinear.compression import evaluation
 from relinear.contract.operator import is_linear
 from relinear.data.tokenizers import train_bpe
 from relinear.distill.run import distill_
@@ -87,24 +86,22 @@ def _tokenizer() -> Any:
     return train_bpe([text], 300, len(text))
 
 
-def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -> Callable[[Path, Path], None]:
+def _compress_by(heal: str, plan: str, reader: str, bits: float | None = None) -> Callable[[Path, Path], None]:
     """A compression with all that it keeps state of; its figures are compared, times are not waited for.
 
     With ``bits`` it is by bytes: integers, the embedding among them. The plan "proposed" is made by a second command,
     behind one that only plans.
     """
-    # a GGUF file has no layers of two matrices
-    operator = "monarch:blocks=4" if export == "gguf" else "low_rank:rank=4"
+    operator = "low_rank:rank=4"
     chosen = {"tokens": 128, "sequence_length": 16, "batch_size": 4, "keep": 0.8}
-    chosen |= {"candidates": [operator], "evaluation_tokens": 32, "sample_tokens": 2}
+    chosen |= {"candidates": [operator], "evaluation_tokens": 32}
     if bits is not None:
         del chosen["keep"], chosen["candidates"]
-        chosen |= {"bits": bits} | ({"candidates": ["quantized:symmetric=true"]} if export == "gguf" else {})
+        chosen |= {"bits": bits, "reader": reader}
     if heal:
         chosen |= {"heal": heal, "heal_tokens": 192, "heal_held_out_tokens": 32, "heal_learning_rate": 1e-3}
 
     def work(data: Path, out: Path) -> None:
-        evaluation.SPEED_SECONDS, evaluation.PREFILL_TOKENS, evaluation.DECODED_TOKENS = 0.01, 4, 2
         torch.manual_seed(0)
         model, given = make_tiny_llama(vocab_size=320), {}
         shown = out.with_name(f"shown-{out.name}")
@@ -117,8 +114,6 @@ def _compress_by(heal: str, plan: str, export: str, bits: float | None = None) -
             layers = {name: {"operator": operator} for name in found if name != "lm_head"}
             given["plan_file"] = out.with_name(f"plan-of-{out.name}.json")
             given["plan_file"].write_text(json.dumps({"layers": layers}))
-        if export:
-            given["export"] = export
         relinear.compress(model, _ids(20), tokenizer=_tokenizer(), settings=chosen, out_dir=out, **given)
 
     return work
@@ -145,21 +140,18 @@ WORKS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-_AXES = itertools.product(("", "operators", "all"), ("made", "given"), ("", "plain", "gguf"))
+_AXES = itertools.product(("", "operators", "all"), ("made", "given"))
 #: every way of compressing: its axes in words -> as in ``WORKS``
 COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
-    f"compress heal={heal or None} plan={plan} export={export or None}": _compress_by(heal, plan, export)
-    for heal, plan, export in _AXES
+    f"compress heal={heal or None} plan={plan}": _compress_by(heal, plan, "relinear") for heal, plan in _AXES
 }
 
 
-#: of integers: every way of healing and of exporting, the plan made at once or behind one that was proposed
-_INTEGERS = itertools.product(("operators", "", "all"), ("proposed", "made"), ("", "gguf", "plain"))
+#: of integers: every way of healing, two readers, the plan made at once or behind one that was proposed
+_INTEGERS = itertools.product(("operators", "", "all"), ("proposed", "made"), ("relinear", "llama.cpp"))
 COMPRESSIONS |= {
-    f"compress bits=4.25 heal={heal or None} plan={plan} export={export or None}": _compress_by(
-        heal, plan, export, bits=4.25
-    )
-    for heal, plan, export in _INTEGERS
+    f"compress bits=4.75 heal={heal or None} plan={plan} for={reader}": _compress_by(heal, plan, reader, bits=4.75)
+    for heal, plan, reader in _INTEGERS
 }
 
 

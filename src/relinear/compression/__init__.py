@@ -1,7 +1,6 @@
 """From a pretrained model and a budget to a smaller model: calibration, plan, fits, evaluation, exports."""
 
 from relinear.compression.export import export_compressed_tensors as export_compressed_tensors
-from relinear.compression.export import export_plain as export_plain
 from relinear.compression.gguf import export_gguf as export_gguf
 from relinear.compression.healing import HealReport as HealReport
 from relinear.compression.healing import heal as heal

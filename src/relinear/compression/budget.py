@@ -33,8 +33,8 @@ Choices = Mapping[str, Sequence[Candidate]]
 def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> dict[str, Candidate]:
     """Return one candidate a layer, of least summed ``nats`` with a summed cost of at most ``budget``.
 
-    The largest layer, which as an embedding may be most of a model, gets each of its candidates in turn: between two of
-    them lie budgets that no price meets.
+    The largest layer, which as an embedding may be most of a model, also gets the next candidates above and below what
+    the price gives it: between two of them lie budgets that no price meets.
 
     Raises:
         ValueError: if even the smallest candidates exceed the budget.
@@ -45,9 +45,12 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
             f"the budget of {budget:,.0f} {unit} cannot be met: the smallest choices take {least:,.0f}; keep more"
         )
     largest = max(candidates, key=lambda name: max(c.cost for c in candidates[name]))
-    smallest = min(c.cost for c in candidates[largest])
-    fitting = [c for c in candidates[largest] if least - smallest + c.cost <= budget]
-    plans = [_at_one_price({**candidates, largest: [option]}, budget) for option in fitting]
+    options = sorted(candidates[largest], key=lambda c: c.cost)
+    plans = [_at_one_price(candidates, budget)]
+    at = options.index(plans[0][largest])
+    for option in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
+        if least - options[0].cost + option.cost <= budget:
+            plans.append(_at_one_price({**candidates, largest: [option]}, budget))
     return min(plans, key=lambda plan: sum(c.nats for c in plan.values()))
 
 

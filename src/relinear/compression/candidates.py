@@ -49,7 +49,7 @@ class SearchSpace:
                 shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
                 raise ValueError(f"candidates: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
             smallest = min(fitting, key=lambda module: module.weight.numel())
-            operator = check_fittable(entry.candidates(*linear_features(smallest))[0], smallest, "candidates")
+            operator = check_fittable(entry.candidates(*linear_features(smallest))[0], smallest)
             integers = any(buffer.dtype == torch.uint8 for buffer in operator.buffers())
             if settings.by_bytes and not integers:
                 raise ValueError(
@@ -70,6 +70,9 @@ class SearchSpace:
         if unknown:
             hint = "" if task.settings.by_bytes else "; embedding and head need a budget of bits or size"
             raise ValueError(f"{path} replaces {unknown[0]}, which targets= and exclude= leave alone{hint}")
+        for name, config in loaded.replaced.items():
+            if budget.cost(name, config) is None:
+                raise ValueError(f"{path}: {name}: no file for {task.settings.reader} stores {config}")
         return loaded
 
     def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:

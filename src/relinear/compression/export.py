@@ -1,8 +1,7 @@
-"""A compressed model as a directory that needs no relinear: stock layers, dense or of integers."""
+"""A compressed model as a directory of compressed-tensors, whose integers other programs load."""
 
 import copy
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from torch import nn
 from relinear.compression.budget import at_half_precision, stored_bytes
 from relinear.contract.attachment import attachments
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.operator import NotLinearError, OperatorConfig, embeds, is_conv1d, linear_features
+from relinear.contract.operator import NotLinearError, embeds, is_conv1d, linear_features
 from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_
 
-MODELLING_FILE = "modeling_factorized"
+_FORMAT = "pack-quantized"
 
 
 @torch.no_grad()
@@ -33,49 +32,12 @@ def check_stock(model: Any) -> None:
             raise NotLinearError(f"{name}: {error}; save the model with relinear instead") from error
 
 
-@torch.no_grad()
-def export_plain(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
-    """Write ``model`` so that transformers alone loads it; all of it or nothing.
-
-    Every operator becomes its dense matrix, so that the directory is a stock checkpoint, as large as the original.
-
-    Args:
-        model: a Hugging Face decoder with operators; stays as it is.
-        directory: where to write; files of the same names are replaced, others stay.
-        tokenizer: saved along if given.
-
-    Raises:
-        NotLinearError: if an operator has no dense matrix. ValueError: if parts are attached to the model, which stock
-            layers cannot express.
-    """
+def check_packable(model: Any, tokenizer: Any = None) -> None:
+    """Raise ValueError, or NotLinearError, unless transformers would load ``model`` packed."""
     check_stock(model)
-    plain = copy.deepcopy(model)
-    if list(named_operators(plain)):
-        fold_(plain, verbose=False)
-    plain.config.__dict__.pop("quantization_config", None)
-    with model_directory(directory) as folder:
-        plain.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    return Path(directory)
-
-
-# With integers that stay integers
-
-
-_FORMAT = "pack-quantized"
-
-
-def check_packable(model: Any, becomes: Iterable[tuple[str, OperatorConfig]]) -> None:
-    """Raise ValueError unless transformers would load ``model`` packed, and a layer, by name, can be packed."""
     experts = any("experts" in name and value.ndim > 2 for name, value in model.named_parameters())
     if experts or model.config.model_type == "falcon":
-        raise ValueError(f"transformers reads no {type(model).__name__} of compressed-tensors; export it as plain")
-    if not any(packs(model, model.get_submodule(name), config) for name, config in becomes):
-        raise ValueError(
-            "compressed-tensors packs linear layers of integers whose group divides their inputs, and there is none. "
-            "Give candidates=quantized:symmetric=true and a budget of bits, or export the model as plain"
-        )
+        raise ValueError(f"transformers reads no {type(model).__name__} of compressed-tensors; relinear.fold_ it")
 
 
 def packs(model: Any, layer: Any, config: Any) -> bool:
@@ -100,14 +62,19 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
         tokenizer: saved along if given.
 
     Raises:
-        ValueError: as ``export_plain`` does, and if there is no layer to pack.
+        NotLinearError: if an operator has no dense matrix. ValueError: if parts are attached to the model, which stock
+            layers cannot express; if there is no layer to pack.
     """
-    check_stock(model)
-    check_packable(model, ((name, operator.config) for name, operator in named_operators(model)))
+    check_packable(model)
     stock = copy.deepcopy(model)
     with at_half_precision(stock):
         operators, own = dict[str, Any](named_operators(stock)), stored_bytes(stock)
         packed = {name: one.packed() for name, one in operators.items() if packs(stock, one, one.config)}
+        if not packed:
+            raise ValueError(
+                "compressed-tensors packs linear layers of integers whose group divides their inputs, and there is "
+                "none: compress with reader='vllm' (--for vllm)"
+            )
         fold_(stock, verbose=False)
         state, groups = stock.state_dict(), dict[str, Any]()
         for name, (scheme, parts) in packed.items():

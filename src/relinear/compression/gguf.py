@@ -33,7 +33,7 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("GGUF files need the package gguf: pip install 'relinear[gguf]'")
     if type(model).__name__ != _CLASS:
-        raise ValueError(f"GGUF files are written of {_CLASS} alone, got {type(model).__name__}; export it as plain")
+        raise ValueError(f"GGUF files are written of {_CLASS} alone, got {type(model).__name__}; relinear.fold_ it")
     check_stock(model)
     config = model.config
     unlike = {
@@ -44,7 +44,7 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
     }
     found = [name for name, there in unlike.items() if there]
     if found:
-        raise ValueError(f"a GGUF file is not written of a Llama with {', '.join(found)}; export it as plain")
+        raise ValueError(f"a GGUF file is not written of a Llama with {', '.join(found)}; relinear.fold_ it")
     if tokenizer is None:
         raise ValueError("a GGUF file holds the tokenizer: give tokenizer=")
     _pre_tokenizer(tokenizer)
@@ -70,7 +70,7 @@ def check_gguf_operator(name: str, config: OperatorConfig, shape: tuple[int, int
     elif len(operator.dense_chain()) > 1:
         raise ValueError(
             f"{name} as {config} is a product of matrices, and no layer of a GGUF file is one; give candidates="
-            "quantized:symmetric=true, or export it as plain"
+            "quantized:symmetric=true, or relinear.fold_ it"
         )
 
 
@@ -92,7 +92,7 @@ def _pre_tokenizer(tokenizer: Any) -> str:
     if bpe.get("type") != "BPE" or described["normalizer"] or not plain or name is None:
         raise ValueError(
             "a GGUF file is written with byte-level BPE tokenizers that cut text as GPT-2's or SmolLM's does, and this "
-            "one is another; export the model as plain and convert that directory by llama.cpp's own script"
+            "one is another; relinear.fold_ the model and convert it by llama.cpp's own script"
         )
     decoder, letters = described["decoder"] or {}, set(ByteLevel.alphabet()) - _NO_TEXT
     unlike = {
@@ -107,7 +107,7 @@ def _pre_tokenizer(tokenizer: Any) -> str:
     found = [what for what, there in unlike.items() if there]
     if found:
         raise ValueError(
-            f"the tokenizer has {'; '.join(found)}, which a GGUF file cannot express; export the model as plain"
+            f"the tokenizer has {'; '.join(found)}, which a GGUF file cannot express; relinear.fold_ the model"
         )
     return name
 
@@ -122,7 +122,7 @@ def _added_around(tokenizer: Any) -> tuple[bool, bool]:
             return before, behind
     raise ValueError(
         f"the tokenizer makes {ids} of a text whose tokens are {plain}. A GGUF file can only say that the BOS token "
-        f"({bos[0]}) stands before a text and the EOS token ({eos[0]}) behind it; export the model as plain"
+        f"({bos[0]}) stands before a text and the EOS token ({eos[0]}) behind it; relinear.fold_ the model"
     )
 
 
@@ -238,7 +238,7 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
     for name, value in values.items():  # a tied head is the embedding, and not written again
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
-            raise ValueError(f"{name} has no place in a GGUF file of a Llama; export the model as plain")
+            raise ValueError(f"{name} has no place in a GGUF file of a Llama; relinear.fold_ the model")
         kind = kinds.get(value.dtype, GGMLQuantizationType.F32) if value.ndim > 1 else GGMLQuantizationType.F32
         operator = operators.get(name.removesuffix(".weight"))
         if hasattr(operator, "gguf_rows"):

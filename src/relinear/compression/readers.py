@@ -6,14 +6,15 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from relinear.compression.budget import Budget, size_of, stored_bytes
-from relinear.compression.export import packs
-from relinear.compression.gguf import header_bytes
+from relinear.compression.export import check_packable, export_compressed_tensors, packs
+from relinear.compression.gguf import check_gguf, export_gguf, header_bytes
 from relinear.compression.settings import CompressSettings
 from relinear.contract.operator import OperatorConfig, linear_features
 
@@ -38,7 +39,9 @@ class Reader:
     candidates: tuple[str, ...]
     stored: Callable[[Any, str, OperatorConfig | None], int | None]
     remainder: Callable[[Any, Any, Mapping[str, nn.Module]], int]
-    export: str | None = None
+    file: str | None = None
+    write: Callable[..., Path] | None = None
+    check: Callable[[Any, Any], None] = lambda model, tokenizer: None
     fused: str | None = None
     tables: bool = True
 
@@ -99,13 +102,20 @@ def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
 READERS = {
     "relinear": Reader(("quantized", "quantized:group=256"), _relinear, _outside),
     "llama.cpp": Reader(
-        ("quantized:group=32,symmetric=true", "quantized:group=32"), _gguf, _gguf_remainder, export="gguf"
+        ("quantized:group=32,symmetric=true", "quantized:group=32"),
+        _gguf,
+        _gguf_remainder,
+        file="model.gguf",
+        write=export_gguf,
+        check=check_gguf,
     ),
     "vllm": Reader(
         tuple(f"quantized:group={group},symmetric=true" for group in (32, 64, 128)),
         _packed,
         _outside,
-        export="compressed-tensors",
+        file="compressed-tensors",
+        write=export_compressed_tensors,
+        check=check_packable,
         tables=False,
         fused=r"\.(?:(?P<qkv>[qkv]_proj)|(?P<gate_up>(?:gate|up)_proj))$",
     ),

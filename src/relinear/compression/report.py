@@ -28,7 +28,7 @@ class CompressReport:
     plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats a token. seconds:
     by phase, of this call. bytes, bytes_before: of the whole model, floats at no more than half precision. budget: what
     was allowed; None for a plan that was given. evaluation: the compressed model compared with the original (loss,
-    agreement, samples, speed), None where it was not measured. peak_memory_bytes: of this call. settings: all of them.
+    agreement, repeated text), None where it was not measured. peak_memory_bytes: of this call. settings: all of them.
     healing: None where there was none. left: what no target could name, such as experts that are held as one tensor, in
     words. corpus: the texts. model: its name.
     """
@@ -66,7 +66,6 @@ class CompressReport:
             nats = self.plan.nats
             return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+z.2f} nats predicted"])
         found = self.evaluation
-        said.append(f"{found['speed']['decode']['ratio']:.1f} times as fast")
         said.append(f"{found['nats']:+z.2f} nats on text like yours")
         said += [f"{other['nats']:+z.2f} on {name}" for name, other in found["elsewhere"].items()]
         before, after = found["repeated_before"], found["repeated"]
@@ -129,7 +128,6 @@ def _plus_minus(found: Mapping[str, Any]) -> str:
 def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
     where = "tokens that calibration has not seen" if found["unseen"] else "tokens of the calibration"
     expected = "" if predicted is None else f", predicted {predicted:+z.3f}"
-    speeds = [f"{what} {found['speed'][what]['ratio']:.2f}" for what in ("prefill", "decode")]
     return [
         f"loss on {found['tokens']:,} {where}: {found['loss_before']:.3f} -> {found['loss']:.3f} "
         f"({found['nats']:+z.3f}{_plus_minus(found)}{expected}); next token as the original's: "
@@ -139,7 +137,6 @@ def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list
             f"({other['nats']:+z.3f}{_plus_minus(other)})"
             for name, other in found["elsewhere"].items()
         ),
-        f"times the original's speed, measured at batch {found['speed']['batch']}: {', '.join(speeds)}",
     ]
 
 

@@ -1,15 +1,14 @@
 """``compress``: calibrate, plan, fit, save."""
 
-import copy
 import itertools
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,31 +17,24 @@ from relinear.compression.calibrate import Calibration
 from relinear.compression.candidates import SearchSpace, fit_layers, replace_layers_
 from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere, with_sampled_text
-from relinear.compression.evaluation import Observation, compared, like_before, measure_speed, observe
-from relinear.compression.export import check_packable, check_stock, export_compressed_tensors, export_plain
-from relinear.compression.gguf import check_gguf, check_gguf_operator, export_gguf
+from relinear.compression.evaluation import Observation, compared, observe
 from relinear.compression.healing import HealReport, check_healable, heal, original_copy
 from relinear.compression.plan import CompressPlan, LayerPlan
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
 from relinear.compression.task import Task, check_ids, check_model, linear_layers, tables_of, unreached
-from relinear.contract.config import check_choice
 from relinear.contract.modes import evaluating
-from relinear.contract.operator import linear_features
 from relinear.hf.model_layout import model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.tied import tied_head
 from relinear.system.files import fingerprint, write_json, writing
 from relinear.system.machine import PeakMemory
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, set_aside
 
-#: the model, and the one export that is a file, as they are called in the directory; others are called as asked for
-MODEL, GGUF = "model", "model.gguf"
-EXPORTS: dict[str, Callable[..., Path]]
-EXPORTS = {"plain": export_plain, "gguf": export_gguf, "compressed-tensors": export_compressed_tensors}
+#: the model's directory
+MODEL = "model"
 #: stage of the work -> what is shown while it lasts
 STAGES = {
     "forward": "calibrating",
@@ -52,7 +44,7 @@ STAGES = {
     "heal": "healing",
 }
 #: what is made by a plan
-_RESULTS = ("plan.json", "report.json", "report.html", MODEL, GGUF, "plain", "compressed-tensors")
+_RESULTS = ("plan.json", "report.json", "report.html", MODEL, *filter(None, (r.file for r in READERS.values())))
 
 
 def compress(
@@ -70,7 +62,6 @@ def compress(
     plan_only: bool = False,
     out_dir: str | Path | None = None,
     overwrite: bool = False,
-    export: Literal["plain", "gguf", "compressed-tensors"] | None = None,
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> CompressReport:
@@ -89,9 +80,6 @@ def compress(
         plan_only: stop after the plan, the model as it was. Where ``out_dir`` holds a model already, plan and report
             are put beside its own as ``proposed-*``.
         evaluate_on: texts of other kinds, by name, that the result is also evaluated on; of each ``evaluation_tokens``.
-        export: "plain" also writes ``out_dir/plain``, a directory that loads without relinear (``export_plain``);
-            "gguf" writes ``out_dir/model.gguf`` of a Llama without factors (``export_gguf``); "compressed-tensors"
-            writes ``out_dir/compressed-tensors``, where integers stay packed (``export_compressed_tensors``).
         out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
             and called again with the same arguments, it goes on from where it was; other candidates, and budgets of the
             same unit and reader, use the same statistics. The model of the earlier one is renamed: ``model.<time>``.
@@ -115,26 +103,13 @@ def compress(
         >>> report.bytes < report.bytes_before
         True
     """
-    check_choice("export", export or "plain", EXPORTS)
     given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
     given |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
     chosen = CompressSettings.load(given, "compress settings")
-    named = {reader.export: name for name, reader in READERS.items()}
-    if chosen.by_bytes and export is not None and export in named and chosen.reader == "relinear":
-        chosen = chosen.updated(reader=named[export])
     reader = READERS[chosen.reader]
-    if reader.export not in (None, export or reader.export):
-        raise ValueError(
-            f"reader={chosen.reader} reads {reader.export}, and export={export} is another; give one of them"
-        )
-    export = export or reader.export  # type: ignore[assignment]
-    if export is not None and out_dir is None:
-        by = EXPORTS[export].__name__
-        raise ValueError(f"{export} is written into out_dir, and none is given: give it, or {by}(model, ...)")
-    if export == "gguf":
-        check_gguf(model, tokenizer)
-    elif export is not None:
-        check_stock(model)
+    if reader.file is not None and out_dir is None:
+        raise ValueError(f"reader={chosen.reader}: {reader.file} is written into out_dir, and none is given: give it")
+    reader.check(model, tokenizer)
     kept = None if out_dir is None else check_folder(out_dir, chosen, overwrite=overwrite)
     if overwrite and plan_file is not None and Path(plan_file).resolve().parent == Path(out_dir or "").resolve():
         raise ValueError(f"{plan_file}, which is to be carried out, would be renamed; move it, or leave out overwrite")
@@ -156,7 +131,7 @@ def compress(
             on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
 
         task = Task(model, modules, chosen, folder, report_progress)
-        job = _Job(task, export, kept, (record or {}).get("made"), tokenizer, left)
+        job = _Job(task, kept, (record or {}).get("made"), tokenizer, left)
         given_plan = None if plan_file is None else job.space.load_plan(plan_file, job.budget)
         if given_plan is None:
             job.space.check(job.budget)
@@ -172,7 +147,9 @@ def compress(
         report = job.run(corpus, tokenizer, given_plan, plan_only)
         if out_dir is not None and not plan_only:
             with at_half_precision(model) if chosen.by_bytes else nullcontext():
-                _save(model, Path(out_dir), tokenizer, export)
+                save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
+                if reader.write is not None:
+                    reader.write(model, folder / str(reader.file), tokenizer=tokenizer)
             job.calibration.release()
     return report
 
@@ -194,20 +171,12 @@ def proposal(folder: Path, name: str) -> Path:
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
 
 
-def _save(model: Any, folder: Path, tokenizer: Any, export: str | None) -> None:
-    save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
-    if export is not None:
-        EXPORTS[export](model, folder / (GGUF if export == "gguf" else export), tokenizer=tokenizer)
-
-
 class _Job:
     """One compression: its search space and the steps."""
 
-    def __init__(
-        self, task: Task, export: str | None, kept: RunFolder | None, made: Any, tokenizer: Any, left: tuple[str, ...]
-    ) -> None:
+    def __init__(self, task: Task, kept: RunFolder | None, made: Any, tokenizer: Any, left: tuple[str, ...]) -> None:
         self.left = left
-        self.task, self.export, self._kept, self._made = task, export, kept, made
+        self.task, self._kept, self._made = task, kept, made
         self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
         self.space = SearchSpace(task)
         self.budget = budget_of(self.model, self.modules, self.settings, tokenizer)
@@ -223,8 +192,6 @@ class _Job:
         memory.reset()
         self._lap("")
         bytes_before = stored_bytes(self.model)
-        if self.export is not None:
-            self._check_export(given_plan)
         calibration = self.calibration = self.task.calibrate(corpus.blocks, corpus.kinds)
         loss = calibration.loss
         self._lap("calibration")
@@ -277,24 +244,6 @@ class _Job:
         """By how much a layer becomes smaller, in its reader's file."""
         return round(layer.parameters_before * (16 - (layer.bits or 16)) / 8)
 
-    def _check_export(self, given_plan: CompressPlan | None) -> None:
-        """Raise ValueError unless the export can hold what layers may become: before hours of work, not after them.
-
-        A GGUF file holds all candidates of a budget of bytes.
-        """
-        if given_plan is not None:
-            becomes = list(given_plan.replaced.items())
-        elif self.export == "gguf" and self.settings.by_bytes:
-            return
-        else:
-            offered = ((n, c) for n, layer in self.modules.items() for c in self.space.sizes(linear_features(layer)))
-            becomes = list(offered)
-        if self.export == "gguf":
-            for name, config in becomes:
-                check_gguf_operator(name, config, linear_features(self.model.get_submodule(name)))
-        elif self.export == "compressed-tensors":
-            check_packable(self.model, becomes)
-
     def _make(
         self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
@@ -302,10 +251,6 @@ class _Job:
         if self.settings.heal_tokens:
             check_healable(self.settings, len(whole.replaced))
         original = self._observe("original", corpus, tokenizer)
-        ends = list(self.task.tables.values())
-        ends += [head for table in ends if (head := tied_head(self.model, table)) is not None]
-        changed = {**self.modules, **{name: one for name, one in self.model.named_modules() if one in ends}}
-        layers = {name: copy.deepcopy(one).to("meta") for name, one in changed.items()}
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
         replace_layers_(self.task, whole, fit_layers(self.task, whole, calibration))
@@ -325,14 +270,13 @@ class _Job:
         compressed = self._observe("evaluation", corpus, tokenizer)
         if original is None or compressed is None:
             return healing, None
-        speed = measure_speed(like_before(self.model, layers), self.model, self.settings.speed_batch, corpus.evaluation)
         self._lap("evaluation")
-        return healing, compared(original, compressed, corpus.unseen, speed)
+        return healing, compared(original, compressed, corpus.unseen)
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
         """What the model does, as it now is; None where nothing is to be evaluated."""
         settings = self.settings
         if not settings.evaluate:
             return None
-        asked = settings.prompts, settings.sample_tokens, corpus.elsewhere, settings.passages
-        return observe(self.model, corpus.evaluation, tokenizer, *asked, on_step=self.task.progress_of(phase))
+        on_step = self.task.progress_of(phase)
+        return observe(self.model, corpus.evaluation, tokenizer, corpus.elsewhere, settings.passages, on_step)

@@ -26,7 +26,6 @@ class CompressSettings(Settings):
         keep: in place of both, the share of the parameters of the linear layers, between 0 and 1, by low rank.
         reader: the program that will run the model, and decides what layers can become: "relinear", "llama.cpp"
             (GGUF) or "vllm" (compressed-tensors).
-        speed_batch: sequences at once where ``evaluate`` measures speeds.
         tokens: how many calibrate: excerpts of the corpus that are spread over documents.
         self_sampled: where all texts are of one kind, half of the tokens that calibrate are written by the model
             itself, at temperature 1: what decides bits and rounding has to hold on another kind of text.
@@ -44,11 +43,9 @@ class CompressSettings(Settings):
         heal_learning_rate: the peak; None is 3e-5.
         heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
         evaluate: compare the compressed model with the original: loss and agreement on tokens that
-            calibration has not seen, samples, speed.
+            calibration has not seen.
         evaluation_tokens: of documents that do not calibrate, for ``evaluate``.
         passages: how many are continued to see whether the model repeats itself; 0 leaves that out.
-        prompts: that samples continue.
-        sample_tokens: new tokens of a sample at most.
 
     Raises:
         ValueError: for an unknown key (names the nearest) or a value out of range.
@@ -63,7 +60,6 @@ class CompressSettings(Settings):
     bits: float | None = Field(default=None, gt=0, lt=16)
     keep: float | None = Field(default=None, gt=0, lt=1)
     reader: Literal["relinear", "llama.cpp", "vllm"] = "relinear"
-    speed_batch: Batch = 1
     tokens: int = Field(default=32768, ge=2, le=10**12)
     self_sampled: bool = True
     sequence_length: int = Field(default=512, ge=2)
@@ -78,12 +74,6 @@ class CompressSettings(Settings):
     evaluate: bool = True
     evaluation_tokens: int = Field(default=16384, ge=2)
     passages: int = Field(default=50, ge=0)
-    prompts: tuple[str, ...] = (
-        "The capital of France is",
-        "Once upon a time, there was a",
-        "Explain in one sentence why the sky is blue.",
-    )
-    sample_tokens: int = Field(default=48, ge=1)
 
     @model_validator(mode="before")
     @classmethod
