@@ -11,7 +11,7 @@ from measured import signed
 
 __all__ = ["PICTURES", "alt", "picture"]
 
-WIDTH, LEFT, RIGHT, STEP, TOP = 540, 160, 112, 24, 40
+WIDTH, LEFT, RIGHT, STEP, TOP = 400, 130, 108, 24, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,25 +23,25 @@ class Rows:
     tick: float
 
 
-_AT_4, _AT_3 = "170 MB (4.25 bits)", "160 MB (3.5 bits)"
+_AT_4, _AT_3 = "170 MB", "160 MB"
 PICTURES = {
     "compress-file-size": Rows(
         [
-            ("187 MB (5.5 bits)", [("relinear", "bits:5.5"), ("llama.cpp, Q4_K_M", "llama.cpp:Q4_K_M")]),
+            ("187 MB", [("relinear", "bits:5.5"), ("llama.cpp, Q4_K_M", "llama.cpp:Q4_K_M")]),
             (
                 _AT_4,
                 [("relinear", "bits:4.25"), ("GPTQ", "gptq-order:4@96"), ("llama.cpp, IQ3_S", "llama.cpp:IQ3_S")],
             ),
         ],
         0.45,
-        0.1,
+        0.2,
     ),
     "compress-equal-bytes": Rows(
         [
             (
                 _AT_4,
                 [
-                    ("compress --bits 4.25", "bits:4.25"),
+                    ("compress", "bits:4.25"),
                     ("GPTQ, planned bits", "bits-order:4.25"),
                     ("GPTQ in order", "gptq-order:4@96"),
                     ("GPTQ", "gptq:4@96"),
@@ -56,7 +56,7 @@ PICTURES = {
             (
                 _AT_3,
                 [
-                    ("compress --bits 3.5", "bits:3.5"),
+                    ("compress", "bits:3.5"),
                     ("GPTQ, planned bits", "bits-order:3.5"),
                     ("CALDERA", "caldera:3.5"),
                     ("GPTQ and descent", "uniform-order:3@48"),
@@ -68,7 +68,7 @@ PICTURES = {
             ),
         ],
         0.53,
-        0.1,
+        0.2,
     ),
 }
 
@@ -90,7 +90,7 @@ def picture(theme: str, name: str) -> str:
     def at(nats: float) -> float:
         return LEFT + min(nats, rows.most) / rows.most * (WIDTH - LEFT - RIGHT)
 
-    parts = [svg.text(LEFT, 16, "nats a token above the original: less is better", soft, "start")]
+    parts = [svg.text(0, 16, "nats a token above the original: less is better", soft, "start")]
     for tick in range(int(rows.most / rows.tick) + 1):
         x = at(tick * rows.tick)
         parts += [svg.line(x, TOP - 14, x, bottom, grid, 1)]
@@ -103,7 +103,7 @@ def picture(theme: str, name: str) -> str:
             nats, half, _ = _found(row)
             colour = ours if label.startswith(("relinear", "compress")) else soft
             width = max(1.0, at(nats) - LEFT)
-            parts.append(svg.text(LEFT - 10, y + 4, label, ink, "end"))
+            parts.append(svg.text(LEFT - 6, y + 4, label, ink, "end"))
             parts.append(f'<rect x="{LEFT}" y="{y - 7}" width="{width:.1f}" height="14" fill="{colour}"/>')
             parts.append(svg.line(at(max(0.0, nats - half)), y, at(nats + half), y, ink, 1.6))
             parts.append(svg.text(WIDTH, y + 4, f"{signed(nats, 3)} ± {half:.3f}", ink, "end"))
