@@ -121,12 +121,22 @@ def test_modulated_layers_in_inference(settings, leading, dtype, any_size, monke
 
 def test_a_few_tokens_do_not_ask_for_a_build(monkeypatch):
     monkeypatch.setattr(build, "_was_built", lambda: False)
-    monkeypatch.setattr(build, "is_loaded", functools.cache(lambda: pytest.fail("built")))
+    monkeypatch.setattr(build, "library", functools.cache(lambda: pytest.fail("built")))
     assert (
         native.unsupported_reason(Call(torch.zeros(8)), fewest=1, may_build=False) == "not worth building the kernels"
     )
     x = torch.randn(1, 24)
     assert relinear.Transponder().build(24, 40).eval()(x).shape == (1, 40)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@torch.no_grad()
+def test_a_traced_layer_computes_from_its_inputs(any_size):
+    """Numbers that a kernel wrote would be constants there."""
+    layer = relinear.for_inference_(relinear.HDPL(rank=4, blocks=4).build(64, 40).eval())
+    x = torch.randn(1, 64)
+    traced = torch.jit.trace(layer, torch.zeros(1, 64), check_trace=False)
+    close(traced(x), layer(x), torch.float32)
 
 
 def test_training_on_few_tokens_keeps_to_one_form(any_size, monkeypatch):
@@ -143,7 +153,7 @@ def test_the_kernels_are_what_runs(narrow_library, monkeypatch):
     class Spy:
         def __getattr__(self, name):
             reached.append(name)
-            return getattr(torch.ops.relinear_cpu, name)
+            return getattr(native.calls, name)
 
     monkeypatch.setattr(native, "kernels", Spy)
     relinear.Transponder(rank=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
@@ -395,20 +405,17 @@ def whole_layers(few_rows, monkeypatch):
     """Names of the kernels that are called without asking about parameters again."""
     called = []
 
-    class Kernel:
-        def __init__(self, name):
-            self.name, self.run = name, getattr(torch.ops.relinear_cpu, name)
-
-        def default(self, *given):
-            called.append(self.name)
-            return self.run(*given)
-
-        def __call__(self, *given):
-            return self.run(*given)
-
     class Kernels:
         def __getattr__(self, name):
-            return Kernel(name)
+            run = getattr(native.calls, name)
+            if sys._getframe(1).f_code.co_name != "few_rows":
+                return run
+
+            def prepared(*parameters):
+                layer = run(*parameters)
+                return lambda *given: called.append(name) or layer(*given)
+
+            return prepared
 
     monkeypatch.setattr(native, "kernels", Kernels)
     return called
@@ -623,7 +630,7 @@ def test_bfloat16_is_rounded_to_nearest_and_keeps_what_is_not_a_number(any_size)
 )
 def test_wrong_tensors_are_refused(change, message, any_size):
     given = {"out": torch.empty(4, 5), "value": torch.zeros(4, 5), "logits": torch.zeros(4, 5), "bias": torch.zeros(5)}
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         native.kernels().gate(*(given | change).values())
 
 
@@ -642,7 +649,7 @@ def test_wrong_factors_are_refused(change, message, any_size):
         "out": torch.empty(4, 6), "x": torch.zeros(4, 8), "blocks": torch.zeros(2, 3, 4),
         "s": torch.zeros(4, 3), "up": torch.zeros(6, 3), "bias": torch.zeros(6),
     }  # fmt: skip
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         native.kernels().block_low_rank(*(given | change).values())
 
 

@@ -176,19 +176,19 @@ def library(tmp_path, monkeypatch):
     kept = build._hashed(path, path)
     path.rename(kept)
     loaded, built = [], []
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    monkeypatch.setattr(build, "_build", built.append)
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda name: loaded.append(Path(name)) or SimpleNamespace())
+    monkeypatch.setattr(build, "_build", lambda path: built.append(path) or path)
     return SimpleNamespace(path=path, kept=kept, loaded=loaded, built=built)
 
 
 def test_kernels_are_loaded_if_they_are_what_was_built(library):
-    assert build.is_loaded.__wrapped__()
+    assert build.library.__wrapped__()
     assert build._was_built.__wrapped__()
     assert (library.loaded, library.built) == ([library.kept], [])
     library.kept.write_bytes(b"other code")
     assert not build._was_built.__wrapped__()
-    assert build.is_loaded.__wrapped__()
-    assert (len(library.loaded), library.built) == (1, [library.path])
+    assert build.library.__wrapped__()
+    assert (library.loaded, library.built) == ([library.kept, library.path], [library.path])
 
 
 @pytest.mark.parametrize("planted", ["folder", "file"])
@@ -197,14 +197,14 @@ def test_kernels_of_another_user_are_not_loaded(planted, library, give):
     said = rf"belongs to another user.*{library.path.parent}.*set TORCH_EXTENSIONS_DIR to a folder of your own"
     assert not build._was_built.__wrapped__()
     with pytest.warns(UserWarning, match=said):
-        assert not build.is_loaded.__wrapped__()
+        assert not build.library.__wrapped__()
     assert (library.loaded, library.built) == ([], [])
 
 
 def test_kernels_in_a_folder_that_was_open_to_others_are_not_loaded(library):
     library.path.parent.chmod(0o777)
     with pytest.warns(UserWarning, match="other users may write there"):
-        assert not build.is_loaded.__wrapped__()
+        assert not build.library.__wrapped__()
     assert (library.loaded, library.built) == ([], [])
     assert library.path.parent.stat().st_mode & 0o777 == 0o777
 
@@ -258,21 +258,19 @@ def test_code_that_a_second_user_plants_does_not_run(who, open_to_all, monkeypat
             part.chmod(0o755)
     if who == "root":  # the same file, if it were one's own
         os.chown(build._hashed(path, code), 0, 0)
-        assert build.is_loaded.__wrapped__()
+        assert build.library.__wrapped__()
     else:
         with pytest.warns(UserWarning, match="belongs to another user" if who == "closed" else "other users may write"):
-            assert not build.is_loaded.__wrapped__()
+            assert not build.library.__wrapped__()
     assert ran.exists() == (who == "root")
 
 
 def test_a_build_is_kept_under_its_hash(tmp_path, monkeypatch):
-    def load(name, sources, *, build_directory, **more):
-        (Path(build_directory) / f"{name}.so").write_bytes(b"code")
-
-    monkeypatch.setattr("torch.utils.cpp_extension.load", load)
+    monkeypatch.setattr(build, "_run", lambda command: Path(command[-1]).write_bytes(b"code"))
     path = private_folder(tmp_path / "kernels") / "kernels-key.so"
-    build._build(path)
-    kept = build._cached_library(path)
-    assert kept is not None
+    kept = build._build(path)
+    assert kept == build._cached_library(path)
     assert kept.read_bytes() == b"code"
     assert not kept.stat().st_mode & 0o022
+    monkeypatch.setattr(build, "_run", lambda command: pytest.fail("built again"))
+    assert build._build(path) == kept

@@ -260,7 +260,7 @@ def test_a_few_tokens_in_inference_take_what_is_built_and_training_keeps_to_one_
         module(x)
     assert calls == ["rotor_network"]
     monkeypatch.setattr(build, "is_built", lambda: False)
-    monkeypatch.setattr(build, "is_loaded", functools.cache(lambda: pytest.fail("built")))
+    monkeypatch.setattr(build, "library", functools.cache(lambda: pytest.fail("built")))
     with torch.no_grad():
         module(x)
     assert calls == ["rotor_network"]
@@ -293,15 +293,21 @@ def test_what_the_kernel_refuses(change, message, any_size):
     names = ("left", "right", "windows", "parts", "blades", "signs", "rows", "components")
     names += ("orders", "slopes", "mix", "reads", "writes")
     arguments = {"y": torch.zeros(3, 64), "x": x} | dict(zip(names, prepared.layers, strict=True)) | change
-    with pytest.raises((RuntimeError, IndexError), match=message):
-        native.kernels().rotor_network(*arguments.values(), None, *prepared.settings)
+    y, x, *layers = arguments.values()
+
+    def run():
+        of_layers = native.calls.Network(64, y.shape[1], *layers, *prepared.settings)
+        native.kernels().rotor_network(y, x, of_layers, None)
+
+    with pytest.raises(ValueError, match=message):
+        run()
 
 
 def test_an_unknown_activation_is_refused(any_size):
     *tensors, settings = network({}, 64, 64)._network_tensors()
-    prepared, x = rotor.PreparedNetwork(64, *tensors, settings), torch.zeros(3, 64)
-    with pytest.raises(RuntimeError, match="prelu, gelu, silu or elu, got tanh"):
-        native.kernels().rotor_network(x.clone(), x, *prepared.layers, None, *prepared.settings[:-1], "tanh")
+    prepared = rotor.PreparedNetwork(64, *tensors, settings)
+    with pytest.raises(ValueError, match="prelu, gelu, silu or elu, got tanh"):
+        native.calls.Network(64, 64, *prepared.layers, *prepared.settings[:-1], "tanh")
 
 
 @pytest.mark.parametrize("layout", ["wrapped", "spread"])

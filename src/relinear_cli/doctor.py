@@ -102,7 +102,7 @@ def _kernels() -> Iterator[_Finding]:
     compiler = build.compiler()
     yield GOOD if compiler else LACKS, "compiler", compiler or "no g++ or clang++, or RELINEAR_COMPILE_KERNELS=0"
     if compiler:
-        later = "not built yet: the first large call does it, in about a minute"
+        later = "not built yet: the first large call does it, in some seconds"
         yield GOOD, "C++ kernels", "built" if build.is_built() else later
 
 

@@ -41,7 +41,8 @@ def _few_rows_unsupported(call: Call) -> str:
 
 
 def _few_rows(x: Tensor, features: Tensor | None, *parameters: Any) -> Tensor:
-    return native.kernels().ccl_layer(x, features, [], *parameters)
+    width = 0 if features is None else features.shape[-1]
+    return native.kernels().ccl_layer(width, [], *parameters)(x, features)
 
 
 def _products_unsupported(call: Call) -> str:
@@ -93,14 +94,19 @@ def few_rows(
     if native.few_rows_unsupported(x, *trunk, basis, mix, *parameters):
         return None
     log_choice("ccl", "C++ for a few rows, prepared", shape_of(x), {})
-    layer, trunk = native.kernels().ccl_layer.default, list(trunk)
+    layers: dict[int, Any] = {}  # for contexts of so many features
+    make, arguments = native.kernels().ccl_layer, (list(trunk), basis, mix, *parameters, gate_bias, EPS)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor | None:
+        width = 0
         if context is not None:
-            if context.numel() * x.shape[-1] != x.numel() * context.shape[-1] or not is_plain(context):
+            width = context.shape[-1]
+            if context.numel() * x.shape[-1] != x.numel() * width or not is_plain(context):
                 return None
             context = context.to(x.dtype)
-        return layer(x, context, trunk, basis, mix, *parameters, gate_bias, EPS)
+        if width not in layers:
+            layers[width] = make(width, *arguments)
+        return layers[width](x, context)
 
     return run
 

@@ -40,7 +40,7 @@ def _few_rows_unsupported(call: Call) -> str:
 
 
 def _few_rows(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> HDPLOutput:
-    y, z = native.kernels().hdpl_layer(x, blocks, mu_weight, mu_bias, decoder, bias)
+    y, z = native.kernels().hdpl_layer(blocks, mu_weight, mu_bias, decoder, bias)(x, True)
     return HDPLOutput(y, z, z, None)
 
 
@@ -80,9 +80,9 @@ def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor
     """
     if native.few_rows_unsupported(x, *parameters):
         return None
-    layer = native.kernels().hdpl_layer.default
+    layer = native.kernels().hdpl_layer(*parameters)
     log_choice("hdpl", "C++ for a few rows, prepared", shape_of(x), {})
-    return lambda x: layer(x, *parameters)[0]
+    return lambda x: layer(x, False)[0]
 
 
 # Float32 products of matrices in ``products.cpp``

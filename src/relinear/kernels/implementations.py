@@ -200,7 +200,9 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 def is_traced(x: Tensor) -> bool:
     """Return whether operations on x are seen or replaced by others: compilers, dispatch modes, classes of tensors."""
-    return torch.compiler.is_compiling() or type(x) not in PLAIN or bool(torch._C._len_torch_dispatch_stack())
+    if torch.compiler.is_compiling() or type(x) not in PLAIN:
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None
 
 
 def is_plain(x: Tensor) -> bool:

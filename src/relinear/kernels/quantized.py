@@ -12,7 +12,7 @@ from torch import Tensor
 from relinear.functional import quantized as reference
 from relinear.functional.rounding import change_codes
 from relinear.kernels import native
-from relinear.kernels.implementations import PLAIN, Call, Implementation, dispatch
+from relinear.kernels.implementations import PLAIN, Call, Implementation, dispatch, log_choice, shape_of
 
 #: inputs of a group that the kernels take a multiple of
 _HALF = reference.BLOCK // 2
@@ -32,15 +32,30 @@ def _unsupported(call: Call) -> str:
     return native.unsupported_reason(call, fewest=1, may_build=packed.numel() >= native.FEWEST_NATIVE_ENTRIES)
 
 
-def _compiled(*arguments) -> Tensor:
-    return native.kernels().quantized_layer(*arguments)
+def _compiled(x: Tensor, *arguments) -> Tensor:
+    return native.kernels().quantized_layer(x.shape[-1], *arguments)(x)
 
 
 quantized = dispatch(Implementation("C++", _unsupported, _compiled), otherwise="reference")(reference.quantized)
+
+
+def few_rows(x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
+    """``quantized`` as a function of a few rows like x; None where C++ is not to run.
+
+    The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
+
+    Args:
+        x: (..., I).
+        parameters: what follows x there.
+    """
+    if _unsupported(Call(x, *parameters)):
+        return None
+    log_choice("quantized", "C++ for a few rows, prepared", shape_of(x), {})
+    return native.kernels().quantized_layer(x.shape[-1], *parameters)
 
 
 def code_changer(weight: Tensor) -> Callable[..., None]:
     """``functional.rounding.change_codes`` in C++ where ``weight`` (O, I) and a compiler allow it, else itself."""
     if weight.dtype != torch.float32 or native.unsupported_reason(Call(weight), fewest=1):
         return change_codes
-    return native.kernels().change_codes.default
+    return native.kernels().change_codes

@@ -75,22 +75,23 @@ class PreparedNetwork:
     """
 
     def __init__(self, in_features: int, left, right, orders, slopes, mix, network: reference.NetworkSettings) -> None:
-        self.left, self.right = [_ready(factor) for factor in left], [_ready(factor) for factor in right]
+        # copies: their addresses are kept, and a parameter's memory may change places
+        self.left, self.right = ([_ready(factor).clone() for factor in factors] for factors in (left, right))
         sizes = zip(network.windows, self.left, self.right, strict=True)
         self.parts = [window // reference.shared_coordinates(window, a, b) for window, a, b in sizes]
         self.orders = slopes.new_empty(0, dtype=torch.int32) if orders is None else orders.flatten()
         self.numbers = [_ready(values) for values in (slopes, mix)]
         self.tables = reference.window_tables(in_features, network.out_features, network, slopes)
-        self.network = network
-        sizes_and_basis = network.windows, self.parts, *reference.basis_tables(network, slopes)
-        self.layers = self.left, self.right, *sizes_and_basis, self.orders, *self.numbers, *self.tables
+        basis = reference.basis_tables(network, slopes)
         activation = network.activation if callable(reference.ACTIVATIONS[network.activation]) else "prelu"
+        tensors = self.left, self.right, network.windows, self.parts, *basis, self.orders, *self.numbers
+        self.layers: tuple[Any, ...] = (*tensors, *self.tables)
         self.settings = network.normalize, network.after_entry, network.residual, activation
+        self.run = native.calls.Network(in_features, network.out_features, *(*self.layers, *self.settings))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = x.new_empty(x.shape[0], self.network.out_features)
-        ready_bias = None if bias is None else _ready(bias)
-        native.kernels().rotor_network(y, x.detach().contiguous(), *self.layers, ready_bias, *self.settings)
+        y = x.new_empty(x.shape[0], self.run.out_features)
+        native.kernels().rotor_network(y, x.detach().contiguous(), self.run, None if bias is None else _ready(bias))
         return y
 
 
@@ -120,7 +121,7 @@ class _Network(torch.autograd.Function):
         sizes = [parameter.numel() for parameter in parameters]
         shares = max(1, min(torch.get_num_threads(), len(x) // TOKENS_OF_A_SHARE))
         sums = x.new_empty(shares, sum(sizes), dtype=torch.float32)
-        native.kernels().rotor_network_backward(grad_x, sums, grad, x, *prepared.layers, *prepared.settings)
+        native.kernels().rotor_network_backward(grad_x, sums, grad, x, prepared.run)
         *to_factor_entries, to_slopes, to_mix = sums.sum(0).split(sizes)
         ordered = [*to_factor_entries[::2], *to_factor_entries[1::2]]
         to_factors = [g.view(f.shape).to(f.dtype) for g, f in zip(ordered, factors, strict=True)]

@@ -111,7 +111,7 @@ def _cpp_unsupported(call: Call) -> str:
     _, weight, _, down, channel, *_ = call.arguments
     if channel is None:
         return "no channel gate"
-    if channel.shape[1] > native.LARGEST_NATIVE_RANK:
+    if channel.shape[1] > native.calls.LARGEST_RANK:
         return "too large a rank"
     reason = native.unsupported_reason(call, size=call.rows * weight.shape[0])
     if reason and not call.grad:  # as Python's part counts for one token, which is not worth a build
@@ -131,7 +131,7 @@ def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha)
         if torch.is_grad_enabled():
             y = _ModulatedLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, down, *ups)
             return y.view(*x.shape[:-1], weight.shape[0])
-        return native.kernels().modulated_linear(x, weight, bias, down, *ups)
+        return native.kernels().modulated_layer(weight, bias, down, *ups)(x)
 
 
 modulated_linear = dispatch(
@@ -153,6 +153,5 @@ def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor
     call = Call(x, *parameters)
     if call.grad or call.autocast or _cpp_unsupported(call):
         return None
-    layer = native.kernels().modulated_linear.default
     log_choice("transponder", "C++ for a few rows, prepared", shape_of(x), {})
-    return lambda x: layer(x, *parameters)
+    return native.kernels().modulated_layer(*parameters)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -26,8 +26,8 @@ from relinear.functional.rounding import (
     steadied,
     uncompensated,
 )
-from relinear.kernels.native.build import is_loaded_beside
-from relinear.kernels.quantized import code_changer, quantized
+from relinear.kernels.quantized import code_changer, few_rows, quantized
+from relinear.operators.fused_inference import FusedInference
 
 #: of the sizes that a layer could have
 BITS = (2, 3, 4, 5, 6, 8)
@@ -39,7 +39,7 @@ ROWS_AT_ONCE = 2**15
 INPUTS_SHRINKAGE, OUTPUTS_SHRINKAGE = 0.05, 0.5
 
 
-class QuantizedLinear(Operator):
+class QuantizedLinear(FusedInference, Operator):
     """y = x W^T + bias, W = scales (codes - zeros); ``scales`` (O, K) and optional ``bias`` (O,) are parameters.
 
     ``codes``, bytes of packed integers, and ``zeros`` (O, K), one byte each (none where symmetric), are buffers: what a
@@ -71,11 +71,16 @@ class QuantizedLinear(Operator):
         nn.init.constant_(self.scales, math.sqrt(12 / (4**self.config.bits - 1) / self.in_features))
         self.zero_bias_()
 
-    def build_kernels(self) -> None:
-        is_loaded_beside(self.scales)
+    def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        return few_rows(x, *self._tensors())
 
     def forward(self, x: Tensor) -> Tensor:
-        return quantized(x, self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias)
+        y = self.fused_forward(x)
+        return quantized(x, *self._tensors()) if y is None else y
+
+    def _tensors(self) -> tuple[Any, ...]:
+        """What ``quantized`` takes after x."""
+        return self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias
 
     def rows(self, ids: Tensor) -> Tensor:
         config, at = self.config, ids.flatten()

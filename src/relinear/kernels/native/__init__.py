@@ -11,21 +11,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from relinear.kernels.implementations import PLAIN, Call
-from relinear.kernels.native import build
+from relinear.kernels.native import build, calls
 
 #: entries from which the kernels are used: below, an eager chain takes less time than a thread's start saves
 FEWEST_NATIVE_ENTRIES = 1 << 17
 #: the same for networks of rotors, of which torch's operations are many
 FEWEST_NETWORK_ENTRIES = 1 << 13
-#: the largest rank of gates that ``modulate`` takes
-LARGEST_NATIVE_RANK = 16
 #: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products
 MOST_FEW_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 
 
 def kernels() -> Any:
-    """The kernels, as ``torch.ops`` (their C++ source says what each does); only where nothing speaks against them."""
-    return torch.ops.relinear_cpu
+    """The kernels, functions of ``calls``; only where nothing speaks against them."""
+    return calls
 
 
 def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = True, size: int | None = None) -> str:
@@ -76,6 +74,8 @@ def rows_unsupported(x: Tensor) -> str:
         return "gradients are recorded"
     if torch.compiler.is_compiling() or type(x) not in PLAIN or torch._C._len_torch_dispatch_stack():
         return "operations are traced"  # a program for any number of rows would become one for a few
+    if torch._C._get_tracing_state() is not None:
+        return "operations are traced"
     if not 0 < x.numel() <= MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:
         return "too many rows, or none"
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:

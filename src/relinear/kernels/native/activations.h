@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <string>
-
 #include "vectors.h"
 
 namespace relinear {
@@ -78,15 +76,8 @@ struct Curve {
   void finish(Floats&, Floats& to_share) const { to_share += total; }
 };
 
-enum class Activation { kLine, kGelu, kSilu, kElu };
-
-inline Activation activation_of(const std::string& name) {
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "silu") return Activation::kSilu;
-  if (name == "elu") return Activation::kElu;
-  TORCH_CHECK(name == "prelu", "activation must be prelu, gelu, silu or elu, got ", name);
-  return Activation::kLine;
-}
+// in the order of ``calls.ACTIVATIONS``
+enum class Activation : int64_t { kLine, kGelu, kSilu, kElu };
 
 // body of a ``Line`` or a ``Curve``
 template <class Body>

@@ -1,8 +1,8 @@
-"""Builds the C++ kernels with torch's extension loader at their first use, and keeps them on disk."""
+"""Builds the C++ kernels at their first use, each file on a core of its own, and keeps them on disk."""
 
+import ctypes
 import functools
 import hashlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -10,23 +10,26 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from relinear.kernels.implementations import meant
 from relinear.system.files import fingerprint
+from relinear.system.lock import only_process_in
 from relinear.system.machine import cpu_features
 from relinear.system.private_cache import check_private, private_folder, user_cache
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-#: Apple's compiler has no OpenMP of its own, without which torch's headers run the kernels on one thread
+#: Apple's compiler has no OpenMP of its own, without which the kernels run on one thread
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
-FLAGS = ["-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", *OPENMP]
+FLAGS = ["-std=c++17", "-O3", "-fPIC", NATIVE, "-fno-math-errno", "-fno-trapping-math", *OPENMP]
+
+#: seconds that another process which builds them is waited for
+PATIENCE = 120.0
 
 #: values of RELINEAR_COMPILE_KERNELS, and whether kernels are built then
 WANTED = {"1": True, "on": True, "": True, "0": False, "off": False}
@@ -47,7 +50,7 @@ def compiler() -> str:
 
 def is_built() -> bool:
     """Whether no build has to be waited for: kernels were asked for before, or were on disk when this first was."""
-    return is_loaded.cache_info().currsize > 0 or _was_built()
+    return library.cache_info().currsize > 0 or _was_built()
 
 
 @functools.cache
@@ -59,17 +62,13 @@ def _was_built() -> bool:
 
 
 @functools.cache
-def is_loaded() -> bool:
-    """Return whether the kernels can be called: loaded, and built where they have to be, when this is first asked."""
+def library() -> ctypes.CDLL | None:
+    """Return the kernels, built where they have to be when this is first asked; None, with a warning, if that fails."""
     try:
         path = library_path()
         path = private_folder(path.parent) / path.name  # what is loaded from there runs as this user
-        kept = _cached_library(path)
-        if kept is not None:
-            torch.ops.load_library(kept)
-        else:
-            _build(path)
-    except (RuntimeError, OSError, ImportError, subprocess.SubprocessError) as error:
+        return ctypes.CDLL(str(_cached_library(path) or _build(path)))
+    except (RuntimeError, OSError, ValueError) as error:
         elsewhere = "set TORCH_EXTENSIONS_DIR to a folder of your own, or "
         warnings.warn(
             f"the C++ kernels could not be built or loaded, and torch's operations run instead, which are slower: "
@@ -77,8 +76,12 @@ def is_loaded() -> bool:
             "the attempt",
             stacklevel=2,
         )
-        return False
-    return True
+        return None
+
+
+def is_loaded() -> bool:
+    """Return whether the kernels can be called, built where they have to be when this is first asked."""
+    return library() is not None
 
 
 def is_loaded_beside(parameter: torch.Tensor) -> bool:
@@ -106,7 +109,8 @@ def library_path() -> Path:
     depends = [
         *texts,
         *FLAGS,
-        torch.__version__,
+        torch.__version__,  # whose OpenMP they run on
+        compiler(),
         platform.machine(),
         *(sorted(cpu_features()) or [platform.processor()]),
     ]
@@ -127,33 +131,32 @@ def _cached_library(path: Path) -> Path | None:
     return None
 
 
-def _build(path: Path) -> None:
-    """Build and load the kernels. Any number of processes may do so at once, and be killed meanwhile."""
-    from torch.utils.cpp_extension import load
-
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder, _ninja_on_path():
-        load(
-            "relinear_kernels",
-            [str(path) for path in SOURCES],
-            extra_cflags=FLAGS,
-            extra_ldflags=OPENMP,
-            build_directory=folder,
-            is_python_module=False,
-        )
-        built = Path(folder) / "relinear_kernels.so"
+def _build(path: Path) -> Path:
+    """Build the kernels for ``path``. Any number of processes may want to at once, of which one does; or be killed."""
+    with only_process_in(path.parent, PATIENCE), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        kept = _cached_library(path)
+        if kept is not None:
+            return kept
+        built, objects = Path(folder) / "kernels.so", [Path(folder) / f"{source.stem}.o" for source in SOURCES]
+        commands = [[compiler(), *FLAGS, "-c", *pair] for pair in zip(SOURCES, ["-o"] * len(objects), objects)]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(_run, commands))
+        _run([compiler(), "-shared", *objects, *_openmp(), "-o", built])
         built.chmod(0o755)
-        os.replace(built, _hashed(path, built))
+        kept = _hashed(path, built)
+        os.replace(built, kept)
+        return kept
 
 
-@contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """torch looks for ninja on the path, where that of an environment that is not activated is missing."""
-    before = os.environ.get("PATH", "")
-    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is not None:
-        import ninja
+def _run(command: list[str | Path]) -> None:
+    """Raises RuntimeError with what the compiler says."""
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"{command[0]} failed with code {run.returncode}: {run.stderr.strip()[:500]}")
 
-        os.environ["PATH"] = os.pathsep.join([before, ninja.BIN_DIR])
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
+
+def _openmp() -> list[str | Path]:
+    """The library of OpenMP that torch has loaded, so that both share their threads; or the compiler's."""
+    if not OPENMP:
+        return []
+    return ["-Wl,--as-needed", *(Path(torch.__file__).parent / "lib").glob("libgomp*"), *OPENMP]

@@ -3,32 +3,27 @@
 // Numbers are float or bfloat16, sums in single precision, what is between two products too. N rows, I inputs,
 // R the width between, O outputs.
 
-#include <torch/library.h>
-
 #include "rows.h"
 
 namespace {
 
 using namespace relinear;
 
-// HDPL without noise: z = encoder x + its bias, out = diag(blocks) x + decoder silu(z) + bias.
+// HDPL without noise: z = encoder x + its bias, out = diag(blocks) x + decoder silu(z) + bias; z may
+// be kept, or not.
 template <class T>
-void hdpl(T* to, T* to_z, const Tensor& x, const Tensor& blocks, const Tensor& encoder, const Tensor& encoder_bias,
-          const Tensor& decoder, const std::optional<Tensor>& bias) {
-  const int64_t rows = x.size(0), inputs = x.size(1), rank = encoder.size(0), outputs = decoder.size(0);
-  const int64_t columns = blocks.size(1), depth = blocks.size(2);
-  const std::vector<float> taken = in_single<T>(x);
+void hdpl(T* to, T* to_z, const T* x, const T* own, const T* to_latent, const Bias<T>& offset, const T* from_latent,
+          const Bias<T>& start, int64_t rows, int64_t inputs, int64_t rank, int64_t outputs, int64_t blocks) {
+  const int64_t columns = outputs / blocks, depth = inputs / blocks;
+  const std::vector<float> taken = in_single(x, rows * inputs);
   std::vector<float> latent(rows * rank);
-  const T *to_latent = encoder.const_data_ptr<T>(), *own = blocks.const_data_ptr<T>(),
-          *from_latent = decoder.const_data_ptr<T>();
-  const Bias<T> offset(encoder_bias), start(bias);
   for_outputs(rank, rank, rows * inputs, [&](int64_t r, auto count) {
     for (int64_t n = 0; n < rows; ++n) {
       float sums[count] = {};
       add_products(sums, to_latent + r * inputs, inputs, taken.data() + n * inputs);
       for (int i = 0; i < count; ++i) {
         const float value = sums[i] + offset[r + i];
-        to_z[n * rank + r + i] = T(value);
+        if (to_z) to_z[n * rank + r + i] = T(value);
         latent[n * rank + r + i] = value;
       }
     }
@@ -47,40 +42,16 @@ void hdpl(T* to, T* to_z, const Tensor& x, const Tensor& blocks, const Tensor& e
   });
 }
 
-void check_hdpl(const Tensor& x, const Tensor& blocks, const Tensor& encoder, const Tensor& encoder_bias,
-                const Tensor& decoder, const std::optional<Tensor>& bias) {
-  const auto sizes = checked(x, "x");
-  TORCH_CHECK(blocks.dim() == 3 && decoder.dim() == 2 && blocks.size(1) > 0, "blocks and decoder must be of 3 and 2 ",
-              "dimensions, got ", blocks.sizes(), " and ", decoder.sizes());
-  const int64_t outputs = blocks.size(0) * blocks.size(1), rank = decoder.size(1);
-  check(blocks, "blocks", x.scalar_type(), {blocks.size(0), blocks.size(1), sizes[1] / blocks.size(0)});
-  TORCH_CHECK(blocks.size(0) * blocks.size(2) == sizes[1], "blocks must be for ", sizes[1], " inputs, got ",
-              blocks.sizes());
-  check(encoder, "encoder", x.scalar_type(), {rank, sizes[1]});
-  check(encoder_bias, "encoder_bias", x.scalar_type(), {rank});
-  check(decoder, "decoder", x.scalar_type(), {outputs, rank});
-  check_optional(bias, "bias", x.scalar_type(), {outputs});
-}
+// A CCL layer as ``calls.ccl_layer`` hands it over: numbers (void) are T.
+struct CCL {
+  int64_t inputs, context, hidden, rank, outputs, gate_bias;  // hidden: layers of the gate network before its last
+  const void *basis, *mix, *bias, *gain, *offset, *basis_gate, *basis_gate_bias, *output_gate, *output_gate_bias;
+};
 
-std::tuple<Tensor, Tensor> hdpl_layer(const Tensor& x, const Tensor& blocks, const Tensor& encoder,
-                                      const Tensor& encoder_bias, const Tensor& decoder,
-                                      const std::optional<Tensor>& bias) {
-  const Tensor rows = rows_of(x);
-  check_hdpl(rows, blocks, encoder, encoder_bias, decoder, bias);
-  Tensor out = empty_like_rows(x, decoder.size(0)), z = empty_like_rows(x, decoder.size(1));
-  RELINEAR_DISPATCH(rows, hdpl<T>(out.mutable_data_ptr<T>(), z.mutable_data_ptr<T>(), rows, blocks, encoder,
-                                  encoder_bias, decoder, bias));
-  return {out, z};
-}
-
-// A weight of features with its bias, of a gate: sigmoid(weight features + bias).
-struct Gate {
-  const std::optional<Tensor>&weight, &bias;
-
-  void check(const char* name, at::ScalarType dtype, int64_t outputs, int64_t width) const {
-    check_optional(weight, name, dtype, {outputs, width});
-    check_optional(bias, name, dtype, {outputs});
-  }
+// Weights and biases of these by turns, and their widths.
+struct Trunk {
+  const void* const* parameters;
+  const int64_t* widths;
 };
 
 // Gates of logits, in their place: many at once, as a sigmoid takes longer than a product of some inputs.
@@ -90,15 +61,15 @@ void open(std::vector<float>& logits) {
   });
 }
 
-// gelu(weight x + bias), one after another: ``trunk`` holds weights and biases by turns
+// gelu(weight x + bias), one after another
 template <class T>
-std::vector<float> hidden_layers(const Tensor& context, at::TensorList trunk) {
-  std::vector<float> features = in_single<T>(context);
-  const int64_t rows = context.size(0);
-  for (size_t at = 0; at + 1 < trunk.size(); at += 2) {
-    const int64_t outputs = trunk[at].size(0), inputs = trunk[at].size(1);
+std::vector<float> hidden_layers(const CCL& layer, const Trunk& trunk, const T* context, int64_t rows) {
+  std::vector<float> features = in_single(context, rows * layer.context);
+  int64_t inputs = layer.context;
+  for (int64_t at = 0; at < layer.hidden; ++at) {
+    const int64_t outputs = trunk.widths[at];
     std::vector<float> next(rows * outputs);
-    const T *weight = trunk[at].const_data_ptr<T>(), *bias = trunk[at + 1].const_data_ptr<T>();
+    const T *weight = (const T*)trunk.parameters[2 * at], *bias = (const T*)trunk.parameters[2 * at + 1];
     for_outputs(outputs, outputs, rows * inputs, [&](int64_t o, auto count) {
       for (int64_t n = 0; n < rows; ++n) {
         float sums[count] = {};
@@ -110,6 +81,7 @@ std::vector<float> hidden_layers(const Tensor& context, at::TensorList trunk) {
       }
     });
     features.swap(next);
+    inputs = outputs;
   }
   return features;
 }
@@ -117,17 +89,16 @@ std::vector<float> hidden_layers(const Tensor& context, at::TensorList trunk) {
 // h = basis x, normalised (gain and offset may be missing, then it is not), times its gate;
 // out = (mix h + bias) times its gate, or (mix h) times its gate + bias.
 template <class T>
-void ccl(T* to, const Tensor& x, const std::vector<float>& context, const Tensor& basis, const Tensor& mix,
-         const std::optional<Tensor>& bias, const std::optional<Tensor>& gain, const std::optional<Tensor>& offset,
-         const Gate& inner, const Gate& outer, bool gate_bias, double eps) {
-  const int64_t rows = x.size(0), inputs = x.size(1), rank = basis.size(0), outputs = mix.size(0);
+void ccl(T* to, const T* x, const T* given, int64_t rows, const CCL& layer, const Trunk& trunk, float eps) {
+  const int64_t inputs = layer.inputs, rank = layer.rank, outputs = layer.outputs;
+  const std::vector<float> context = hidden_layers(layer, trunk, given, rows), taken = in_single(x, rows * inputs);
   const int64_t width = rows ? context.size() / rows : 0;
-  const std::vector<float> taken = in_single<T>(x);
+  const bool gate_bias = layer.gate_bias;
   std::vector<float> h(rows * rank), gates(rows * rank, 1.f);
-  const T *first = basis.const_data_ptr<T>(), *second = mix.const_data_ptr<T>();
-  const T* weights[2] = {inner.weight ? inner.weight->const_data_ptr<T>() : nullptr,
-                         outer.weight ? outer.weight->const_data_ptr<T>() : nullptr};
-  const Bias<T> inner_bias(inner.bias), outer_bias(outer.bias), start(bias), offsets(offset);
+  const T *first = (const T*)layer.basis, *second = (const T*)layer.mix, *gain = (const T*)layer.gain;
+  const T* weights[2] = {(const T*)layer.basis_gate, (const T*)layer.output_gate};
+  const Bias<T> inner_bias(layer.basis_gate_bias), outer_bias(layer.output_gate_bias), start(layer.bias),
+      offsets(layer.offset);
   for_outputs(rank, rank, rows * (inputs + (weights[0] ? width : 0)), [&](int64_t r, auto count) {
     for (int64_t n = 0; n < rows; ++n) {
       float sums[count] = {}, logits[count] = {};
@@ -146,10 +117,10 @@ void ccl(T* to, const Tensor& x, const std::vector<float>& context, const Tensor
       for (int64_t r = 0; r < rank; ++r) mean += row[r];
       mean /= rank;
       for (int64_t r = 0; r < rank; ++r) variance += (row[r] - mean) * (row[r] - mean);
-      scale = 1.f / std::sqrt(variance / rank + float(eps));
+      scale = 1.f / std::sqrt(variance / rank + eps);
     }
     for (int64_t r = 0; r < rank; ++r) {
-      const float value = gain ? (row[r] - mean) * scale * float(gain->const_data_ptr<T>()[r]) + offsets[r] : row[r];
+      const float value = gain ? (row[r] - mean) * scale * float(gain[r]) + offsets[r] : row[r];
       row[r] = value * gates[n * rank + r];
     }
   }
@@ -172,57 +143,23 @@ void ccl(T* to, const Tensor& x, const std::vector<float>& context, const Tensor
           T(values[n * outputs + o] * outer_gates[n * outputs + o] + (gate_bias ? 0.f : start[o]));
 }
 
-Tensor ccl_any(const Tensor& x, const std::optional<Tensor>& context, at::TensorList trunk, const Tensor& basis,
-               const Tensor& mix, const std::optional<Tensor>& bias, const std::optional<Tensor>& gain,
-               const std::optional<Tensor>& offset, const std::optional<Tensor>& basis_gate,
-               const std::optional<Tensor>& basis_gate_bias, const std::optional<Tensor>& output_gate,
-               const std::optional<Tensor>& output_gate_bias, bool gate_bias, double eps) {
-  const Tensor rows = rows_of(x);
-  const at::ScalarType dtype = x.scalar_type();
-  const auto sizes = checked(rows, "x");
-  TORCH_CHECK(basis.dim() == 2 && mix.dim() == 2 && trunk.size() % 2 == 0, "basis and mix must be matrices, and a ",
-              "trunk has a bias for every weight, got ", basis.sizes(), ", ", mix.sizes(), " and ", trunk.size());
-  Tensor given;
-  int64_t width = 0;
-  if (context) {
-    given = rows_of(*context);
-    width = given.size(1);
-    check(given, "context", dtype, {sizes[0], width});
-  }
-  for (size_t at = 0; at < trunk.size(); at += 2) {
-    TORCH_CHECK(trunk[at].dim() == 2 && context, "a trunk is matrices and their biases, for a context");
-    check(trunk[at], "trunk", dtype, {trunk[at].size(0), width});
-    width = trunk[at].size(0);
-    check(trunk[at + 1], "trunk", dtype, {width});
-  }
-  TORCH_CHECK(context || !(basis_gate || output_gate), "gates need a context");
-  const Gate inner{basis_gate, basis_gate_bias}, outer{output_gate, output_gate_bias};
-  const int64_t rank = basis.size(0), outputs = mix.size(0);
-  check(basis, "basis", dtype, {rank, sizes[1]});
-  check(mix, "mix", dtype, {outputs, rank});
-  check_optional(bias, "bias", dtype, {outputs});
-  check_optional(gain, "gain", dtype, {rank});
-  check_optional(offset, "offset", dtype, {rank});
-  inner.check("basis_gate", dtype, rank, width);
-  outer.check("output_gate", dtype, outputs, width);
-  Tensor out = empty_like_rows(x, outputs);
-  RELINEAR_DISPATCH(rows, {
-    const std::vector<float> features = context ? hidden_layers<T>(given, trunk) : std::vector<float>();
-    ccl(out.mutable_data_ptr<T>(), rows, features, basis, mix, bias, gain, offset, inner, outer, gate_bias, eps);
-  });
-  return out;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
-  library.def(
-      "hdpl_layer(Tensor x, Tensor blocks, Tensor encoder, Tensor encoder_bias, Tensor decoder, Tensor? bias) -> "
-      "(Tensor, Tensor)",
-      hdpl_layer);
-  library.def(
-      "ccl_layer(Tensor x, Tensor? context, Tensor[] trunk, Tensor basis, Tensor mix, Tensor? bias, Tensor? gain, "
-      "Tensor? offset, Tensor? basis_gate, Tensor? basis_gate_bias, Tensor? output_gate, Tensor? output_gate_bias, "
-      "bool gate_bias, float eps) -> Tensor",
-      ccl_any);
+// ``half`` is whether numbers (void) are bfloat16, ``threads`` how many may run.
+extern "C" {
+
+void hdpl_layer(bool half, int threads, void* out, void* z, const void* x, const void* blocks, const void* encoder,
+                const void* encoder_bias, const void* decoder, const void* bias, int64_t rows, int64_t inputs,
+                int64_t rank, int64_t outputs, int64_t groups) {
+  most_threads = threads;
+  RELINEAR_DISPATCH(half, hdpl((T*)out, (T*)z, (const T*)x, (const T*)blocks, (const T*)encoder, Bias<T>(encoder_bias),
+                               (const T*)decoder, Bias<T>(bias), rows, inputs, rank, outputs, groups));
 }
+
+void ccl_layer(bool half, int threads, void* out, const void* x, const void* context, int64_t rows, const CCL* layer,
+               const void* const* trunk, const int64_t* widths, float eps) {
+  most_threads = threads;
+  RELINEAR_DISPATCH(half, ccl((T*)out, (const T*)x, (const T*)context, rows, *layer, Trunk{trunk, widths}, eps));
+}
+
+}  // extern "C"

@@ -2,14 +2,6 @@
 //
 // Numbers are float or bfloat16; sums and gates are in single precision. N rows, O columns, R rank.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
-#include <optional>
-#include <vector>
-
 #include "vectors.h"
 
 namespace {
@@ -73,6 +65,19 @@ void for_tiles(int64_t columns, const Body& body) {
     body(start, int(std::min<int64_t>(kTile, columns - start)));
 }
 
+// Sums of every thread's rows, by itself.
+struct Partials {
+  int64_t size;
+  std::vector<float> sums;
+
+  explicit Partials(int64_t size) : size(size), sums(most_threads * size) {}
+  float* own() { return sums.data() + thread_number() * size; }
+  void add_to(float* total) const {
+    for (auto from = sums.begin(); from != sums.end(); from += size)
+      for (int64_t i = 0; i < size; ++i) total[i] += from[i];
+  }
+};
+
 // tokens whose sums fit into the registers together
 template <int R>
 constexpr int rows_at_once = kMaxRank / R;
@@ -96,19 +101,14 @@ void narrow_product(T* to, const T* x, const T* down, int64_t inputs, int rank, 
 // out = z times the gates of u = A x, which is written too: phi = sigmoid(u), the channel gate 2 sigmoid(B phi), the
 // scalar gate 2 sigmoid(b phi), if there is one.
 template <int R, class T>
-void modulate(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, const Tensor& down, const Tensor& up,
-              const std::optional<Tensor>& scalar) {
-  const int64_t columns = z.size(1), inputs = x.size(1), tiles = (columns + kTile - 1) / kTile;
-  const int rank = int(up.size(0));
-  const T *from = z.const_data_ptr<T>(), *given = x.const_data_ptr<T>(), *downs = down.const_data_ptr<T>();
-  T *to = out.mutable_data_ptr<T>(), *us = u.mutable_data_ptr<T>();
-  const float *ups = up.const_data_ptr<float>(), *factors = scalar ? scalar->const_data_ptr<float>() : nullptr;
-  const bool few = z.size(0) <= kFew;
-  std::vector<Panel<R>> panels(few ? 0 : tiles);
+void modulate(T* to, T* us, const T* from, const T* given, const T* downs, const float* ups, const float* factors,
+              int64_t rows, int64_t inputs, int64_t columns, int rank) {
+  const bool few = rows <= kFew;
+  std::vector<Panel<R>> panels(few ? 0 : divided_up(columns, kTile));
   if (!few)
     for_tiles(columns,
               [&](int64_t start, int width) { panels[start / kTile].read(ups + start, columns, rank, width); });
-  for_rows(z.size(0), columns, [&](int64_t begin, int64_t end) {
+  for_rows(rows, columns, [&](int64_t begin, int64_t end) {
     Hidden<R> phis[kRows];
     float twice[kRows];
     for (int64_t block = begin; block < end; block += kRows) {
@@ -149,23 +149,15 @@ void modulate(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, const Te
 // Of y = z times its gates: to_z and the gradient of phi through the channel gate, ``to_hidden``; ``total`` (N, 1) is
 // the sum of grad y, and the gradient of B is added to ``to_up``. ``twice`` (N, 1) is twice the scalar gate.
 template <int R, class T>
-void modulate_backward(Tensor& to_z, Tensor& to_hidden, Tensor& to_up, Tensor& total, const Tensor& y,
-                       const Tensor& grad, const Tensor& hidden, const Tensor& up, const Tensor& twice) {
-  const int64_t columns = y.size(1);
-  const int rank = int(up.size(0));
-  const T *outputs = y.const_data_ptr<T>(), *grads = grad.const_data_ptr<T>();
-  T* to_inputs = to_z.mutable_data_ptr<T>();
-  const float *hiddens = hidden.const_data_ptr<float>(), *ups = up.const_data_ptr<float>();
-  const float* factors = twice.const_data_ptr<float>();
-  float *to_hiddens = to_hidden.mutable_data_ptr<float>(), *totals = total.mutable_data_ptr<float>();
-  // every thread sums its rows by itself
-  Tensor partial = at::zeros({at::get_num_threads(), rank, columns}, up.options());
-  float* partials = partial.mutable_data_ptr<float>();
-  for_rows(y.size(0), columns, [&](int64_t begin, int64_t end) {
+void modulate_backward(T* to_inputs, float* to_hiddens, float* to_up, float* totals, const T* outputs, const T* grads,
+                       const float* hiddens, const float* ups, const float* factors, int64_t rows, int64_t columns,
+                       int rank) {
+  Partials partials(rank * columns);
+  for_rows(rows, columns, [&](int64_t begin, int64_t end) {
     Panel<R> panel, sums;
     Hidden<R> phis[kRows];
     alignas(64) float to_logits[kRows][kTile];
-    float* mine = partials + at::get_thread_num() * rank * columns;
+    float* mine = partials.own();
     for_tiles(columns, [&](int64_t start, int width) {
       panel.read(ups + start, columns, rank, width);
       std::memset(sums.values, 0, sizeof(sums.values));
@@ -207,16 +199,13 @@ void modulate_backward(Tensor& to_z, Tensor& to_hidden, Tensor& to_up, Tensor& t
         for (int at = 0; at < width; ++at) mine[k * columns + start + at] += sums.values[k][at];
     });
   });
-  to_up.add_(partial.sum(0));
+  partials.add_to(to_up);
 }
 
 // out = value * sigmoid(logits + bias)
 template <class T>
-void gate(Tensor& out, const Tensor& value, const Tensor& logits, const Tensor& bias) {
-  const int64_t columns = value.size(1);
-  const T *values = value.const_data_ptr<T>(), *given = logits.const_data_ptr<T>(), *biases = bias.const_data_ptr<T>();
-  T* to = out.mutable_data_ptr<T>();
-  for_rows(value.size(0), columns, [&](int64_t begin, int64_t end) {
+void gate(T* to, const T* values, const T* given, const T* biases, int64_t rows, int64_t columns) {
+  for_rows(rows, columns, [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * columns; first < end * columns; first += columns)
       for_vectors(columns, [&](int64_t at, int count) {
         Floats gates = sigmoid(load(given + first + at, count) + load(biases + at, count));
@@ -227,15 +216,11 @@ void gate(Tensor& out, const Tensor& value, const Tensor& logits, const Tensor& 
 
 // Gradients of value and, over ``logits``, of logits; their sums over rows are added to ``to_bias`` (2, O).
 template <class T>
-void gate_backward(Tensor& to_value, Tensor& logits, Tensor& to_bias, const Tensor& y, const Tensor& grad,
-                   const Tensor& bias) {
-  const int64_t columns = y.size(1);
-  const T *outputs = y.const_data_ptr<T>(), *grads = grad.const_data_ptr<T>(), *biases = bias.const_data_ptr<T>();
-  T *to_values = to_value.mutable_data_ptr<T>(), *changed = logits.mutable_data_ptr<T>();
-  Tensor partial = at::zeros({at::get_num_threads(), 2, columns}, to_bias.options());
-  float* partials = partial.mutable_data_ptr<float>();
-  for_rows(y.size(0), columns, [&](int64_t begin, int64_t end) {
-    float *of_value = partials + at::get_thread_num() * 2 * columns, *of_logits = of_value + columns;
+void gate_backward(T* to_values, T* changed, float* to_bias, const T* outputs, const T* grads, const T* biases,
+                   int64_t rows, int64_t columns) {
+  Partials partials(2 * columns);
+  for_rows(rows, columns, [&](int64_t begin, int64_t end) {
+    float *of_value = partials.own(), *of_logits = of_value + columns;
     for (int64_t first = begin * columns; first < end * columns; first += columns)
       for_vectors(columns, [&](int64_t at, int count) {
         Floats gates = sigmoid(load(changed + first + at, count) + load(biases + at, count));
@@ -248,97 +233,52 @@ void gate_backward(Tensor& to_value, Tensor& logits, Tensor& to_bias, const Tens
         store(of_logits + at, load(of_logits + at, count) + to_logits, count);
       });
   });
-  to_bias.add_(partial.sum(0));
+  partials.add_to(to_bias);
 }
 
-void check_rank(const Tensor& up) {
-  TORCH_CHECK(up.dim() == 2 && up.size(0) > 0 && up.size(0) <= kMaxRank, "up must be (R, O) with R of at most ",
-              kMaxRank, ", got ", up.sizes());
-}
-
-void modulate_any(Tensor& out, Tensor& u, const Tensor& z, const Tensor& x, const Tensor& down, const Tensor& up,
-                  const std::optional<Tensor>& scalar) {
-  const auto shape = checked(z, "z"), given = checked(x, "x");
-  check_rank(up);
-  check(out, "out", z.scalar_type(), shape);
-  check(u, "u", z.scalar_type(), {shape[0], up.size(0)});
-  check(x, "x", z.scalar_type(), {shape[0], given[1]});
-  check(down, "down", z.scalar_type(), {up.size(0), given[1]});
-  check(up, "up", at::kFloat, {up.size(0), shape[1]});
-  if (scalar) check(*scalar, "scalar", at::kFloat, {1, up.size(0)});
-  if (up.size(0) <= 4) RELINEAR_DISPATCH(z, modulate<4, T>(out, u, z, x, down, up, scalar));
-  else if (up.size(0) <= 8) RELINEAR_DISPATCH(z, modulate<8, T>(out, u, z, x, down, up, scalar));
-  else RELINEAR_DISPATCH(z, modulate<kMaxRank, T>(out, u, z, x, down, up, scalar));
-}
-
-// weight x + bias times its gates, for x (..., I) and channel (O, R): no gradients.
-Tensor modulated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& down,
-                        const Tensor& channel, const std::optional<Tensor>& scalar) {
-  const auto matrix = [](const Tensor& tensor) {
-    return tensor.dim() == 2 && tensor.is_contiguous() ? tensor : tensor.reshape({-1, tensor.size(-1)}).contiguous();
-  };
-  Tensor z = at::linear(x, weight, bias).contiguous();
-  Tensor rows = matrix(z);
-  Tensor u = at::empty({rows.size(0), down.size(0)}, z.options());
-  modulate_any(rows, u, rows, matrix(x), down.contiguous(), channel.t().contiguous(), scalar);
-  return z;
-}
-
-void modulate_backward_any(Tensor& to_z, Tensor& to_hidden, Tensor& to_up, Tensor& total, const Tensor& y,
-                           const Tensor& grad, const Tensor& hidden, const Tensor& up, const Tensor& twice) {
-  const auto shape = checked(y, "y");
-  check_rank(up);
-  check(up, "up", at::kFloat, {up.size(0), shape[1]});
-  check(hidden, "hidden", at::kFloat, {shape[0], up.size(0)});
-  check(twice, "twice", at::kFloat, {shape[0], 1});
-  check(grad, "grad", y.scalar_type(), shape);
-  check(to_z, "to_z", y.scalar_type(), shape);
-  check(to_hidden, "to_hidden", at::kFloat, hidden.sizes());
-  check(to_up, "to_up", at::kFloat, up.sizes());
-  check(total, "total", at::kFloat, twice.sizes());
-  if (up.size(0) <= 4)
-    RELINEAR_DISPATCH(y, modulate_backward<4, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
-  else if (up.size(0) <= 8)
-    RELINEAR_DISPATCH(y, modulate_backward<8, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
-  else
-    RELINEAR_DISPATCH(y, modulate_backward<kMaxRank, T>(to_z, to_hidden, to_up, total, y, grad, hidden, up, twice));
-}
-
-void gate_any(Tensor& out, const Tensor& value, const Tensor& logits, const Tensor& bias) {
-  const auto shape = checked(value, "value");
-  check(out, "out", value.scalar_type(), shape);
-  check(logits, "logits", value.scalar_type(), shape);
-  check(bias, "bias", value.scalar_type(), {shape[1]});
-  RELINEAR_DISPATCH(value, gate<T>(out, value, logits, bias));
-}
-
-void gate_backward_any(Tensor& to_value, Tensor& logits, Tensor& to_bias, const Tensor& y, const Tensor& grad,
-                       const Tensor& bias) {
-  const auto shape = checked(y, "y");
-  check(grad, "grad", y.scalar_type(), shape);
-  check(to_value, "to_value", y.scalar_type(), shape);
-  check(logits, "logits", y.scalar_type(), shape);
-  check(bias, "bias", y.scalar_type(), {shape[1]});
-  check(to_bias, "to_bias", at::kFloat, {2, shape[1]});
-  RELINEAR_DISPATCH(y, gate_backward<T>(to_value, logits, to_bias, y, grad, bias));
+// body of the ranks that are unrolled, from ``rank`` on
+template <class Body>
+void for_rank(int64_t rank, const Body& body) {
+  if (rank <= 4) body(std::integral_constant<int, 4>());
+  else if (rank <= 8) body(std::integral_constant<int, 8>());
+  else body(std::integral_constant<int, kMaxRank>());
 }
 
 }  // namespace
 
-TORCH_LIBRARY(relinear_cpu, library) {
-  library.def(
-      "modulate(Tensor(a!) out, Tensor(b!) u, Tensor z, Tensor x, Tensor down, Tensor up, Tensor? scalar) -> ()",
-      modulate_any);
-  library.def(
-      "modulated_linear(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor channel, Tensor? scalar) -> Tensor",
-      modulated_linear);
-  library.def(
-      "modulate_backward(Tensor(a!) to_z, Tensor(b!) to_hidden, Tensor(c!) to_up, Tensor(d!) total, Tensor y, "
-      "Tensor grad, Tensor hidden, Tensor up, Tensor twice) -> ()",
-      modulate_backward_any);
-  library.def("gate(Tensor(a!) out, Tensor value, Tensor logits, Tensor bias) -> ()", gate_any);
-  library.def(
-      "gate_backward(Tensor(a!) to_value, Tensor(b!) logits, Tensor(c!) to_bias, Tensor y, Tensor grad, Tensor bias) "
-      "-> ()",
-      gate_backward_any);
+// ``half`` is whether numbers (void) are bfloat16, ``threads`` how many may run.
+extern "C" {
+
+void modulate(bool half, int threads, void* out, void* u, const void* z, const void* x, const void* down, const float* up,
+              const float* scalar, int64_t rows, int64_t inputs, int64_t columns, int64_t rank) {
+  most_threads = threads;
+  for_rank(rank, [&](auto most) {
+    RELINEAR_DISPATCH(half, modulate<most>((T*)out, (T*)u, (const T*)z, (const T*)x, (const T*)down, up, scalar, rows,
+                                           inputs, columns, int(rank)));
+  });
 }
+
+void modulate_backward(bool half, int threads, void* to_z, float* to_hidden, float* to_up, float* total, const void* y,
+                       const void* grad, const float* hidden, const float* up, const float* twice, int64_t rows,
+                       int64_t columns, int64_t rank) {
+  most_threads = threads;
+  for_rank(rank, [&](auto most) {
+    RELINEAR_DISPATCH(half, modulate_backward<most>((T*)to_z, to_hidden, to_up, total, (const T*)y, (const T*)grad,
+                                                    hidden, up, twice, rows, columns, int(rank)));
+  });
+}
+
+void gate(bool half, int threads, void* out, const void* value, const void* logits, const void* bias, int64_t rows,
+          int64_t columns) {
+  most_threads = threads;
+  RELINEAR_DISPATCH(half, gate((T*)out, (const T*)value, (const T*)logits, (const T*)bias, rows, columns));
+}
+
+void gate_backward(bool half, int threads, void* to_value, void* logits, float* to_bias, const void* y, const void* grad,
+                   const void* bias, int64_t rows, int64_t columns) {
+  most_threads = threads;
+  RELINEAR_DISPATCH(half, gate_backward((T*)to_value, (T*)logits, to_bias, (const T*)y, (const T*)grad, (const T*)bias,
+                                        rows, columns));
+}
+
+}  // extern "C"

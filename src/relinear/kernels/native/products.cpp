@@ -3,11 +3,7 @@
 // A library's product over few inputs spends its time on passes over its result, one for each product and one for the
 // bias. Here a tile of the result stays in registers until all is in it. N rows, O columns, K groups.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
-#include <optional>
-#include <vector>
+#include <memory>
 
 #include "vectors.h"
 
@@ -36,16 +32,8 @@ constexpr int kGap = kWidth + 16;
 // diag(W_1 .. W_K) x, with W (K, O / K, I / K) of any strides and x (N, I) contiguous.
 struct Product {
   const float *x, *weight;
+  const int64_t* strides;
   int64_t inputs, depth, columns;
-  at::IntArrayRef strides;
-
-  Product(const Tensor& x, const Tensor& weight)
-      : x(x.const_data_ptr<float>()),
-        weight(weight.const_data_ptr<float>()),
-        inputs(x.size(1)),
-        depth(weight.size(2)),
-        columns(weight.size(1)),
-        strides(weight.strides()) {}
 
   int64_t group(int64_t column) const { return column / columns; }
 
@@ -115,17 +103,14 @@ inline void for_tile(int64_t height, int64_t width, const Body& body) {
 // first x + bias, plus second x + its bias, or times the sigmoid of that if it is a gate. A second product is of one
 // group, so that no tile reaches over two of its groups.
 template <bool kGate>
-void combine(Tensor& out, const Product& first, const Product& second, const std::optional<Tensor>& first_bias,
-             const std::optional<Tensor>& second_bias) {
-  const int64_t rows = out.size(0), columns = out.size(1);
-  const int64_t tiles_of_group = (first.columns + kWidth - 1) / kWidth;
+void combine(float* to, int64_t rows, int64_t columns, const Product& first, const Product& second,
+             const float* first_bias, const float* second_bias) {
+  const int64_t tiles_of_group = divided_up(first.columns, kWidth);
   const int64_t tiles = columns / first.columns * tiles_of_group;
   const int64_t stride = first.inputs + second.inputs + kGap, panel = (2 + first.depth + second.depth) * kWidth;
-  const float* biases[2] = {first_bias ? first_bias->const_data_ptr<float>() : nullptr,
-                            second_bias ? second_bias->const_data_ptr<float>() : nullptr};
-  float* to = out.mutable_data_ptr<float>();
-  Tensor packed = at::empty({tiles, panel}, out.options());
-  float* weights = packed.mutable_data_ptr<float>();
+  const float* biases[2] = {first_bias, second_bias};
+  const std::unique_ptr<float[]> packed(new float[tiles * panel]);
+  float* weights = packed.get();
 
   const auto start_of = [&](int64_t tile) {
     return tile / tiles_of_group * first.columns + tile % tiles_of_group * kWidth;
@@ -133,7 +118,7 @@ void combine(Tensor& out, const Product& first, const Product& second, const std
   const auto width_of = [&](int64_t tile) {
     return int(std::min<int64_t>(kWidth, first.columns - tile % tiles_of_group * kWidth));
   };
-  at::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
       const int64_t start = start_of(tile);
       const int width = width_of(tile);
@@ -145,7 +130,7 @@ void combine(Tensor& out, const Product& first, const Product& second, const std
       second.pack(into + (2 + first.depth) * kWidth, start, width);
     }
   });
-  at::parallel_for(0, (rows + kHeight - 1) / kHeight, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(divided_up(rows, kHeight), 1, [&](int64_t begin, int64_t end) {
     Scratch inputs(kRows * stride);
     const int64_t last = std::min(end * kHeight, rows);
     for (int64_t block = begin * kHeight; block < last; block += kRows) {
@@ -192,16 +177,15 @@ struct Gradient {
 
 // to_blocks and to_up from the gradient of the result, x and s: sums over rows, taken some rows at a time. Threads
 // share out the outputs, so that sums do not depend on how many threads there are.
-void combine_gradients(const Gradient (&gradients)[2], const Tensor& grad, const Tensor& x, const Tensor& s) {
-  const int64_t rows = grad.size(0), columns = grad.size(1), inputs = x.size(1), latents = s.size(1);
+void combine_gradients(const Gradient (&gradients)[2], const float* grads, const float* xs, const float* ss,
+                       int64_t rows, int64_t columns, int64_t inputs, int64_t latents) {
   const int64_t stride = inputs + latents + kGap, size = gradients[0].columns;
-  const int64_t tiles_of_group = (size + kHeight - 1) / kHeight;
-  const float *grads = grad.const_data_ptr<float>(), *xs = x.const_data_ptr<float>(), *ss = s.const_data_ptr<float>();
+  const int64_t tiles_of_group = divided_up(size, kHeight);
   const int64_t tiles = columns / size * tiles_of_group;
   const auto start_of = [&](int64_t tile) {
     return tile / tiles_of_group * size + tile % tiles_of_group * kHeight;
   };
-  at::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(tiles, 1, [&](int64_t begin, int64_t end) {
     const int64_t from = start_of(begin), to = end == tiles ? columns : start_of(end), width = to - from + kGap;
     Scratch input_rows(kSummed * stride), grad_rows(kSummed * width);
     for (int64_t block = 0; block == 0 || block < rows; block += kSummed) {  // of no rows, the sums are 0
@@ -235,66 +219,36 @@ void combine_gradients(const Gradient (&gradients)[2], const Tensor& grad, const
   });
 }
 
-// The weights of a product of (N, I) with (N, O) as result, in groups.
-void check_product(const Tensor& out, const Tensor& x, const char* name, const Tensor& weight,
-                   const char* weight_name) {
-  TORCH_CHECK(x.dim() == 2 && x.size(0) == out.size(0), name, " must be a matrix of ", out.size(0), " rows, got ",
-              x.sizes());
-  check(x, name, at::kFloat, x.sizes());
-  const int64_t groups = weight.dim() == 3 ? weight.size(0) : 0;
-  TORCH_CHECK(weight.device().is_cpu() && weight.scalar_type() == at::kFloat && groups > 0 &&
-                  weight.size(1) > 0 && groups * weight.size(1) == out.size(1) &&
-                  groups * weight.size(2) == x.size(1),
-              weight_name, " must be float32 on the CPU for ", x.size(1), " inputs and ", out.size(1),
-              " outputs, got ", weight.dtype(), " ", weight.sizes());
-}
+}  // namespace
 
-// out = diag(blocks) x + up s + bias: blocks (K, O / K, I / K) and up (O, R) may have any strides.
-void block_low_rank(Tensor& out, const Tensor& x, const Tensor& blocks, const Tensor& s, const Tensor& up,
-                    const std::optional<Tensor>& bias) {
-  const Tensor single = up.unsqueeze(0);
-  check(out, "out", at::kFloat, {x.size(0), up.size(0)});
-  check_product(out, x, "x", blocks, "blocks");
-  check_product(out, s, "s", single, "up");
-  if (bias) check(*bias, "bias", at::kFloat, {out.size(1)});
-  combine<false>(out, Product(x, blocks), Product(s, single), bias, std::nullopt);
+// ``strides`` are those of a weight (K, O / K, I / K), in numbers.
+extern "C" {
+
+// out = diag(blocks) x + up s + bias: blocks (groups, O / groups, I / groups) and up (1, O, R)
+void block_low_rank(int threads, float* out, const float* x, const float* blocks, const int64_t* block_strides,
+                    const float* s, const float* up, const int64_t* up_strides, const float* bias, int64_t rows,
+                    int64_t inputs, int64_t latents, int64_t outputs, int64_t groups) {
+  most_threads = threads;
+  combine<false>(out, rows, outputs, {x, blocks, block_strides, inputs, inputs / groups, outputs / groups},
+                 {s, up, up_strides, latents, latents, outputs}, bias, nullptr);
 }
 
 // The gradients of blocks and up, of the same shapes and contiguous, from that of out.
-void block_low_rank_gradient(Tensor& to_blocks, Tensor& to_up, const Tensor& grad, const Tensor& x, const Tensor& s) {
-  const Tensor single = to_up.unsqueeze(0);
-  check(grad, "grad", at::kFloat, {x.size(0), to_up.size(0)});
-  check_product(grad, x, "x", to_blocks, "to_blocks");
-  check_product(grad, s, "s", single, "to_up");
-  check(to_blocks, "to_blocks", at::kFloat, to_blocks.sizes());
-  check(to_up, "to_up", at::kFloat, to_up.sizes());
-  const Gradient of_blocks{to_blocks.mutable_data_ptr<float>(), 0, to_blocks.size(2), to_blocks.size(1)};
-  const Gradient of_up{to_up.mutable_data_ptr<float>(), x.size(1), to_up.size(1), to_up.size(0)};
-  combine_gradients({of_blocks, of_up}, grad, x, s);
+void block_low_rank_gradient(int threads, float* to_blocks, float* to_up, const float* grad, const float* x,
+                             const float* s, int64_t rows, int64_t inputs, int64_t latents, int64_t outputs,
+                             int64_t groups) {
+  most_threads = threads;
+  combine_gradients({{to_blocks, 0, inputs / groups, outputs / groups}, {to_up, inputs, latents, outputs}}, grad, x, s,
+                    rows, outputs, inputs, latents);
 }
 
-// out = (mix h + bias) sigmoid(gate features + gate_bias): mix (O, R) and gate (O, G) may have any strides.
-void gated_product(Tensor& out, const Tensor& h, const Tensor& mix, const std::optional<Tensor>& bias,
-                   const Tensor& features, const Tensor& gate, const Tensor& gate_bias) {
-  const Tensor mixes = mix.unsqueeze(0), gates = gate.unsqueeze(0);
-  check(out, "out", at::kFloat, {h.size(0), mix.size(0)});
-  check_product(out, h, "h", mixes, "mix");
-  check_product(out, features, "features", gates, "gate");
-  if (bias) check(*bias, "bias", at::kFloat, {out.size(1)});
-  check(gate_bias, "gate_bias", at::kFloat, {out.size(1)});
-  combine<true>(out, Product(h, mixes), Product(features, gates), bias, gate_bias);
+// out = (mix h + bias) sigmoid(gate features + gate_bias): mix (1, O, R) and gate (1, O, G)
+void gated_product(int threads, float* out, const float* h, const float* mix, const int64_t* mix_strides,
+                   const float* bias, const float* features, const float* gate, const int64_t* gate_strides,
+                   const float* gate_bias, int64_t rows, int64_t rank, int64_t width, int64_t outputs) {
+  most_threads = threads;
+  combine<true>(out, rows, outputs, {h, mix, mix_strides, rank, rank, outputs},
+                {features, gate, gate_strides, width, width, outputs}, bias, gate_bias);
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
-  library.def("block_low_rank(Tensor(a!) out, Tensor x, Tensor blocks, Tensor s, Tensor up, Tensor? bias) -> ()",
-              block_low_rank);
-  library.def(
-      "block_low_rank_gradient(Tensor(a!) to_blocks, Tensor(b!) to_up, Tensor grad, Tensor x, Tensor s) -> ()",
-      block_low_rank_gradient);
-  library.def(
-      "gated_product(Tensor(a!) out, Tensor h, Tensor mix, Tensor? bias, Tensor features, Tensor gate, "
-      "Tensor gate_bias) -> ()",
-      gated_product);
-}
+}  // extern "C"

@@ -2,10 +2,6 @@
 //
 // N rows of x, I inputs, O outputs, K groups of a row of weights. A block is 64 codes, of B bits each.
 
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/mm.h>
-#include <torch/library.h>
-
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -17,10 +13,6 @@ namespace {
 using namespace relinear;
 
 constexpr int kBlock = 64, kHalf = kBlock / 2;
-constexpr int64_t kPortion = 1 << 20;  // weights that are written out at a time
-// Rows up to which weights are made numbers in registers each time that they are read.
-template <class T>
-constexpr int kFewRows = kLanes == 16 && sizeof(T) == 4 ? 32 : 8;
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Bytes as whole numbers; of a conversion between vectors GCC 12 makes a move for every lane.
@@ -85,12 +77,12 @@ struct Codes {
   const uint8_t* codes;
   int64_t inputs, groups, halves, width;  // halves of a block in a group, bytes of a row of codes
 
-  Codes(const Tensor& packed, int64_t in_features, int64_t group)
-      : codes(packed.const_data_ptr<uint8_t>()),
-        inputs(in_features),
-        groups((in_features + group - 1) / group),
+  Codes(const uint8_t* codes, int64_t inputs, int64_t bits, int64_t group)
+      : codes(codes),
+        inputs(inputs),
+        groups(divided_up(inputs, group)),
         halves(group / kHalf),
-        width(packed.size(1)) {}
+        width(inputs / 8 * bits) {}
 };
 
 // One with its grids.
@@ -100,11 +92,10 @@ struct Grid : Codes {
   const T* scales;
   float unit;  // of zero points, in codes
 
-  Grid(const Tensor& packed, const Tensor& scale, const std::optional<Tensor>& zero, int64_t in_features, int64_t bits,
-       int64_t group)
-      : Codes(packed, in_features, group),
-        zeros(zero ? zero->const_data_ptr<uint8_t>() : nullptr),
-        scales(scale.const_data_ptr<T>()),
+  Grid(const uint8_t* codes, const void* scales, const uint8_t* zeros, int64_t inputs, int64_t bits, int64_t group)
+      : Codes(codes, inputs, bits, group),
+        zeros(zeros),
+        scales(static_cast<const T*>(scales)),
         unit(1.f / (1 << (8 - bits))) {}
 
   float zero(int64_t o, int64_t k) const { return (zeros ? zeros[o * groups + k] : 128) * unit; }
@@ -200,23 +191,6 @@ void products(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t r
   });
 }
 
-// Many rows: weights are written out, a portion of them that stays in the cache at a time, and multiplied with.
-template <int kBits, class T>
-void portions(const Tensor& out, const Grid<T>& grid, const Tensor& rows, const std::optional<Tensor>& bias) {
-  const int64_t outputs = out.size(1), most = std::min(outputs, std::max<int64_t>(kPortion / grid.inputs, 1));
-  const Tensor written = at::empty({most, grid.inputs}, rows.options());
-  for (int64_t first = 0; first < outputs; first += most) {
-    const int64_t count = std::min(most, outputs - first);
-    T* to = written.mutable_data_ptr<T>();
-    for_rows(count, grid.inputs, [&](int64_t begin, int64_t end) {
-      for (int64_t o = begin; o < end; ++o) write_row<kBits>(to + o * grid.inputs, grid, first + o);
-    });
-    Tensor part = out.narrow(1, first, count);
-    const Tensor weight = written.narrow(0, 0, count).t();
-    bias ? at::addmm_out(part, bias->narrow(0, first, count), rows, weight) : at::mm_out(part, rows, weight);
-  }
-}
-
 template <class Body>
 void for_bits(int64_t bits, const Body& body) {
   switch (bits) {
@@ -226,54 +200,46 @@ void for_bits(int64_t bits, const Body& body) {
     case 5: return body(std::integral_constant<int, 5>());
     case 6: return body(std::integral_constant<int, 6>());
     case 7: return body(std::integral_constant<int, 7>());
-    case 8: return body(std::integral_constant<int, 8>());
-    default: TORCH_CHECK(false, "bits must be 2 to 8, got ", bits);
+    default: return body(std::integral_constant<int, 8>());
   }
 }
 
-void check_grid(const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
-                int64_t bits, int64_t group) {
-  TORCH_CHECK(inputs % kBlock == 0 && group > 0 && group % kHalf == 0, "inputs and group must be multiples of 64 and 32, ",
-              "got ", inputs, " and ", group);
-  const int64_t outputs = checked(scales, "scales")[0], groups = (inputs + group - 1) / group;
-  check(scales, "scales", scales.scalar_type(), {outputs, groups});
-  check(packed, "codes", at::kByte, {outputs, inputs / 8 * bits});
-  check_optional(zeros, "zeros", at::kByte, {outputs, groups});
-}
+}  // namespace
 
-Tensor quantized_layer(const Tensor& x, const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& zeros,
-                       int64_t bits, int64_t group, const std::optional<Tensor>& bias) {
-  const Tensor rows = rows_of(x);
-  const auto sizes = checked(rows, "x");
-  check_grid(packed, scales, zeros, sizes[1], bits, group);
-  const int64_t outputs = scales.size(0);
-  check(scales, "scales", x.scalar_type(), scales.sizes());
-  check_optional(bias, "bias", x.scalar_type(), {outputs});
-  Tensor out = empty_like_rows(x, outputs);
-  RELINEAR_DISPATCH(rows, {
-    const Grid<T> grid(packed, scales, zeros, sizes[1], bits, group);
+// ``half`` is whether numbers (void) are bfloat16, ``threads`` how many may run.
+extern "C" {
+
+// out = x weights + bias for a few rows
+void quantized_rows(bool half, int threads, void* out, const void* x, const uint8_t* codes, const void* scales,
+                    const uint8_t* zeros, const void* bias, int64_t rows, int64_t inputs, int64_t outputs,
+                    int64_t bits, int64_t group) {
+  most_threads = threads;
+  RELINEAR_DISPATCH(half, {
+    const Grid<T> grid(codes, scales, zeros, inputs, bits, group);
     for_bits(bits, [&](auto constant) {
-      if (sizes[0] <= kFewRows<T>) {
-        products<constant>(out.mutable_data_ptr<T>(), grid, in_single<T>(rows), sizes[0], outputs, Bias<T>(bias));
-      } else {
-        portions<constant>(out.view({sizes[0], outputs}), grid, rows, bias);
-      }
+      products<constant>((T*)out, grid, in_single((const T*)x, rows * inputs), rows, outputs, Bias<T>(bias));
     });
   });
-  return out;
+}
+
+// The weights (count, I) of ``count`` outputs from ``first`` on.
+void quantized_weights(bool half, int threads, void* out, const uint8_t* codes, const void* scales,
+                       const uint8_t* zeros, int64_t first, int64_t count, int64_t inputs, int64_t bits,
+                       int64_t group) {
+  most_threads = threads;
+  RELINEAR_DISPATCH(half, {
+    const Grid<T> grid(codes, scales, zeros, inputs, bits, group);
+    for_bits(bits, [&](auto constant) {
+      for_rows(count, inputs, [&](int64_t begin, int64_t end) {
+        for (int64_t o = begin; o < end; ++o) write_row<constant>((T*)out + o * inputs, grid, first + o);
+      });
+    });
+  });
 }
 
 // functional/rounding.py's change_codes, on vectors of O numbers, in place.
-void change_codes(const Tensor& values, const Tensor& codes, const Tensor& pull, const Tensor& outputs,
-                  const Tensor& scale, const Tensor& zero, const Tensor& top, double own, int64_t parts) {
-  const int64_t count = values.numel();
-  for (const Tensor& each : {values, codes, pull, scale, zero, top}) check(each, "a vector", at::kFloat, {count});
-  check(outputs, "outputs", at::kFloat, {count, count});
-  float *value = values.mutable_data_ptr<float>(), *code = codes.mutable_data_ptr<float>(),
-        *left = pull.mutable_data_ptr<float>();
-  const float *g = outputs.const_data_ptr<float>(), *unit = scale.const_data_ptr<float>(),
-              *middle = zero.const_data_ptr<float>(), *most = top.const_data_ptr<float>();
-  const float mass = own;
+void change_codes(float* value, float* code, float* left, const float* g, const float* unit, const float* middle,
+                  const float* most, float mass, int64_t count, int64_t parts) {
   std::vector<float> found(count), back(count);
   for (int64_t part = 0; part < parts; ++part) {
     std::fill(back.begin(), back.end(), 0.f);
@@ -295,15 +261,4 @@ void change_codes(const Tensor& values, const Tensor& codes, const Tensor& pull,
   }
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
-  library.def(
-      "change_codes(Tensor(a!) values, Tensor(b!) codes, Tensor(c!) pull, Tensor outputs, Tensor scale, Tensor zero, "
-      "Tensor top, float own, int parts) -> ()",
-      change_codes);
-  library.def(
-      "quantized_layer(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, int bits, int group, Tensor? bias) -> "
-      "Tensor",
-      quantized_layer);
-}
+}  // extern "C"

@@ -11,15 +11,11 @@
 // V window of a layer, M coordinates that share a pair of factors (L, L) and (R, R), o / i windows of its output /
 // input, W branches of a hidden step. Matrices of vectors have strides in vectors.
 
-#include <torch/library.h>
-
 #include <cmath>
 #include <memory>
 #include <utility>
-#include <vector>
 
 #include "activations.h"
-#include "rows.h"
 #include "spin.h"
 
 namespace {
@@ -175,23 +171,12 @@ void multiply(const Factor& w, const Place& x, int64_t count, const Place& y, bo
     multiply_columns<1>(w, x.data + q * x.column, x.row, x.column, {y.data + q * y.column, y.row, y.column}, add);
 }
 
-// A layer of sandwiches: y_o = sum_i A_oi X_i B_oi^T, for each of the parts of a window.
+// A layer of sandwiches: y_o = sum_i A_oi X_i B_oi^T, for each of the parts of a window. As ``calls.Network`` hands it
+// over.
 struct Layer {
-  int64_t outputs, inputs, window, parts, left_size, right_size, own;
+  int64_t outputs, inputs, own, left_size, right_size, window, parts;
   const float *left, *right;
   Spin spin;  // without tables where coordinates are its own
-
-  Layer(const Tensor& left, const Tensor& right, int64_t window, int64_t parts, const Spin& spin)
-      : outputs(left.size(0)),
-        inputs(left.size(1)),
-        window(window),
-        parts(parts),
-        left_size(left.size(3)),
-        right_size(right.size(3)),
-        own(left.size(2)),
-        left(left.const_data_ptr<float>()),
-        right(right.const_data_ptr<float>()),
-        spin(spin) {}
 
   int64_t shared() const { return window / parts; }
   int64_t left_columns() const { return shared() / left_size; }
@@ -339,16 +324,37 @@ struct Step {
   }
 };
 
-struct Network {
-  int64_t in_features, out_features, inner;
-  const int32_t *reads = nullptr, *writes = nullptr;  // the coordinate at every place of the input's windows, and two places of every
-                                  // output in its windows; or nothing, where they are the same
-  bool residual;
+// What a network is, as ``calls.Network`` hands it over.
+struct Description {
+  int64_t in_features, out_features;
+  const int32_t *reads, *writes;  // the coordinate at every place of the input's windows, and two places of every output
+                                  // in its windows; or nothing, where they are the same
+  int64_t residual;
+  int64_t after_entry;  // whether the first step follows the entry
+  int64_t blades;       // whether all but what the layers read and write is in coordinates of blades
+  const float* bias;
+  int64_t normalize;
+  Activation activation;
+  const int32_t* orders;  // or nothing
+  const float *slopes, *mix;
+  int64_t count;  // of layers
+};
+
+struct Network : Description {
   std::vector<Layer> layers;  // entry, hidden ones, exit
   std::vector<Step> steps;    // what follows each, but the exit
-  bool after_entry;           // whether the first step follows the entry
-  bool blades;                // whether all but what the layers read and write is in coordinates of blades
-  const float* bias = nullptr;
+  int64_t inner;
+
+  Network(const Description& given, const Layer* of) : Description(given), layers(of, of + count) {
+    inner = entry().outputs * entry().window;
+    int64_t first = 0;
+    for (int64_t at = !after_entry; at + 1 < count; ++at) {
+      const int64_t width = at ? of[at].outputs : 1;
+      steps.push_back({width, inner, orders ? orders + first * inner : nullptr, slopes + first, mix + first,
+                       bool(normalize), activation});
+      first += width;
+    }
+  }
 
   const Layer& entry() const { return layers.front(); }
   const Layer& exit() const { return layers.back(); }
@@ -482,11 +488,8 @@ struct Tile {
 };
 
 template <class T>
-void run_network(Tensor& y, const Tensor& x, const Network& net) {
-  const T* from = x.const_data_ptr<T>();
-  T* to = y.mutable_data_ptr<T>();
-  const int64_t tokens = x.size(0);
-  for_rows((tokens + kLanes - 1) / kLanes, kLanes * net.inner, [&](int64_t begin, int64_t end) {
+void run_network(T* to, const T* from, int64_t tokens, const Network& net) {
+  for_rows(divided_up(tokens, kLanes), kLanes * net.inner, [&](int64_t begin, int64_t end) {
     Tile tile(net, false);
     for (int64_t start = begin * kLanes; start < std::min(tokens, end * kLanes); start += kLanes) {
       const int count = int(std::min<int64_t>(kLanes, tokens - start));
@@ -694,14 +697,11 @@ struct BackwardTile {
 };
 
 template <class T>
-void run_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, const Tensor& grad, const Tensor& x,
+void run_network_backward(T* to, float* totals, int64_t shares, const T* grads, const T* from, int64_t tokens,
                           const Network& net) {
-  const T *from = x.const_data_ptr<T>(), *grads = grad.const_data_ptr<T>();
-  T* to = to_x ? to_x->mutable_data_ptr<T>() : nullptr;
-  float* totals = sums.mutable_data_ptr<float>();
-  const int64_t tokens = x.size(0), tiles = (tokens + kLanes - 1) / kLanes, shares = sums.size(0);
+  const int64_t tiles = divided_up(tokens, kLanes);
   // shares of the tokens that do not depend on who computes them, so that neither do their sums
-  at::parallel_for(0, shares, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
     for (int64_t share = begin; share < end; ++share) {
       BackwardTile tile(net);
       Gradients gradients(net);
@@ -714,153 +714,34 @@ void run_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, const
         tile.run(gradients, to != nullptr);
         if (to) give(to + start * net.in_features, tile.to_x.get(), net.in_features, count);
       }
-      gradients.write(totals + share * sums.size(1));
+      gradients.write(totals + share * Gradients::numbers(net));
     }
   });
 }
 
-// What describes a network, as Python hands it over.
-struct Description {
-  at::TensorList left, right;
-  at::IntArrayRef windows, parts;
-  at::TensorList blades, signs;  // nothing for coordinates of the spin representation
-  at::IntArrayRef rows, components;
-  const Tensor &orders, &slopes, &mix;
-  const std::optional<Tensor>&reads, &writes, &bias;
-  bool normalize, after_entry, residual;
-  const std::string& activation;
-};
-
-void check_places(const std::optional<Tensor>& places, const char* name, int64_t count, int64_t end) {
-  if (!places) return;
-  check(*places, name, at::kInt, {count});
-  const int32_t* all = places->const_data_ptr<int32_t>();
-  for (int64_t i = 0; i < count; ++i)
-    TORCH_CHECK_INDEX(all[i] >= 0 && all[i] < end, name, " must hold places below ", end, ", got ", all[i]);
-}
-
-Spin spin(const Description& given, size_t at) {
-  if (given.blades.empty()) return {};
-  const int64_t window = given.windows[at], rows = given.rows[at], components = given.components[at];
-  const int64_t block = rows * rows * components;
-  TORCH_CHECK(rows > 0 && rows <= kMostRows && !(rows & (rows - 1)) && components > 0 &&
-                  (window == block || window == 2 * block),
-              "a window of ", window, " coordinates has no ", rows, " rows and columns of ", components, " components");
-  check_places(given.blades[at], "blades", window, window);
-  check(given.signs[at], "signs", at::kFloat, {window});
-  return {window / block, rows, components, given.blades[at].const_data_ptr<int32_t>(),
-          given.signs[at].const_data_ptr<float>()};
-}
-
-Layer layer(const Description& given, size_t at) {
-  const Tensor &left = given.left[at], &right = given.right[at];
-  const int64_t window = given.windows[at], parts = given.parts[at];
-  TORCH_CHECK(left.dim() == 5 && right.dim() == 5, "factors must be (o, i, S, L, L) and (o, i, S, R, R), got ",
-              left.sizes(), " and ", right.sizes());
-  const int64_t l = left.size(3), r = right.size(3), own = left.size(2);
-  check(left, "left", at::kFloat, {left.size(0), left.size(1), own, l, l});
-  check(right, "right", at::kFloat, {left.size(0), left.size(1), own, r, r});
-  TORCH_CHECK(l && r && l % kSmallest == 0 && r % kSmallest == 0, "factors must have sizes divisible by ", kSmallest,
-              ", got ", l, " and ", r);
-  TORCH_CHECK(parts > 0 && (own == 1 || own == parts) && window % parts == 0 && window / parts % l == 0 &&
-                  window / parts % r == 0,
-              "factors of sizes ", l, " and ", r, " do not divide ", parts, " parts of a window of ", window);
-  return Layer(left, right, window, parts, spin(given, at));
-}
-
-Network network(const Description& given, int64_t in_features, int64_t out_features) {
-  const size_t count = given.left.size();
-  TORCH_CHECK(count >= 2 && given.right.size() == count && given.windows.size() == count && given.parts.size() == count,
-              "a network has an entry and an exit, and windows and parts of each layer");
-  const size_t turned = given.blades.empty() ? 0 : count;
-  TORCH_CHECK(given.blades.size() == turned && given.signs.size() == turned && given.rows.size() == turned &&
-                  given.components.size() == turned,
-              "every layer has tables of its coordinates, or none");
-  Network net;
-  for (size_t at = 0; at < count; ++at) net.layers.push_back(layer(given, at));
-  net.in_features = in_features, net.out_features = out_features;
-  net.inner = net.entry().outputs * net.entry().window;
-  net.residual = given.residual, net.after_entry = given.after_entry, net.blades = turned > 0;
-  const Activation activation = activation_of(given.activation);
-  const int64_t places = net.exit().outputs * net.exit().window;
-  check_places(given.reads, "reads", net.entry().inputs * net.entry().window, in_features);
-  check_places(given.writes, "writes", 2 * out_features, places);
-  TORCH_CHECK(given.reads || net.entry().inputs * net.entry().window == in_features, "the entry needs reads");
-  TORCH_CHECK(given.writes || places == out_features, "the exit needs writes");
-  TORCH_CHECK(net.exit().inputs * net.exit().window == net.inner, "the exit must read ", net.inner, " coordinates");
-  int64_t branches = 0;
-  for (size_t at = net.after_entry ? 0 : 1; at + 1 < count; ++at) {
-    const Layer& of = net.layers[at];
-    TORCH_CHECK(!at || (of.inputs == 1 && of.window == net.inner), "hidden layers must act on ", net.inner, " coordinates");
-    const int64_t width = at ? of.outputs : 1;
-    net.steps.push_back({width, net.inner, nullptr, nullptr, nullptr, given.normalize, activation});
-    branches += width;
-  }
-  check(given.slopes, "slopes", at::kFloat, {branches});
-  check(given.mix, "mix", at::kFloat, {branches});
-  const bool ordered = given.orders.numel();
-  if (ordered) check_places(given.orders, "orders", branches * net.inner, net.inner);
-  int64_t first = 0;
-  for (Step& step : net.steps) {
-    if (ordered) step.order = given.orders.const_data_ptr<int32_t>() + first * net.inner;
-    step.slopes = given.slopes.const_data_ptr<float>() + first;
-    step.mix = given.mix.const_data_ptr<float>() + first;
-    first += step.branches;
-  }
-  if (given.reads) net.reads = given.reads->const_data_ptr<int32_t>();
-  if (given.writes) net.writes = given.writes->const_data_ptr<int32_t>();
-  check_optional(given.bias, "bias", at::kFloat, {out_features});
-  if (given.bias) net.bias = given.bias->const_data_ptr<float>();
-  return net;
-}
-
-void rotor_network(Tensor& y, const Tensor& x, at::TensorList left, at::TensorList right, at::IntArrayRef windows,
-                   at::IntArrayRef parts, at::TensorList blades, at::TensorList signs, at::IntArrayRef rows,
-                   at::IntArrayRef components, const Tensor& orders, const Tensor& slopes, const Tensor& mix,
-                   const std::optional<Tensor>& reads, const std::optional<Tensor>& writes,
-                   const std::optional<Tensor>& bias, bool normalize, bool after_entry, bool residual,
-                   std::string activation) {
-  const auto sizes = checked(x, "x");
-  checked(y, "y");
-  check(y, "y", x.scalar_type(), {sizes[0], y.size(1)});
-  const Description given = {left,   right, windows, parts, blades, signs,     rows,        components, orders,
-                             slopes, mix,   reads,   writes, bias,  normalize, after_entry, residual,   activation};
-  const Network net = network(given, sizes[1], y.size(1));
-  RELINEAR_DISPATCH(x, run_network<T>(y, x, net));
-}
-
-void rotor_network_backward(const std::optional<Tensor>& to_x, Tensor& sums, const Tensor& grad, const Tensor& x,
-                            at::TensorList left, at::TensorList right, at::IntArrayRef windows, at::IntArrayRef parts,
-                            at::TensorList blades, at::TensorList signs, at::IntArrayRef rows,
-                            at::IntArrayRef components, const Tensor& orders, const Tensor& slopes, const Tensor& mix,
-                            const std::optional<Tensor>& reads, const std::optional<Tensor>& writes, bool normalize,
-                            bool after_entry, bool residual, std::string activation) {
-  const auto sizes = checked(x, "x");
-  checked(grad, "grad");
-  check(grad, "grad", x.scalar_type(), {sizes[0], grad.size(1)});
-  check_optional(to_x, "to_x", x.scalar_type(), sizes);
-  const std::optional<Tensor> bias;
-  const Description given = {left,   right, windows, parts, blades, signs,     rows,        components, orders,
-                             slopes, mix,   reads,   writes, bias,  normalize, after_entry, residual,   activation};
-  const Network net = network(given, sizes[1], grad.size(1));
-  TORCH_CHECK(sums.dim() == 2 && sums.size(0) > 0, "sums must be (shares, numbers), got ", sums.sizes());
-  check(sums, "sums", at::kFloat, {sums.size(0), Gradients::numbers(net)});
-  RELINEAR_DISPATCH(x, run_network_backward<T>(to_x, sums, grad, x, net));
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(relinear_cpu, library) {
-  library.def(
-      "rotor_network(Tensor(a!) y, Tensor x, Tensor[] left, Tensor[] right, int[] windows, int[] parts, "
-      "Tensor[] blades, Tensor[] signs, int[] rows, int[] components, Tensor orders, Tensor slopes, Tensor mix, "
-      "Tensor? reads, Tensor? writes, Tensor? bias, bool normalize, bool after_entry, bool residual, "
-      "str activation) -> ()",
-      rotor_network);
-  library.def(
-      "rotor_network_backward(Tensor(a!)? to_x, Tensor(b!) sums, Tensor grad, Tensor x, Tensor[] left, Tensor[] right, "
-      "int[] windows, int[] parts, Tensor[] blades, Tensor[] signs, int[] rows, int[] components, Tensor orders, "
-      "Tensor slopes, Tensor mix, Tensor? reads, Tensor? writes, bool normalize, bool after_entry, bool residual, "
-      "str activation) -> ()",
-      rotor_network_backward);
+// ``half`` is whether numbers (void) are bfloat16, ``threads`` how many may run.
+extern "C" {
+
+void rotor_network(bool half, int threads, void* y, const void* x, int64_t tokens, const Description* given,
+                   const Layer* layers) {
+  most_threads = threads;
+  const Network net(*given, layers);
+  RELINEAR_DISPATCH(half, run_network((T*)y, (const T*)x, tokens, net));
 }
+
+// ``sums`` (shares, numbers): of the factors of every layer, slopes and mixtures; ``to_x`` or nothing
+void rotor_network_backward(bool half, int threads, void* to_x, float* sums, int64_t shares, const void* grad,
+                            const void* x, int64_t tokens, const Description* given, const Layer* layers) {
+  most_threads = threads;
+  const Network net(*given, layers);
+  RELINEAR_DISPATCH(half, run_network_backward((T*)to_x, sums, shares, (const T*)grad, (const T*)x, tokens, net));
+}
+
+// Whether all of ``count`` places are below ``end``.
+bool places_below(const int32_t* places, int64_t count, int64_t end) {
+  return std::all_of(places, places + count, [=](int32_t place) { return place >= 0 && place < end; });
+}
+
+}  // extern "C"

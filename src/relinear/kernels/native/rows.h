@@ -3,12 +3,8 @@
 
 #pragma once
 
-#include <ATen/ops/empty.h>
-
 #include <cmath>
-#include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "vectors.h"
 
@@ -39,7 +35,7 @@ inline void add_products(float (&sums)[kCount], const T* weights, int64_t depth,
 template <class Body>
 void for_outputs(int64_t outputs, int64_t group, int64_t work, const Body& body) {
   const int64_t grain = std::max<int64_t>(kTogether, kGrain / std::max<int64_t>(1, work));
-  at::parallel_for(0, outputs, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(outputs, grain, [&](int64_t begin, int64_t end) {
     for (int64_t o = begin; o < end;)
       if (o + kTogether <= std::min(end, (o / group + 1) * group)) {
         body(o, std::integral_constant<int, kTogether>());
@@ -52,9 +48,8 @@ void for_outputs(int64_t outputs, int64_t group, int64_t work, const Body& body)
 
 // Numbers in single precision.
 template <class T>
-std::vector<float> in_single(const Tensor& x) {
-  const T* from = x.const_data_ptr<T>();
-  return {from, from + x.numel()};
+std::vector<float> in_single(const T* from, int64_t count) {
+  return {from, from + count};
 }
 
 // A bias, or zeros.
@@ -62,26 +57,8 @@ template <class T>
 struct Bias {
   const T* data;
 
-  explicit Bias(const std::optional<Tensor>& bias) : data(bias ? bias->const_data_ptr<T>() : nullptr) {}
+  explicit Bias(const void* data) : data(static_cast<const T*>(data)) {}
   float operator[](int64_t at) const { return data ? float(data[at]) : 0.f; }
 };
-
-// The matrix (N, I) of the rows of x (..., I).
-inline Tensor rows_of(const Tensor& x) {
-  TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "x must have a last dimension of numbers, got ", x.sizes());
-  return x.dim() == 2 && x.is_contiguous() ? x : x.reshape({-1, x.size(-1)}).contiguous();
-}
-
-// An empty (..., outputs) like x (..., I).
-inline Tensor empty_like_rows(const Tensor& x, int64_t outputs) {
-  std::vector<int64_t> sizes = x.sizes().vec();
-  sizes.back() = outputs;
-  return at::empty(sizes, x.options());
-}
-
-inline void check_optional(const std::optional<Tensor>& tensor, const char* name, at::ScalarType dtype,
-                           at::IntArrayRef sizes) {
-  if (tensor) check(*tensor, name, dtype, sizes);
-}
 
 }  // namespace relinear

@@ -2,16 +2,34 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <vector>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 namespace relinear {
 
-using at::Tensor;
-using c10::BFloat16;
+// The upper half of a float, rounded to nearest, ties to even.
+struct BFloat16 {
+  uint16_t bits;
+
+  BFloat16() = default;
+  explicit BFloat16(float value) {
+    uint32_t from;
+    std::memcpy(&from, &value, sizeof(from));
+    bits = value == value ? (from + 0x7fff + (from >> 16 & 1)) >> 16 : 0x7fc0;
+  }
+  operator float() const {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof(value));
+    return value;
+  }
+};
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -86,35 +104,51 @@ inline void for_vectors(int64_t width, const Body& body) {
   if (at < width) body(at, int(width - at));
 }
 
+inline int64_t divided_up(int64_t number, int64_t by) { return (number + by - 1) / by; }
+
+// how many the call that runs may use: as many as torch does, which its caller says
+inline thread_local int most_threads = 1;
+
+inline int thread_number() {
+#if defined(_OPENMP)
+  return omp_get_thread_num();
+#else
+  return 0;
+#endif
+}
+
+// Calls body(begin, end) for shares of ``count``, of at least ``grain``: the same shares as torch's own.
+template <class Body>
+void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  const int64_t shares = std::min<int64_t>(most_threads, divided_up(count, grain));
+#if defined(_OPENMP)
+  if (shares > 1) {
+#pragma omp parallel num_threads(most_threads)
+    {
+      const int64_t share = divided_up(count, std::min<int64_t>(omp_get_num_threads(), shares));
+      const int64_t begin = omp_get_thread_num() * share;
+      if (begin < count) body(begin, std::min(count, begin + share));
+    }
+    return;
+  }
+#endif
+  if (count) body(0, count);
+}
+
 template <class Body>
 inline void for_rows(int64_t rows, int64_t columns, const Body& body) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)), body);
+  parallel_for(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)), body);
 }
 
-inline void check(const Tensor& tensor, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
-  TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous() && tensor.scalar_type() == dtype &&
-                  tensor.sizes() == sizes,
-              name, " must be a contiguous ", dtype, " tensor of shape ", sizes, " on the CPU, got ", tensor.dtype(),
-              " ", tensor.sizes(), " on ", tensor.device());
-}
-
-// The shape (N, O) that the others are checked against.
-inline at::IntArrayRef checked(const Tensor& matrix, const char* name) {
-  TORCH_CHECK(matrix.dim() == 2 && (matrix.scalar_type() == at::kFloat || matrix.scalar_type() == at::kBFloat16), name,
-              " must be a float32 or bfloat16 matrix, got ", matrix.dtype(), " ", matrix.sizes());
-  check(matrix, name, matrix.scalar_type(), matrix.sizes());
-  return matrix.sizes();
-}
-
-#define RELINEAR_DISPATCH(tensor, ...)         \
-  do {                                         \
-    if ((tensor).scalar_type() == at::kFloat) { \
-      using T = float;                         \
-      __VA_ARGS__;                             \
-    } else {                                   \
-      using T = BFloat16;                      \
-      __VA_ARGS__;                             \
-    }                                          \
+#define RELINEAR_DISPATCH(half, ...) \
+  do {                               \
+    if (half) {                      \
+      using T = BFloat16;            \
+      __VA_ARGS__;                   \
+    } else {                         \
+      using T = float;               \
+      __VA_ARGS__;                   \
+    }                                \
   } while (false)
 
 }  // namespace relinear
