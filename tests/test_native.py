@@ -663,7 +663,7 @@ def test_small_and_other_tensors_take_torch_operations():
 @pytest.fixture
 def as_at_first_use(monkeypatch):
     """What is settled once a process is asked anew, and again afterwards."""
-    settled = (build.compiler, build.is_loaded, build._was_built)
+    settled = (build.compiler, build.library, build._was_built)
     for each in settled:
         each.cache_clear()
     yield monkeypatch
