@@ -8,49 +8,31 @@ Examples:
     torch.Size([8])
 """
 
-from relinear.clifford.bivectors import bivector_from_matrix, bivector_to_matrix
-from relinear.clifford.blades import bivector_dimension, embed_bivector, multivector_dimension, take_bivector
-from relinear.clifford.decomposition import decompose
-from relinear.clifford.exponential import exp
-from relinear.clifford.logarithm import log
-from relinear.clifford.matrices import from_matrix, to_matrix
-from relinear.clifford.products import geometric_product, reverse, sandwich
-from relinear.clifford.spin import (
-    SpinShape,
-    from_spin,
-    left_factor,
-    left_multiplication,
-    right_factor,
-    right_multiplication,
-    spin_shape,
-    string_places,
-    string_tables,
-    to_spin,
-)
+from types import ModuleType as _ModuleType
 
-__all__ = [
-    "SpinShape",
-    "bivector_dimension",
-    "bivector_from_matrix",
-    "bivector_to_matrix",
-    "decompose",
-    "embed_bivector",
-    "exp",
-    "from_matrix",
-    "from_spin",
-    "geometric_product",
-    "left_factor",
-    "left_multiplication",
-    "log",
-    "multivector_dimension",
-    "reverse",
-    "right_factor",
-    "right_multiplication",
-    "sandwich",
-    "spin_shape",
-    "string_places",
-    "string_tables",
-    "take_bivector",
-    "to_matrix",
-    "to_spin",
-]
+from relinear.clifford.bivectors import bivector_from_matrix as bivector_from_matrix
+from relinear.clifford.bivectors import bivector_to_matrix as bivector_to_matrix
+from relinear.clifford.blades import bivector_dimension as bivector_dimension
+from relinear.clifford.blades import embed_bivector as embed_bivector
+from relinear.clifford.blades import multivector_dimension as multivector_dimension
+from relinear.clifford.blades import take_bivector as take_bivector
+from relinear.clifford.decomposition import decompose as decompose
+from relinear.clifford.exponential import exp as exp
+from relinear.clifford.logarithm import log as log
+from relinear.clifford.matrices import from_matrix as from_matrix
+from relinear.clifford.matrices import to_matrix as to_matrix
+from relinear.clifford.products import geometric_product as geometric_product
+from relinear.clifford.products import reverse as reverse
+from relinear.clifford.products import sandwich as sandwich
+from relinear.clifford.spin import SpinShape as SpinShape
+from relinear.clifford.spin import from_spin as from_spin
+from relinear.clifford.spin import left_factor as left_factor
+from relinear.clifford.spin import left_multiplication as left_multiplication
+from relinear.clifford.spin import right_factor as right_factor
+from relinear.clifford.spin import right_multiplication as right_multiplication
+from relinear.clifford.spin import spin_shape as spin_shape
+from relinear.clifford.spin import string_places as string_places
+from relinear.clifford.spin import string_tables as string_tables
+from relinear.clifford.spin import to_spin as to_spin
+
+__all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

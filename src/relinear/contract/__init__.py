@@ -1,17 +1,13 @@
 """What the author of an operator, an attachment or an objective reads: classes to derive from, and their losses."""
 
-from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.auxiliary_losses import aux_losses
-from relinear.contract.config import register
-from relinear.contract.objective import ObjectiveConfig
-from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
+from types import ModuleType as _ModuleType
 
-__all__ = [
-    "AttachmentConfig",
-    "NotLinearError",
-    "ObjectiveConfig",
-    "Operator",
-    "OperatorConfig",
-    "aux_losses",
-    "register",
-]
+from relinear.contract.attachment import AttachmentConfig as AttachmentConfig
+from relinear.contract.auxiliary_losses import aux_losses as aux_losses
+from relinear.contract.config import register as register
+from relinear.contract.objective import ObjectiveConfig as ObjectiveConfig
+from relinear.contract.operator import NotLinearError as NotLinearError
+from relinear.contract.operator import Operator as Operator
+from relinear.contract.operator import OperatorConfig as OperatorConfig
+
+__all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

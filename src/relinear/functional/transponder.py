@@ -11,10 +11,6 @@ from torch import Tensor
 Alpha = Tensor | float
 
 
-def _itself(u: Tensor) -> Tensor:
-    return u
-
-
 #: the pointwise functions of a bottleneck by name
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -22,7 +18,7 @@ PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": torch.nn.functional.gelu,
     "silu": torch.nn.functional.silu,
-    "none": _itself,
+    "none": lambda u: u,
 }
 
 

@@ -136,7 +136,7 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
 
     def decorate(kernel: Kernel) -> Kernel:
         parameters = inspect.signature(kernel).parameters
-        names, last = tuple(parameters), Implementation(otherwise, _never, kernel)
+        names, last = tuple(parameters), Implementation(otherwise, lambda call: "", kernel)
         defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
         part = " ".join(dict.fromkeys((kernel.__module__.rpartition(".")[2], kernel.__name__.strip("_"))))
 
@@ -161,10 +161,6 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
         return cast("Kernel", run)
 
     return decorate
-
-
-def _never(call: Call) -> str:
-    return ""
 
 
 def shape_of(x: Tensor) -> str:

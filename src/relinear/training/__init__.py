@@ -1,8 +1,7 @@
 """Training: transformers' Trainer with our callbacks, groups and schedules; ``train`` for runs, ``fit`` for models."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from relinear.system.lazy import imported_on_first_use
 from relinear.system.progress import Progress
 from relinear.training.callbacks import LatentMoments, read_metrics, read_moments
 from relinear.training.fitting import NonFiniteLossError, TrainResult, fit
@@ -28,5 +27,11 @@ __all__ = [
     "train",
 ]
 
-# transformers' Trainer takes seconds to import
-__getattr__ = imported_on_first_use(__name__, {"trainer": ["RelinearTrainer"]})
+
+def __getattr__(name: str) -> Any:
+    """``RelinearTrainer`` on first use: transformers' Trainer takes seconds to import."""
+    if name != "RelinearTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from relinear.training.trainer import RelinearTrainer
+
+    return RelinearTrainer
