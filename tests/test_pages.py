@@ -223,7 +223,7 @@ def test_the_verdict_says_how_sure_it_is(tmp_path) -> None:
         "Illustration only: untuned learning rate, dense has 3.3 times the parameters. Here a is ahead"
     )
     losses["a"] = [2.9, 3.15]
-    assert "Inconclusive: no difference can be told between a and dense. " in verdict(comparison(tmp_path, losses))
+    assert "Inconclusive: no difference detected between a and dense. " in verdict(comparison(tmp_path, losses))
     said = verdict(comparison(tmp_path, {"dense": [3.0], "a": [3.2]}, 1.0))
     assert said.startswith(
         "Illustration only: one seed, untuned learning rate. Here a is behind dense by 0.200 nats a byte."

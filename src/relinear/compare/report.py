@@ -150,7 +150,7 @@ def verdict(results: Results) -> str:
         said = f"Illustration only: {', '.join(flaws)}. Here {who} {ahead} {by}."
     elif abs(gap) <= half:
         low, high = -gap - half, -gap + half
-        said = f"Inconclusive: no difference can be told between {first['name']} and {base['name']}. "
+        said = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
         said += f"Their gap is {-gap:+z.3f} nats a {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
     else:
         said = f"{who} {ahead} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
