@@ -39,17 +39,17 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
     Raises:
         ValueError: if even the smallest candidates exceed the budget.
     """
-    least = sum(min(c.cost for c in options) for options in candidates.values())
-    if least > budget:
+    smallest = sum(min(c.cost for c in options) for options in candidates.values())
+    if smallest > budget:
         raise ValueError(
-            f"the budget of {budget:,.0f} {unit} cannot be met: the smallest choices take {least:,.0f}; keep more"
+            f"the budget of {budget:,.0f} {unit} cannot be met: the smallest choices take {smallest:,.0f}; keep more"
         )
     largest = max(candidates, key=lambda name: max(c.cost for c in candidates[name]))
     options = sorted(candidates[largest], key=lambda c: c.cost)
     plans = [_at_one_price(candidates, budget)]
     at = options.index(plans[0][largest])
     for option in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
-        if least - options[0].cost + option.cost <= budget:
+        if smallest - options[0].cost + option.cost <= budget:
             plans.append(_at_one_price({**candidates, largest: [option]}, budget))
     return min(plans, key=lambda plan: sum(c.nats for c in plan.values()))
 
@@ -78,7 +78,7 @@ def _at_one_price(candidates: Choices, budget: float) -> dict[str, Candidate]:
     return _spend(chosen, candidates, budget - cost(chosen))
 
 
-def _spend(chosen: dict[str, Candidate], candidates: Choices, left: float) -> dict[str, Candidate]:
+def _spend(chosen: dict[str, Candidate], candidates: Choices, remaining: float) -> dict[str, Candidate]:
     """Upgrade layer after layer, the most nats a unit of cost first, while something fits."""
     chosen = dict(chosen)
     while True:
@@ -86,12 +86,12 @@ def _spend(chosen: dict[str, Candidate], candidates: Choices, left: float) -> di
             ((chosen[name].nats - option.nats) / (option.cost - chosen[name].cost), name, option)
             for name, options in candidates.items()
             for option in options
-            if chosen[name].cost < option.cost <= chosen[name].cost + left and option.nats < chosen[name].nats
+            if chosen[name].cost < option.cost <= chosen[name].cost + remaining and option.nats < chosen[name].nats
         ]
         if not upgrades:
             return chosen
         _, name, option = max(upgrades, key=lambda u: (u[0], u[1]))
-        left -= option.cost - chosen[name].cost
+        remaining -= option.cost - chosen[name].cost
         chosen[name] = option
 
 
@@ -152,15 +152,15 @@ class Budget:
             modules: the layers that may be replaced, by name.
             entries: what they may become.
         """
-        least = 0.0
+        smallest = 0.0
         for name, module in modules.items():
             configs = [config for entry in entries for config in entry.candidates(*linear_features(module))]
             costs = [self.cost(name, config) for config in [None, *configs]]
-            least += min(cost for cost in costs if cost is not None)
-        if least > self.limit:
+            smallest += min(cost for cost in costs if cost is not None)
+        if smallest > self.limit:
             raise ValueError(
                 f"{self.what} cannot be met: of {self.whole:,.0f} {self.unit} of the layers that may be replaced "
-                f"it allows {self.limit:,.0f}, and the smallest candidates take {least:,.0f}; allow more, replace "
+                f"it allows {self.limit:,.0f}, and the smallest candidates take {smallest:,.0f}; allow more, replace "
                 "more layers, or give other candidates"
             )
 
@@ -175,7 +175,7 @@ def at_half_precision(model: Any) -> Iterator[None]:
     In bfloat16, for it has the range of what was trained in it or in single precision.
     """
     wide = {p: p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 2}
-    stated = model.config.dtype
+    config_dtype = model.config.dtype
     for parameter in wide:
         parameter.data = parameter.data.bfloat16()
     try:
@@ -183,7 +183,7 @@ def at_half_precision(model: Any) -> Iterator[None]:
     finally:
         for parameter, dtype in wide.items():
             parameter.data = parameter.data.to(dtype)
-        model.config.dtype = stated
+        model.config.dtype = config_dtype
 
 
 def round_to_half_(model: Any) -> None:

@@ -48,9 +48,11 @@ Statistics = Mapping[str, CalibrationStatistics]
 def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
     """Of everything that decides a calibration's result, the config among it: equal weights may be read in two ways."""
     values = model.config.to_diff_dict() if hasattr(model, "config") else {}
-    told = {key: value for key, value in values.items() if key not in _PASSING}
+    settings_of_model = {key: value for key, value in values.items() if key not in _PASSING}
     named = (part for pair in model.named_parameters() for part in pair)
-    return fingerprint_of([names, dict(settings), json.dumps(told, sort_keys=True, default=str)], [blocks, *named])
+    return fingerprint_of(
+        [names, dict(settings), json.dumps(settings_of_model, sort_keys=True, default=str)], [blocks, *named]
+    )
 
 
 class Sums:
@@ -85,15 +87,15 @@ class Sums:
         sums = grouped((name, total) for (name, _), total in self.inputs.items())
         means = {name: torch.stack(totals).sum(0) / self.counts[name] for name, totals in sums.items()}
         kinds = grouped((key[0], total.div_(of_kind[key])) for key, total in self.inputs.items())
-        found = {}
+        statistics = {}
         for name, module in modules.items():
             if name not in self.counts:  # an expert may have seen no token
-                found[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
+                statistics[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
                 continue
             outputs = self.outputs[name].div_(self.counts[name])
             owner = self.shared[name]
-            found[name] = CalibrationStatistics(means[owner], outputs, self.counts[name], tuple(kinds[owner]))
-        return found
+            statistics[name] = CalibrationStatistics(means[owner], outputs, self.counts[name], tuple(kinds[owner]))
+        return statistics
 
 
 def _add(sums: dict[Any, Tensor], name: Any, values: Tensor) -> None:
@@ -107,7 +109,7 @@ def _add(sums: dict[Any, Tensor], name: Any, values: Tensor) -> None:
 
 def _claim(folder: Path, mark: str) -> None:
     path = folder / "fingerprint.json"
-    if not path.is_file() and not any(found for pattern in _LEFT for found in folder.glob(pattern)):
+    if not path.is_file() and not any(leftover for pattern in _LEFT for leftover in folder.glob(pattern)):
         write_record(path, {"fingerprint": mark})
     elif read_record(path).get("fingerprint") != mark:
         what = "the calibration of another model, corpus, set of layers, setting or version"
@@ -152,8 +154,8 @@ class Calibration:
         blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(kinds)
         by_kind = [(int(kind), blocks[of_block == kind]) for kind in of_block.unique()]
         #: batches, each of one kind, and which
-        self.parts = [part for _, own in by_kind for part in own.split(batch)]
-        self.kinds = [kind for kind, own in by_kind for _ in own.split(batch)]
+        self.parts = [part for _, of_this_kind in by_kind for part in of_this_kind.split(batch)]
+        self.kinds = [kind for kind, of_this_kind in by_kind for _ in of_this_kind.split(batch)]
         self.tokens, self.seed = blocks.numel(), seed
         self.layers = LayerByLayer(model)
         self.streams = Streams(self.folder, len(self.parts))
@@ -201,23 +203,23 @@ class Calibration:
                 states = self.layers.embed(part)  # notes the arguments of the layers for this shape
             self._every = self._sparse(self.tokens * states.shape[-1] * states.element_size())
             release_freed_memory()  # of reading texts, and of the model run as a whole
-        begun = 0 in self.streams.indices("hidden") and self.streams.indices("gradient") == [len(self.layers)]
-        if not (begun and (self.folder / "loss.json").is_file()):
+        has_states = 0 in self.streams.indices("hidden") and self.streams.indices("gradient") == [len(self.layers)]
+        if not (has_states and (self.folder / "loss.json").is_file()):
             self._forward()
             self._find_loss()
 
     def _sparse(self, stream: int) -> int:
         """Of how many layers one keeps its states, of ``stream`` bytes, so that all take at most twice the model's."""
-        room, total = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters()), len(self.layers)
-        return next((k for k in range(1, total) if (total // k + k + 4) * stream <= room), math.isqrt(total))
+        limit, total = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters()), len(self.layers)
+        return next((k for k in range(1, total) if (total // k + k + 4) * stream <= limit), math.isqrt(total))
 
     @torch.no_grad()
     def _forward(self) -> None:
         """Write the hidden states before layers, and those behind the last one."""
-        there, total = self.streams.indices("hidden"), len(self.layers)
-        if 0 not in there:
+        indices, total = self.streams.indices("hidden"), len(self.layers)
+        if 0 not in indices:
             self.streams.write("hidden", 0, (self.layers.embed(part) for part in self.parts))
-        for index in range(there[-1] if there else 0, total):
+        for index in range(indices[-1] if indices else 0, total):
             self._step(index)
             if index % self._every:
                 self.streams.remove("hidden", index)
@@ -258,10 +260,12 @@ class Calibration:
             with frozen(self.model), watching_inputs(head, inputs), torch.enable_grad():
                 for at, piece, logits, labels in self.layers.next_tokens(states, ids):
                     losses.append(float(F.cross_entropy(logits.detach(), labels, reduction="sum")))
-                    likely = logits.detach().softmax(-1)
-                    drawn = torch.multinomial(likely, 1, generator=draws).flatten()
-                    variances = variances + (likely * (1 - likely)).sum(0)
-                    (grad[:, at],) = torch.autograd.grad(F.cross_entropy(logits, drawn, reduction="sum"), piece)
+                    probabilities = logits.detach().softmax(-1)
+                    sampled_labels = torch.multinomial(probabilities, 1, generator=draws).flatten()
+                    variances = variances + (probabilities * (1 - probabilities)).sum(0)
+                    (grad[:, at],) = torch.autograd.grad(
+                        F.cross_entropy(logits, sampled_labels, reduction="sum"), piece
+                    )
             yield grad
         count = sum(ids[:, 1:].numel() for ids in self.parts)
         moments = {name: value / count for name, value in (inputs | {"outputs": variances}).items()}
@@ -274,16 +278,16 @@ class Calibration:
         layer whose moments it gave last.
         """
         self._prepare()
-        total, there, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
-        remaining = there[-1] if there else total
+        total, indices, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
+        remaining = indices[-1] if indices else total
         if remaining == total - 1 and remaining in self.targets and remaining not in used:
             remaining = total  # nothing of this kind stands behind the last layer
         for index in reversed(range(lowest, remaining)):
             self._find(index)
             sums, group = Sums(), self.targets.get(index, {})
             with frozen(self.model), watched(group, sums):
-                behind = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
-                self.streams.write(kind, index, self._before(index, behind, sums))
+                gradients = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
+                self.streams.write(kind, index, self._before(index, gradients, sums))
             if group:
                 yield index, sums.statistics(group)
             self.streams.remove(kind, index + 1)
@@ -304,17 +308,17 @@ class Calibration:
         pairs = zip(self.parts, self.streams.read(kind, 0), strict=True)
         gradients = (self.layers.gradient_of_rows(ids, gradient) for ids, gradient in pairs)
         squares = sum(gradient.double().square().sum((0, 1)) for gradient in gradients) / self.tokens
-        found, table = {}, self.model.get_input_embeddings()
+        statistics, table = {}, self.model.get_input_embeddings()
         for name, module in self.targets[-1].items():
             inputs = squares.diag() if module is table else torch.zeros_like(head["inputs"])
             if module is not table or tied_head(self.model, table) is not None:
                 inputs = inputs + head["inputs"]
-            found[name] = CalibrationStatistics(inputs, head["outputs"], self.tokens)
-        return found
+            statistics[name] = CalibrationStatistics(inputs, head["outputs"], self.tokens)
+        return statistics
 
-    def _before(self, index: int, behind: Iterator[Tensor], sums: Sums) -> Iterator[Tensor]:
+    def _before(self, index: int, gradients: Iterator[Tensor], sums: Sums) -> Iterator[Tensor]:
         """The gradients at the input of layer ``index``, batch by batch, from those behind it."""
-        for kind, states, gradient in zip(self.kinds, self.streams.read("hidden", index), behind, strict=True):
+        for kind, states, gradient in zip(self.kinds, self.streams.read("hidden", index), gradients, strict=True):
             sums.new_pass()
             sums.kind = kind
             states.requires_grad_(True)
@@ -327,8 +331,8 @@ class Calibration:
 @contextlib.contextmanager
 def watching_inputs(module: nn.Module | None, sums: dict[str, Tensor]) -> Iterator[None]:
     """Within the block, the second moment of what goes into ``module`` is summed as ``sums["inputs"]``."""
-    seen = [] if module is None else [("inputs", module)]
-    with watching(seen, lambda name, _, args, output: _add(sums, name, args[0])):
+    watched_modules = [] if module is None else [("inputs", module)]
+    with watching(watched_modules, lambda name, _, args, output: _add(sums, name, args[0])):
         yield
 
 

@@ -96,17 +96,17 @@ class SearchSpace:
 
     def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
         """The errors of all sizes of the entries for layers, by the entry's number and the layer's name."""
-        found = {}
-        for name, known in statistics.items():
+        errors_by_name = {}
+        for name, layer_statistics in statistics.items():
             module = self.task.modules[name]
             sizes = linear_features(module)
-            if known.tokens is not None and known.tokens < sizes[0]:
+            if layer_statistics.tokens is not None and layer_statistics.tokens < sizes[0]:
                 continue  # an expert that hardly saw a token: its moments say nothing
             for at, entry in enumerate(self.entries):
                 if entry.candidates(*sizes):
-                    errors = [error for _, error in entry.candidate_errors(module, known)]
-                    found[f"{at} {name}"] = torch.tensor(errors, dtype=torch.float64)
-        return found
+                    errors = [error for _, error in entry.candidate_errors(module, layer_statistics)]
+                    errors_by_name[f"{at} {name}"] = torch.tensor(errors, dtype=torch.float64)
+        return errors_by_name
 
 
 def layer_nats(
@@ -121,22 +121,22 @@ def layer_nats(
         entries: operators, each at all its sizes.
         errors: of the sizes, by the number of the entry and the name; of some there may be none.
     """
-    found = dict[OperatorConfig, float]()
+    nats = dict[OperatorConfig, float]()
     for at, entry in enumerate(entries):
-        if (known := errors.get(f"{at} {name}")) is not None:
-            found |= zip(entry.candidates(*linear_features(module)), (0.5 * known).tolist(), strict=True)
-    return found
+        if (layer_errors := errors.get(f"{at} {name}")) is not None:
+            nats |= zip(entry.candidates(*linear_features(module)), (0.5 * layer_errors).tolist(), strict=True)
+    return nats
 
 
 def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]], budget: Budget) -> list[Candidate]:
     """Return what layers, by name and with the nats of what each could be, can become together; themselves first."""
-    found = [Candidate(None, _cost(layers, None, budget), 0.0)]
+    candidates = [Candidate(None, _cost(layers, None, budget), 0.0)]
     for config in layers[0][1]:
         if all(config in nats for _, nats in layers):
             cost = _cost(layers, config, budget)
-            if cost < found[0].cost:
-                found.append(Candidate(config, cost, sum(nats[config] for _, nats in layers)))
-    return _useful(found)
+            if cost < candidates[0].cost:
+                candidates.append(Candidate(config, cost, sum(nats[config] for _, nats in layers)))
+    return _useful(candidates)
 
 
 def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budget: Budget) -> float:
@@ -147,14 +147,14 @@ def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budg
 
 def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those that lose less than every other that costs no more; itself first."""
-    found: list[Candidate] = []
+    useful: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.cost, c.nats)):
-        if not found or candidate.nats < found[-1].nats:
-            found.append(candidate)
-    return found[::-1]
+        if not useful or candidate.nats < useful[-1].nats:
+            useful.append(candidate)
+    return useful[::-1]
 
 
-def fit_layers(task: Task, whole: CompressPlan, calibration: Calibration) -> dict[str, Tensor]:
+def fit_layers(task: Task, layer_plan: CompressPlan, calibration: Calibration) -> dict[str, Tensor]:
     """Return the states of a plan's operators, fitted to their layers under the original's moments.
 
     The calibration is asked for nothing more after this: its states go from the disk.
@@ -162,23 +162,23 @@ def fit_layers(task: Task, whole: CompressPlan, calibration: Calibration) -> dic
 
     def fits(statistics: Statistics) -> dict[str, Tensor]:
         fitted = dict[str, nn.Module]()
-        for name, config in whole.replaced.items():
+        for name, config in layer_plan.replaced.items():
             if name in statistics:
                 source = task.modules[name]
                 exact = linear_of(dense_weight(source).detach().double(), dense_bias(source))
                 fitted[name] = config.convert(source).fit_to_calibration(exact, statistics[name])
         return flat_states(fitted)
 
-    asked = {name: config.to_dict() for name, config in whole.replaced.items()}
-    return calibration.each("fit", _mark(asked), fits, last=True)
+    operators = {name: config.to_dict() for name, config in layer_plan.replaced.items()}
+    return calibration.each("fit", _mark(operators), fits, last=True)
 
 
-def replace_layers_(task: Task, whole: CompressPlan, states: Mapping[str, Tensor]) -> None:
+def replace_layers_(task: Task, layer_plan: CompressPlan, states: Mapping[str, Tensor]) -> None:
     """Put the operators of a plan, of these ``states``, into the model."""
-    if whole.replaced:
-        replace_with_states_(task.model, plan(task.model, dict(whole.replaced)).replacements, states)
+    if layer_plan.replaced:
+        replace_with_states_(task.model, plan(task.model, dict(layer_plan.replaced)).replacements, states)
 
 
-def _mark(asked: Any) -> str:
+def _mark(inputs: Any) -> str:
     """What results of this version hang on, in a name of a folder."""
-    return hashlib.sha256(f"{__version__} {json.dumps(asked, sort_keys=True)}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{__version__} {json.dumps(inputs, sort_keys=True)}".encode()).hexdigest()[:16]

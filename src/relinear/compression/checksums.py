@@ -26,9 +26,9 @@ def _refusal(path: Path, what: str) -> ValueError:
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
     """Write tensors and words on them as safetensors, atomically, with a checksum of both."""
-    kept, words = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, dict(about or {})
+    on_cpu, metadata = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, dict(about or {})
     with atomic_path(path) as temporary:
-        save_file(kept, temporary, metadata=words | {_CHECKSUM: tensor_digest(kept, words)})
+        save_file(on_cpu, temporary, metadata=metadata | {_CHECKSUM: tensor_digest(on_cpu, metadata)})
 
 
 @contextlib.contextmanager
@@ -57,8 +57,8 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     path = Path(path)
     with _whole(path), safe_open(path, framework="pt") as file:
-        tensors, words = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    return tensors, _checked(path, words, tensors)
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    return tensors, _checked(path, metadata, tensors)
 
 
 class Streams:

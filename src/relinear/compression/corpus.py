@@ -82,18 +82,18 @@ class Corpus:
     @property
     def remarks(self) -> list[str]:
         """What should be known of how far these texts tell, in sentences."""
-        found = [self.repeats] if self.repeats else []
+        remarks = [self.repeats] if self.repeats else []
         if len({excerpt.corpus for excerpt in self.excerpts} - {SAMPLED}) == 1:
-            found.append(ONE_KIND)
+            remarks.append(ONE_KIND)
         if not self.unseen:
-            found.append("the corpus has no more than calibration takes, so the result is evaluated on what it saw")
+            remarks.append("the corpus has no more than calibration takes, so the result is evaluated on what it saw")
         elif shared := {e[:2] for e in self.judged} & {e[:2] for e in self.excerpts}:
-            found.append(f"{len(shared)} documents both calibrate and evaluate, by different parts")
+            remarks.append(f"{len(shared)} documents both calibrate and evaluate, by different parts")
         windows, documents = len(self.judged), len({e[:2] for e in self.judged})
         if windows < LEAST_WINDOWS or documents < LEAST_DOCUMENTS:
-            least = f"{LEAST_WINDOWS} windows of {LEAST_DOCUMENTS} documents"
-            found.append(f"evaluated on {windows} windows of {documents} documents; intervals need {least}")
-        return found
+            needed = f"{LEAST_WINDOWS} windows of {LEAST_DOCUMENTS} documents"
+            remarks.append(f"evaluated on {windows} windows of {documents} documents; intervals need {needed}")
+        return remarks
 
 
 #: share of runs of four tokens that differ, below which it teaches nothing; windows and documents to evaluate on
@@ -114,20 +114,20 @@ def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Co
 
     The model goes on from the first token of the block, at temperature 1. What it wrote is kept in ``folder``.
     """
-    begun = corpus.blocks[1::2]
+    replaced = corpus.blocks[1::2]
     path = folder / f"{SAMPLED}-{fingerprint(model, corpus.blocks, [], {'seed': seed})[:16]}.safetensors"
     if not path.is_file():
-        new = begun.shape[1] - 1
+        new = replaced.shape[1] - 1
         with torch.random.fork_rng(), evaluating(model):
             torch.manual_seed(seed)
-            starts = begun[:, :1].to(next(model.parameters()).device).split(SAMPLED_AT_ONCE)
-            how: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
-            how |= {"max_new_tokens": new, "min_new_tokens": new}
-            written = torch.cat([model.generate(ids, attention_mask=torch.ones_like(ids), **how) for ids in starts])
-        save_tensors(path, {"ids": written})
+            starts = replaced[:, :1].to(next(model.parameters()).device).split(SAMPLED_AT_ONCE)
+            options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+            options |= {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+            sampled = torch.cat([model.generate(ids, attention_mask=torch.ones_like(ids), **options) for ids in starts])
+        save_tensors(path, {"ids": sampled})
     blocks, excerpts = corpus.blocks.clone(), list(corpus.excerpts)
     blocks[1::2] = load_tensors(path)[0]["ids"]
-    excerpts[1::2] = [Excerpt(SAMPLED, number, 0) for number in range(len(begun))]
+    excerpts[1::2] = [Excerpt(SAMPLED, number, 0) for number in range(len(replaced))]
     return dataclasses.replace(corpus, blocks=blocks, excerpts=tuple(excerpts))
 
 
@@ -174,8 +174,8 @@ class _Texts:
     def _sections(self, document: int) -> Iterator[Excerpt]:
         item = self.read[document]
         step = self.length if not isinstance(item, str) else SECTION * self.length
-        whole = isinstance(item, Conversation) or len(item) <= step
-        yield from (Excerpt(self.name, document, at) for at in ((0,) if whole else range(0, len(item), step)))
+        is_one_section = isinstance(item, Conversation) or len(item) <= step
+        yield from (Excerpt(self.name, document, at) for at in ((0,) if is_one_section else range(0, len(item), step)))
 
     def _shuffled(self, by_document: Sequence[list[Excerpt]]) -> list[Excerpt]:
         """A section of each document, then another of each, and so on."""
@@ -200,20 +200,20 @@ class _Texts:
 
         Sections that were used are taken from the list, from its end where ``last``.
         """
-        found, spare = list[tuple[Excerpt, list[int]]](), list[tuple[Excerpt, list[int]]]()
-        rest, begun = list[int](), list[Excerpt]()
-        while sections and len(found) < count:
+        first_blocks, second_blocks = list[tuple[Excerpt, list[int]]](), list[tuple[Excerpt, list[int]]]()
+        short_ids, short_sections = list[int](), list[Excerpt]()
+        while sections and len(first_blocks) < count:
             section = sections.pop(-1 if last else 0)
             ids = self.encode(section)
             blocks = [(section, window) for _, _, window in windows(ids, self.start, self.length)]
-            found, spare = found + blocks[:1], spare + blocks[1:]
+            first_blocks, second_blocks = first_blocks + blocks[:1], second_blocks + blocks[1:]
             if not blocks:  # short documents make blocks together
-                rest, begun = rest + ids, [*begun, section]
-            for _, end, window in windows(rest, self.start, self.length):
-                found.append((begun[0], window))
-                rest, begun = rest[end:], [section]
+                short_ids, short_sections = short_ids + ids, [*short_sections, section]
+            for _, end, window in windows(short_ids, self.start, self.length):
+                first_blocks.append((short_sections[0], window))
+                short_ids, short_sections = short_ids[end:], [section]
                 break
-        return (found + spare)[:count]
+        return (first_blocks + second_blocks)[:count]
 
     def end_to_end(self) -> list[tuple[Excerpt, list[int]]]:
         """All blocks in order, documents joined; ``left`` tokens are too few for another."""
@@ -225,8 +225,8 @@ class _Texts:
 
 def _word(text: str, at: int) -> int:
     """The next place at which a word begins, if there is one soon."""
-    found = text.find(" ", at, at + 40) if 0 < at < len(text) else -1
-    return at if found < 0 else found
+    space = text.find(" ", at, at + 40) if 0 < at < len(text) else -1
+    return at if space < 0 else space
 
 
 def read_corpus(
@@ -244,7 +244,7 @@ def read_corpus(
         ValueError: if there is no corpus, more than blocks, or one that is too short for its share; for what a
             tokenizer returns, of which each part would count as a corpus.
     """
-    count, spare, length = settings.blocks, settings.evaluation_blocks, settings.sequence_length
+    count, evaluation_count, length = settings.blocks, settings.evaluation_blocks, settings.sequence_length
     further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
     what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
     corpora = texts if isinstance(texts, Mapping) else {"": texts}
@@ -257,46 +257,49 @@ def read_corpus(
             f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} in all ({what}): give "
             "fewer corpora, or more tokens"
         )
-    seen, behind, evaluation = ([], [], [])  # type: tuple[list, list, list]
+    calibration, healing, evaluation = ([], [], [])  # type: tuple[list, list, list]
     for name, data in corpora.items():
         try:
-            blocks, most, spare_blocks = (-(-wanted // len(corpora)) for wanted in (count, count + further, spare))
-            taken, left = _shares(_Texts(name, data, tokenizer, settings), blocks, most, spare_blocks, what)
+            counts = (count, count + further, evaluation_count)
+            blocks, total, unseen_blocks = (-(-wanted // len(corpora)) for wanted in counts)
+            blocks_taken, unused = _shares(_Texts(name, data, tokenizer, settings), blocks, total, unseen_blocks, what)
         except ValueError as error:
             which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
             raise ValueError(f"{which}{error}") from error
-        seen.append(sorted(taken[:blocks]))
-        behind.append(taken[blocks:])
-        evaluation.append(left)
-    own, heals, left = ([block for turn in zip(*part) for block in turn] for part in (seen, behind, evaluation))
-    own, unseen = own[:count], bool(left)
-    left = left[:spare] or own[len(own) - spare :]
+        calibration.append(sorted(blocks_taken[:blocks]))
+        healing.append(blocks_taken[blocks:])
+        evaluation.append(unused)
+    calibration_blocks, heals, unused = (
+        [block for turn in zip(*part) for block in turn] for part in (calibration, healing, evaluation)
+    )
+    calibration_blocks, unseen = calibration_blocks[:count], bool(unused)
+    unused = unused[:evaluation_count] or calibration_blocks[len(calibration_blocks) - evaluation_count :]
     return Corpus(
-        _stack(own, length),
+        _stack(calibration_blocks, length),
         _stack(heals[:further], length),
-        _stack(left, length),
+        _stack(unused, length),
         unseen,
         elsewhere,
-        *(tuple(excerpt for excerpt, _ in part) for part in (own, left)),
+        *(tuple(excerpt for excerpt, _ in part) for part in (calibration_blocks, unused)),
     )
 
 
-def _shares(texts: _Texts, blocks: int, count: int, spare: int, what: str) -> tuple[list, list]:
-    """``count`` blocks of a corpus, the first ``blocks`` to calibrate, and up to ``spare`` more to evaluate on."""
-    texts.look(blocks, count + spare)
-    own, others = texts.halves()
-    taken = texts.take(own, blocks)
-    if len(taken) == blocks:
-        taken += texts.take(own, count - blocks)
-        taken += texts.take(others, count - len(taken), last=True)
-    if len(taken) == count:
-        return taken, texts.take(others, spare)
+def _shares(texts: _Texts, blocks: int, count: int, evaluation_count: int, what: str) -> tuple[list, list]:
+    """``count`` blocks of a corpus, the first ``blocks`` to calibrate, and ``evaluation_count`` to evaluate on."""
+    texts.look(blocks, count + evaluation_count)
+    first_half, second_half = texts.halves()
+    blocks_taken = texts.take(first_half, blocks)
+    if len(blocks_taken) == blocks:
+        blocks_taken += texts.take(first_half, count - blocks)
+        blocks_taken += texts.take(second_half, count - len(blocks_taken), last=True)
+    if len(blocks_taken) == count:
+        return blocks_taken, texts.take(second_half, evaluation_count)
     end_to_end = texts.end_to_end()  # a corpus this short has no halves: one block after the other
     if len(end_to_end) < count:
         size = sum(len(ids) for _, ids in end_to_end) + texts.left
         wanted = f"{count * texts.length:,} are to be recorded ({what})"
         raise ValueError(f"the corpus has {size:,} tokens; {wanted}: give more text or lower these")
-    return end_to_end[:count], end_to_end[count : count + spare]
+    return end_to_end[:count], end_to_end[count : count + evaluation_count]
 
 
 def _stack(blocks: Sequence[tuple[Excerpt, list[int]]], length: int) -> Tensor:
@@ -307,20 +310,20 @@ def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings:
     """Token ids (N, T) of texts to evaluate on, by name, spread over their documents."""
     if texts and not settings.evaluate:
         raise ValueError("evaluate_on names texts to evaluate on, and evaluate=False leaves that out: give one of them")
-    found = {}
+    blocks_by_name = {}
     for name, items in texts.items():
-        read, most = _Texts(name, items, tokenizer, settings), settings.evaluation_blocks
+        read, count = _Texts(name, items, tokenizer, settings), settings.evaluation_blocks
         try:
-            read.look(most, most)
+            read.look(count, count)
         except ValueError as error:
             raise ValueError(f"evaluate_on, {name}: {error}") from error
-        taken = read.take([e for turn in itertools.zip_longest(*read.halves()) for e in turn if e], most)
-        if len(taken) < most:
-            taken = read.end_to_end()[:most]
-        if not taken:
+        blocks = read.take([e for turn in itertools.zip_longest(*read.halves()) for e in turn if e], count)
+        if len(blocks) < count:
+            blocks = read.end_to_end()[:count]
+        if not blocks:
             raise ValueError(
                 f"evaluate_on, {name}: the corpus has {read.left:,} tokens, which is less than one window of "
                 f"sequence_length={settings.sequence_length}: give more text"
             )
-        found[name] = _stack(sorted(taken), settings.sequence_length)
-    return found
+        blocks_by_name[name] = _stack(sorted(blocks), settings.sequence_length)
+    return blocks_by_name

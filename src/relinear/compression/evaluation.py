@@ -77,18 +77,18 @@ def observe(
         passages: of these token ids, how many are continued to see whether the model repeats itself.
         on_step: called with how many blocks are done, and how many there are.
     """
-    others = dict(elsewhere or {})
-    steps = len(blocks) + sum(map(len, others.values())) + bool(passages)
+    other_texts = dict(elsewhere or {})
+    steps = len(blocks) + sum(map(len, other_texts.values())) + bool(passages)
     done = itertools.count(1)
 
     def count() -> None:
         on_step(next(done), steps)
 
     reading = read(model, blocks, count)
-    readings = {name: read(model, other, count) for name, other in others.items()}
+    readings = {name: read(model, other, count) for name, other in other_texts.items()}
     repeated = None
     if passages:
-        beginnings = _passages(torch.cat([blocks, *others.values()]), passages)
+        beginnings = _passages(torch.cat([blocks, *other_texts.values()]), passages)
         repeated = _repeated(model, beginnings.to(next(model.parameters()).device), tokenizer)
         count()
     return Observation(reading, readings, repeated)
@@ -130,11 +130,11 @@ def _longest(model: Any) -> int:
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:
     """Token ids that end a text: the model's, and the tokenizer's."""
-    found: list[int] = []
+    ends: list[int] = []
     for owner in (getattr(model, "generation_config", None), tokenizer):
-        stated = getattr(owner, "eos_token_id", None)
-        found += [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
-    return list(dict.fromkeys(found))
+        stops = getattr(owner, "eos_token_id", None)
+        ends += [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    return list(dict.fromkeys(ends))
 
 
 def _continued(model: Any, ids: Tensor, ends: Sequence[int], new_tokens: int) -> Tensor:

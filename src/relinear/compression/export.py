@@ -68,7 +68,7 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
     check_packable(model)
     stock = copy.deepcopy(model)
     with at_half_precision(stock):
-        operators, own = dict[str, Any](named_operators(stock)), stored_bytes(stock)
+        operators, bytes_before = dict[str, Any](named_operators(stock)), stored_bytes(stock)
         packed = {name: one.packed() for name, one in operators.items() if packs(stock, one, one.config)}
         if not packed:
             raise ValueError(
@@ -94,14 +94,14 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
             stock.save_pretrained(folder, state_dict=state)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            bytes_written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     dense = [name for name in operators if name not in packed]
     wider = sum(scheme["num_bits"] > operators[name].config.bits for name, (scheme, _) in packed.items())
     if dense or wider:
         warnings.warn(
             f"compressed-tensors holds 4 or 8 bits without zero points: {wider} layers take more bits, and dense are "
             f"{', '.join(dense[:3] + ['...'] * (len(dense) > 3)) or 'none'}. The files are "
-            f"{written - own:,} bytes larger than relinear's",
+            f"{bytes_written - bytes_before:,} bytes larger than relinear's",
             stacklevel=3,
         )
     return Path(directory)

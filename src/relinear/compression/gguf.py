@@ -42,9 +42,9 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
         f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
         f"rope_type={_rope(config).get('rope_type')}": _rope(config).get("rope_type", "default") != "default",
     }
-    found = [name for name, there in unlike.items() if there]
-    if found:
-        raise ValueError(f"a GGUF file is not written of a Llama with {', '.join(found)}; relinear.fold_ it")
+    unsupported = [name for name, is_set in unlike.items() if is_set]
+    if unsupported:
+        raise ValueError(f"a GGUF file is not written of a Llama with {', '.join(unsupported)}; relinear.fold_ it")
     if tokenizer is None:
         raise ValueError("a GGUF file holds the tokenizer: give tokenizer=")
     _pre_tokenizer(tokenizer)
@@ -104,10 +104,10 @@ def _pre_tokenizer(tokenizer: Any) -> str:
     for token in described["added_tokens"]:
         flags = [key for key in ("lstrip", "rstrip", "single_word") if token[key]]
         unlike[f"{', '.join(flags)} of {token['content']!r}"] = bool(flags)
-    found = [what for what, there in unlike.items() if there]
-    if found:
+    unsupported = [what for what, is_set in unlike.items() if is_set]
+    if unsupported:
         raise ValueError(
-            f"the tokenizer has {'; '.join(found)}, which a GGUF file cannot express; relinear.fold_ the model"
+            f"the tokenizer has {'; '.join(unsupported)}, which a GGUF file cannot express; relinear.fold_ the model"
         )
     return name
 
@@ -117,9 +117,9 @@ def _added_around(tokenizer: Any) -> tuple[bool, bool]:
     ids = tokenizer("a", truncation=False)["input_ids"]
     plain = tokenizer("a", truncation=False, add_special_tokens=False)["input_ids"]
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    for before, behind in ((False, False), (True, False), (False, True), (True, True)):
-        if ids == bos * before + plain + eos * behind:
-            return before, behind
+    for before, after in ((False, False), (True, False), (False, True), (True, True)):
+        if ids == bos * before + plain + eos * after:
+            return before, after
     raise ValueError(
         f"the tokenizer makes {ids} of a text whose tokens are {plain}. A GGUF file can only say that the BOS token "
         f"({bos[0]}) stands before a text and the EOS token ({eos[0]}) behind it; relinear.fold_ the model"
@@ -217,9 +217,9 @@ def _write_tokenizer(writer: Any, tokenizer: Any, entries: int) -> None:
         number = getattr(tokenizer, f"{name}_token_id")
         if number is not None:
             getattr(writer, f"add_{name}_token_id")(number)
-    before, behind = _added_around(tokenizer)
+    before, after = _added_around(tokenizer)
     writer.add_add_bos_token(before)
-    writer.add_add_eos_token(behind)
+    writer.add_add_eos_token(after)
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several, by name; "default" is the one that programs take
         template = [{"name": name, "template": text} for name, text in template.items()]
@@ -236,8 +236,8 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
     kinds = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
     types = Counter[Any]()
     for name, value in values.items():  # a tied head is the embedding, and not written again
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise ValueError(f"{name} has no place in a GGUF file of a Llama; relinear.fold_ the model")
         kind = kinds.get(value.dtype, GGMLQuantizationType.F32) if value.ndim > 1 else GGMLQuantizationType.F32
         operator = operators.get(name.removesuffix(".weight"))
@@ -249,9 +249,9 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
             data = quantize(rows, kind)
         if value.ndim > 1:
             types[kind] += value.numel()
-        writer.add_tensor(found, data, raw_dtype=kind)
-    most = types.most_common(1)[0][0].name
-    writer.add_file_type(LlamaFileType[f"ALL_{most}" if most == "F32" else f"MOSTLY_{most}"])
+        writer.add_tensor(gguf_name, data, raw_dtype=kind)
+    main_type = types.most_common(1)[0][0].name
+    writer.add_file_type(LlamaFileType[f"ALL_{main_type}" if main_type == "F32" else f"MOSTLY_{main_type}"])
     writer.add_quantization_version(GGML_QUANT_VERSION)
 
 

@@ -109,13 +109,13 @@ def heal(
         ValueError: if nothing is left to train, or there are fewer blocks than a step takes. NonFiniteLossError: (a
             ValueError) if training diverges.
     """
-    chosen = settings or CompressSettings()
-    check_healable(chosen, sum(1 for _ in named_operators(model)))
-    if len(blocks) < chosen.heal_batch or not len(held_out):
-        least, got = f"{chosen.heal_batch} blocks (heal_batch)", f"{len(blocks)} and {len(held_out)}"
-        raise ValueError(f"healing takes at least {least} to train on and one that is held out, got {got}")
+    options = settings or CompressSettings()
+    check_healable(options, sum(1 for _ in named_operators(model)))
+    if len(blocks) < options.heal_batch or not len(held_out):
+        needed, got = f"{options.heal_batch} blocks (heal_batch)", f"{len(blocks)} and {len(held_out)}"
+        raise ValueError(f"healing takes at least {needed} to train on and one that is held out, got {got}")
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
-        return _Healing(model, teacher, blocks, held_out, chosen, Path(home), on_progress).run()
+        return _Healing(model, teacher, blocks, held_out, options, Path(home), on_progress).run()
 
 
 @contextmanager
@@ -129,9 +129,9 @@ def _in_float32(model: nn.Module, teacher: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for one, known in zip(both, before, strict=True):
+        for one, original in zip(both, before, strict=True):
             for name, tensor in _tensors(one):
-                dtype, trained = known.get(name, (tensor.dtype, tensor.requires_grad))
+                dtype, trained = original.get(name, (tensor.dtype, tensor.requires_grad))
                 tensor.data = tensor.data.to(dtype)
                 tensor.requires_grad_(trained)
         model.zero_grad()
@@ -192,7 +192,7 @@ class _Healing:
         settings = self.settings
         batch = min(settings.batch_size, settings.heal_batch)
         interval = max(1, self.steps // EVALUATIONS)
-        how = FitSettings(
+        fit_settings = FitSettings(
             steps=self.steps,
             batch_size=batch,
             accumulation=settings.heal_batch // batch,
@@ -210,7 +210,7 @@ class _Healing:
         samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
         evaluated = _Evaluated(self.model, against(self.teacher, self.model))
         with evaluating(self.model):
-            result = run_fit(evaluated, tuple(samples), how, out_dir=self.folder, on_progress=self._told)
+            result = run_fit(evaluated, tuple(samples), fit_settings, out_dir=self.folder, on_progress=self._told)
         step, loss = self._best_so_far()
         first = result.curve[0]["validation_loss"]
         tokens = self.steps * settings.heal_batch * self.blocks.shape[1]

@@ -54,13 +54,13 @@ class LayerByLayer:
 
         At the last positions where the model can give those alone: they hang on all before them.
         """
-        whole = self._run(ids, last=HEAD_TOKENS)
-        bound = rounding_bound(self.model, whole)
+        expected = self._run(ids, last=HEAD_TOKENS)
+        bound = rounding_bound(self.model, expected)
         hidden = self.embed(ids)
         for index in range(len(self)):
             hidden = self.layer(index, hidden)
-        at = slice(-whole.shape[1], None)
-        error = float((whole - self.logits(hidden[:, at], ids[:, at])).abs().max())
+        at = slice(-expected.shape[1], None)
+        error = float((expected - self.logits(hidden[:, at], ids[:, at])).abs().max())
         if not error <= bound:
             raise ValueError(
                 f"{type(self.model).__name__} run layer by layer differs from the whole model by {error:.2g} in its "
@@ -82,8 +82,8 @@ class LayerByLayer:
         entered: list[Tensor] = []
         if not self._calls:  # see once what layers return
             with torch.no_grad():
-                seen = first_call(self.layers[0], lambda: self._run(ids[:1, :2]))
-            self._output = None if seen is None else seen[1]
+                first = first_call(self.layers[0], lambda: self._run(ids[:1, :2]))
+            self._output = None if first is None else first[1]
 
         def hand_on(*args: Any, **kwargs: Any) -> Any:
             hidden, args, kwargs = _without_hidden(args, kwargs)
@@ -115,10 +115,10 @@ class LayerByLayer:
         handle = table.register_forward_hook(as_leaf)
         try:
             with frozen(self.model), torch.enable_grad():
-                (found,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
+                (row_gradient,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
         finally:
             handle.remove()
-        return found * row_scale(table)
+        return row_gradient * row_scale(table)
 
     def layer(self, index: int, hidden: Tensor) -> Tensor:
         """Return what layer ``index`` makes of hidden states (B, T, D) of a shape that ``embed`` has seen."""
@@ -172,5 +172,5 @@ class LayerByLayer:
 def _without_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
     if args:
         return args[0], args[1:], dict(kwargs)
-    rest = dict(kwargs)
-    return rest.pop("hidden_states"), (), rest
+    remaining = dict(kwargs)
+    return remaining.pop("hidden_states"), (), remaining

@@ -59,11 +59,11 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
     with understood(path, "no compression plan", "give the file, such as DIR/plan.json"):
         values = read_json(path)
         layers = dict(values["layers"])
-        stated = {name: dict(layer) for name, layer in layers.items()}
-    if values.get("format", FORMAT) != FORMAT or not stated:
-        what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if stated else "it names no layer"
+        rows = {name: dict(layer) for name, layer in layers.items()}
+    if values.get("format", FORMAT) != FORMAT or not rows:
+        what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if rows else "it names no layer"
         raise ValueError(f"{path} is no compression plan that can be carried out: {what}")
-    return stated
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,19 +127,19 @@ class CompressPlan:
         """
         modules = dict(model.named_modules())
         plans = {}
-        stated = read_layers(path)
-        for name, layer in stated.items():
+        rows = read_layers(path)
+        for name, layer in rows.items():
             module = modules.get(name)
             if not (is_linear(module) or is_embedding(module)) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
             try:
-                written = layer.get("operator")
-                values = parse_setting(written) if isinstance(written, str) else written
+                operator_text = layer.get("operator")
+                values = parse_setting(operator_text) if isinstance(operator_text, str) else operator_text
                 operator = None if values is None else OperatorConfig.from_dict(values)
                 if operator is not None:
                     check_fittable(operator, module)
-                made = LayerPlan.of(module, operator, None, stored(name, operator) if stored else None)
-                plans[name] = dataclasses.replace(made, nats=_nats(layer, made))
+                layer_plan = LayerPlan.of(module, operator, None, stored(name, operator) if stored else None)
+                plans[name] = dataclasses.replace(layer_plan, nats=_nats(layer, layer_plan))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}: {name}: {error}") from error
         return cls.of(model, plans)
@@ -149,8 +149,8 @@ class CompressPlan:
         rows = [("layers", "count", "dense", "bits" if in_bits else "kept", "predicted nats")]
         for row in by_type(self.rows):
             nats = "" if row["nats"] is None else f"{row['nats']:.4f}"
-            kept = f"{row['bits']:.2f}" if in_bits else f"{row['after'] / row['before']:.3f}"
-            rows.append((row["name"], str(row["count"]), str(row["dense"]), kept, nats))
+            share = f"{row['bits']:.2f}" if in_bits else f"{row['after'] / row['before']:.3f}"
+            rows.append((row["name"], str(row["count"]), str(row["dense"]), share, nats))
         return columns(rows)
 
 
@@ -172,8 +172,8 @@ def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def holds_integers(layers: Mapping[str, Mapping[str, Any]]) -> bool:
     """Return whether bits say more of ``layers`` than parameters do: some are stored as integers."""
-    kept = ((layer.get("bits"), layer["parameters"] / layer["parameters_before"]) for layer in layers.values())
-    return any(bits is not None and abs(bits - 16 * share) > 0.1 for bits, share in kept)
+    sizes = ((layer.get("bits"), layer["parameters"] / layer["parameters_before"]) for layer in layers.values())
+    return any(bits is not None and abs(bits - 16 * share) > 0.1 for bits, share in sizes)
 
 
 def layer_type(name: str) -> str:
@@ -181,17 +181,17 @@ def layer_type(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _nats(layer: Mapping[str, Any], made: LayerPlan) -> float | None:
+def _nats(layer: Mapping[str, Any], layer_plan: LayerPlan) -> float | None:
     """What a layer of a file is predicted to cost; None where its sizes say that it was edited."""
     nats = layer.get("nats")
     if not isinstance(nats, int | float) or isinstance(nats, bool):
         return None
     if not -1e-6 <= nats < math.inf:  # sums of squares, but for rounding
         raise ValueError(f"nats must be a predicted increase of the loss, so 0 or more, got {nats!r}")
-    if made.operator is None:
+    if layer_plan.operator is None:
         return 0.0
-    alike = all(layer.get(key) in (None, getattr(made, key)) for key in ("parameters", "bits"))
-    return float(nats) if alike else None
+    unedited = all(layer.get(key) in (None, getattr(layer_plan, key)) for key in ("parameters", "bits"))
+    return float(nats) if unedited else None
 
 
 def check_fittable(operator: OperatorConfig, module: Any) -> Operator:

@@ -138,24 +138,24 @@ def budget_of(
     """
     if not settings.by_bytes:
         parameters = {name: size_of(module).parameters for name, module in modules.items()}
-        whole = sum(parameters.values())
-        what, limit = f"keep={settings.keep}", settings.keep * whole  # type: ignore[operator]
-        return Budget(what, "parameters", limit, whole, lambda name, config: size_of(modules[name], config).parameters)
+        total = sum(parameters.values())
+        what, limit = f"keep={settings.keep}", settings.keep * total  # type: ignore[operator]
+        return Budget(what, "parameters", limit, total, lambda name, config: size_of(modules[name], config).parameters)
     reader = READERS[settings.reader]
 
     def cost(name: str, config: OperatorConfig | None) -> int | None:
         return reader.stored(model, name, config)
 
-    whole = sum(reader.stored(model, name, None) or 0 for name in modules)
+    total = sum(reader.stored(model, name, None) or 0 for name in modules)
     if settings.bits is not None:
         weights = sum(math.prod(linear_features(module)) for module in modules.values())
-        limit = settings.bits / 8 * weights + whole - 2 * weights  # biases as they are
-        return Budget(f"bits={settings.bits}", "bytes", limit, whole, cost)
-    asked, remainder = settings.bytes_of(stored_bytes(model)), reader.remainder(model, tokenizer, modules)
+        limit = settings.bits / 8 * weights + total - 2 * weights  # biases as they are
+        return Budget(f"bits={settings.bits}", "bytes", limit, total, cost)
+    requested, remainder = settings.bytes_of(stored_bytes(model)), reader.remainder(model, tokenizer, modules)
     what = f"size={settings.size}"
-    if asked <= remainder:
+    if requested <= remainder:
         raise ValueError(
-            f"{what}, {asked:,.0f} bytes, is less than the {remainder:,.0f} that all else takes in a file for "
+            f"{what}, {requested:,.0f} bytes, is less than the {remainder:,.0f} that all else takes in a file for "
             f"{settings.reader} (norms, what is excluded, the tokenizer); ask for more"
         )
-    return Budget(what, "bytes", asked - remainder, whole, cost)
+    return Budget(what, "bytes", requested - remainder, total, cost)

@@ -65,10 +65,10 @@ class CompressReport:
         if self.evaluation is None:
             nats = self.plan.nats
             return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+z.2f} nats predicted"])
-        found = self.evaluation
-        said.append(f"{found['nats']:+z.2f} nats on text like yours")
-        said += [f"{other['nats']:+z.2f} on {name}" for name, other in found["elsewhere"].items()]
-        before, after = found["repeated_before"], found["repeated"]
+        evaluation = self.evaluation
+        said.append(f"{evaluation['nats']:+z.2f} nats on text like yours")
+        said += [f"{other['nats']:+z.2f} on {name}" for name, other in evaluation["elsewhere"].items()]
+        before, after = evaluation["repeated_before"], evaluation["repeated"]
         if before is None:
             return ", ".join(said)
         if after > max(DEGENERATE * before, before + 0.05):
@@ -82,13 +82,13 @@ class CompressReport:
         """What should be known of how far the figures tell, in sentences."""
         if self.evaluation is None:
             return []
-        found, predicted = [] if self.corpus is None else self.corpus.remarks, self.plan.nats
+        remarks, predicted = [] if self.corpus is None else self.corpus.remarks, self.plan.nats
         nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 5e-4)  # less is not printed
         if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
-            found.append(
+            remarks.append(
                 f"the plan's prediction of {predicted:+z.3f} nats is off by more than half: {nats:+z.3f} were measured"
             )
-        return found
+        return remarks
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -121,21 +121,21 @@ class CompressReport:
         return "\n".join([*lines, *self.remarks])
 
 
-def _plus_minus(found: Mapping[str, Any]) -> str:
-    return "" if found["interval"] is None else f" ± {found['interval']:.3f}"
+def _plus_minus(evaluation: Mapping[str, Any]) -> str:
+    return "" if evaluation["interval"] is None else f" ± {evaluation['interval']:.3f}"
 
 
-def _evaluation_lines(found: Mapping[str, Any], predicted: float | None) -> list[str]:
-    where = "tokens that calibration has not seen" if found["unseen"] else "tokens of the calibration"
+def _evaluation_lines(evaluation: Mapping[str, Any], predicted: float | None) -> list[str]:
+    where = "tokens that calibration has not seen" if evaluation["unseen"] else "tokens of the calibration"
     expected = "" if predicted is None else f", predicted {predicted:+z.3f}"
     return [
-        f"loss on {found['tokens']:,} {where}: {found['loss_before']:.3f} -> {found['loss']:.3f} "
-        f"({found['nats']:+z.3f}{_plus_minus(found)}{expected}); next token as the original's: "
-        f"{found['agreement']:.1%}",
+        f"loss on {evaluation['tokens']:,} {where}: {evaluation['loss_before']:.3f} -> {evaluation['loss']:.3f} "
+        f"({evaluation['nats']:+z.3f}{_plus_minus(evaluation)}{expected}); next token as the original's: "
+        f"{evaluation['agreement']:.1%}",
         *(
             f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} "
             f"({other['nats']:+z.3f}{_plus_minus(other)})"
-            for name, other in found["elsewhere"].items()
+            for name, other in evaluation["elsewhere"].items()
         ),
     ]
 
@@ -182,15 +182,15 @@ def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     cells, in_bits = [], holds_integers(layers)
     for name, layer in layers.items():
         depth, place = _depth(name)
-        kept = layer["bits"] / 8 if in_bits else layer["parameters"] / layer["parameters_before"]
-        told = f"{layer['bits']:.2f} bits a weight" if in_bits else f"{kept:.0%} kept"
+        share = layer["bits"] / 8 if in_bits else layer["parameters"] / layer["parameters_before"]
+        size = f"{layer['bits']:.2f} bits a weight" if in_bits else f"{share:.0%} kept"
         operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
         nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+z.4f} nats"
-        title = f"{name}: {'stays dense' if operator is None else operator}, {told}{nats}"
-        fill = None if operator is None else blend(_DARK, _LIGHT, kept)
-        number = "" if fill is None else f"{layer['bits'] if in_bits else 100 * kept:.0f}"
+        title = f"{name}: {'stays dense' if operator is None else operator}, {size}{nats}"
+        fill = None if operator is None else blend(_DARK, _LIGHT, share)
+        number = "" if fill is None else f"{layer['bits'] if in_bits else 100 * share:.0f}"
         at = {"column": depth, "row": places.index(place)}
-        cells.append(at | {"title": title, "kept": kept, "fill": fill, "number": number})
+        cells.append(at | {"title": title, "kept": share, "fill": fill, "number": number})
     columns = 1 + max((_depth(name)[0] for name in layers), default=0)
     named = {place: layer_type(place) or place for place in places}
     return {"cells": cells, "places": named, "columns": columns, "in_bits": in_bits}

@@ -103,50 +103,50 @@ def compress(
         >>> report.bytes < report.bytes_before
         True
     """
-    given = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
-    given |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
-    chosen = CompressSettings.load(given, "compress settings")
-    reader = READERS[chosen.reader]
+    options = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
+    options |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
+    resolved = CompressSettings.load(options, "compress settings")
+    reader = READERS[resolved.reader]
     if reader.file is not None and out_dir is None:
-        raise ValueError(f"reader={chosen.reader}: {reader.file} is written into out_dir, and none is given: give it")
+        raise ValueError(f"reader={resolved.reader}: {reader.file} is written into out_dir, and none is given: give it")
     reader.check(model, tokenizer)
-    kept = None if out_dir is None else check_folder(out_dir, chosen, overwrite=overwrite)
+    run_folder = None if out_dir is None else check_folder(out_dir, resolved, overwrite=overwrite)
     if overwrite and plan_file is not None and Path(plan_file).resolve().parent == Path(out_dir or "").resolve():
         raise ValueError(f"{plan_file}, which is to be carried out, would be renamed; move it, or leave out overwrite")
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
-    left = unreached(model, targets)
+    out_of_reach = unreached(model, targets)
     modules = linear_layers(model, targets, exclude)
-    if chosen.by_bytes and reader.tables and targets == ALL_LINEAR:
+    if resolved.by_bytes and reader.tables and targets == ALL_LINEAR:
         modules |= tables_of(model, exclude)
-    check_model(model, chosen.sequence_length)
+    check_model(model, resolved.sequence_length)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        nullcontext() if kept is None else kept.open(chosen.measured, overwrite=overwrite) as record,
-        writing(folder := Path(temporary) if kept is None else kept.path),
+        nullcontext() if run_folder is None else run_folder.open(resolved.measured, overwrite=overwrite) as record,
+        writing(folder := Path(temporary) if run_folder is None else run_folder.path),
         evaluating(model),
     ):
 
         def report_progress(stage: str, done: int, total: int) -> None:
             on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
 
-        task = Task(model, modules, chosen, folder, report_progress)
-        job = _Job(task, kept, (record or {}).get("made"), tokenizer, left)
+        task = Task(model, modules, resolved, folder, report_progress)
+        job = _Job(task, run_folder, (record or {}).get("made"), tokenizer, out_of_reach)
         given_plan = None if plan_file is None else job.space.load_plan(plan_file, job.budget)
         if given_plan is None:
             job.space.check(job.budget)
-        elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, chosen)
-        corpus = read_corpus(texts, elsewhere, tokenizer, chosen, plan_only)
-        own = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
-        for name, ids in {"the corpus": own, **elsewhere}.items():
+        elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, resolved)
+        corpus = read_corpus(texts, elsewhere, tokenizer, resolved, plan_only)
+        corpus_ids = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
+        for name, ids in {"the corpus": corpus_ids, **elsewhere}.items():
             check_ids(ids, model, name)
         if corpus.repeats:
             warnings.warn(corpus.repeats, stacklevel=2)
-        if chosen.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1:
-            corpus = with_sampled_text(corpus, model, folder / "calibration", chosen.seed)
+        if resolved.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1:
+            corpus = with_sampled_text(corpus, model, folder / "calibration", resolved.seed)
         report = job.run(corpus, tokenizer, given_plan, plan_only)
         if out_dir is not None and not plan_only:
-            with at_half_precision(model) if chosen.by_bytes else nullcontext():
+            with at_half_precision(model) if resolved.by_bytes else nullcontext():
                 save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
                 if reader.write is not None:
                     reader.write(model, folder / str(reader.file), tokenizer=tokenizer)
@@ -174,9 +174,11 @@ def proposal(folder: Path, name: str) -> Path:
 class _Job:
     """One compression: its search space and the steps."""
 
-    def __init__(self, task: Task, kept: RunFolder | None, made: Any, tokenizer: Any, left: tuple[str, ...]) -> None:
-        self.left = left
-        self.task, self._kept, self._made = task, kept, made
+    def __init__(
+        self, task: Task, run_folder: RunFolder | None, made_by: Any, tokenizer: Any, out_of_reach: tuple[str, ...]
+    ) -> None:
+        self.left = out_of_reach
+        self.task, self._kept, self._made = task, run_folder, made_by
         self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
         self.space = SearchSpace(task)
         self.budget = budget_of(self.model, self.modules, self.settings, tokenizer)
@@ -196,19 +198,19 @@ class _Job:
         loss = calibration.loss
         self._lap("calibration")
         budget = self.budget if given_plan is None else None
-        whole = given_plan or self.space.plan(calibration, self.budget)
+        layer_plan = given_plan or self.space.plan(calibration, self.budget)
         if is_edited(place := proposal(self.folder, "plan.json")):
             set_aside(place)
-        whole.save(place)
+        layer_plan.save(place)
         self._lap("plan")
         healing, evaluation = None, None
-        if not plan_only and whole.replaced:
-            healing, evaluation = self._make(corpus, calibration, whole, tokenizer)
+        if not plan_only and layer_plan.replaced:
+            healing, evaluation = self._make(corpus, calibration, layer_plan, tokenizer)
         if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
             self._rename_others(place)
             place.replace(self.folder / "plan.json")
         report = CompressReport(
-            whole,
+            layer_plan,
             calibration.tokens,
             loss,
             {phase: end - start for (_, start), (phase, end) in itertools.pairwise(self.ends.items())},
@@ -217,7 +219,7 @@ class _Job:
             healing=healing,
             budget=budget,
             bytes_before=bytes_before,
-            bytes=bytes_before - sum(map(self._saved_bytes, whole.layers.values())),
+            bytes=bytes_before - sum(map(self._saved_bytes, layer_plan.layers.values())),
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
@@ -231,13 +233,13 @@ class _Job:
 
     def _rename_others(self, plan: Path) -> None:
         """Rename what was made by another plan, or with other settings, than the result that is about to be written."""
-        made = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan)["sha256"]}
+        made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan)["sha256"]}
         if self._kept is not None:
-            if made != self._made:
+            if made_by != self._made:
                 for name in _RESULTS:
                     if name != plan.name:
                         set_aside(self.folder / name)
-            self._kept.write(made=made)
+            self._kept.write(made=made_by)
 
     @staticmethod
     def _saved_bytes(layer: LayerPlan) -> int:
@@ -245,15 +247,15 @@ class _Job:
         return round(layer.parameters_before * (16 - (layer.bits or 16)) / 8)
 
     def _make(
-        self, corpus: Corpus, calibration: Calibration, whole: CompressPlan, tokenizer: Any
+        self, corpus: Corpus, calibration: Calibration, layer_plan: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Carry the plan out and heal; compare the result with the original where that is asked for."""
         if self.settings.heal_tokens:
-            check_healable(self.settings, len(whole.replaced))
+            check_healable(self.settings, len(layer_plan.replaced))
         original = self._observe("original", corpus, tokenizer)
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
-        replace_layers_(self.task, whole, fit_layers(self.task, whole, calibration))
+        replace_layers_(self.task, layer_plan, fit_layers(self.task, layer_plan, calibration))
         self._lap("fit")
         healing = None
         if teacher is not None:
@@ -261,9 +263,9 @@ class _Job:
             held_out = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
             trained = torch.ones(len(corpus.further), dtype=torch.bool)
             trained[held_out] = False
-            how: dict[str, Any] = {"folder": self.folder, "on_progress": self.task.on_progress}
+            options: dict[str, Any] = {"folder": self.folder, "on_progress": self.task.on_progress}
             parts = corpus.further[trained], corpus.further[held_out]
-            healing = heal(self.model, teacher, *parts, settings=self.settings, **how)
+            healing = heal(self.model, teacher, *parts, settings=self.settings, **options)
             self._lap("heal")
         if self.settings.by_bytes:
             round_to_half_(self.model)  # what is evaluated is what is saved

@@ -80,10 +80,10 @@ class CompressSettings(Settings):
     def _a_budget(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        given = with_new_keys(cls.__name__, values)
-        if all(given.get(budget) is None for budget in ("keep", "bits", "size")):
-            given["bits"] = BITS
-        return given
+        options = with_new_keys(cls.__name__, values)
+        if all(options.get(budget) is None for budget in ("keep", "bits", "size")):
+            options["bits"] = BITS
+        return options
 
     @model_validator(mode="after")
     def _consistent(self) -> CompressSettings:
@@ -92,9 +92,9 @@ class CompressSettings(Settings):
         return self
 
     def _check_budget(self) -> None:
-        given = [name for name in ("keep", "bits", "size") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are {len(given)} budgets: give one of them")
+        budgets = [name for name in ("keep", "bits", "size") if getattr(self, name) is not None]
+        if len(budgets) > 1:
+            raise ValueError(f"{' and '.join(budgets)} are {len(budgets)} budgets: give one of them")
         if self.reader != "relinear" and not self.by_bytes:
             raise ValueError(f"reader={self.reader} stores no low rank: give bits or size in place of keep")
         if self.size is not None:

@@ -56,25 +56,25 @@ class Task:
     def __post_init__(self) -> None:
         find = layer_finder(self.model)
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if self.settings.by_bytes else ()
-        found = {
+        layer_of = {
             name: -1 if any(module is end for end in ends) else find(name) for name, module in self.modules.items()
         }
-        if outside := [name for name, index in found.items() if index is None]:
-            inside = [name for name, index in found.items() if index is not None]
+        if outside := [name for name, index in layer_of.items() if index is None]:
+            inside = [name for name, index in layer_of.items() if index is not None]
             more = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
             raise ValueError(
                 f"{outside[0]}{more} outside of the decoder layers, all that is compressed: write "
                 f"exclude={patterns_of(outside, inside)}"
             )
-        for name, index in found.items():
+        for name, index in layer_of.items():
             assert index is not None
             self.by_layer.setdefault(index, {})[name] = self.modules[name]
         widest = max(linear_features(module)[0] for module in self.modules.values())
-        seen = self.settings.blocks * self.settings.sequence_length
-        if seen < widest:
+        calibration_tokens = self.settings.blocks * self.settings.sequence_length
+        if calibration_tokens < widest:
             raise ValueError(
                 f"tokens={self.settings.tokens}, in whole blocks of sequence_length={self.settings.sequence_length} "
-                f"{seen:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
+                f"{calibration_tokens:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
             )
 
     @property
@@ -88,9 +88,9 @@ class Task:
 
     def calibrate(self, blocks: Tensor, kinds: Sequence[int] = ()) -> Calibration:
         """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
-        how: dict[str, Any] = {"batch": self.settings.batch_size, "seed": self.settings.seed, "kinds": kinds}
-        how |= {"on_layer": self.on_progress}
-        return Calibration(self.model, blocks, self.by_layer, self.folder / "calibration", **how)
+        options: dict[str, Any] = {"batch": self.settings.batch_size, "seed": self.settings.seed, "kinds": kinds}
+        options |= {"on_layer": self.on_progress}
+        return Calibration(self.model, blocks, self.by_layer, self.folder / "calibration", **options)
 
 
 def linear_layers(
@@ -103,14 +103,14 @@ def linear_layers(
     """
     patterns = [targets] if isinstance(targets, str) else list(targets)
     smallest = OperatorConfig.from_dict({"kind": "low_rank", "rank": 1})
-    found = plan(model, dict.fromkeys(patterns, smallest), exclude=exclude).replacements
-    left = {r.name: r.target.module for r in found if not isinstance(r.target.module, Operator)}
-    if not left:
+    replacements = plan(model, dict.fromkeys(patterns, smallest), exclude=exclude).replacements
+    layers = {r.name: r.target.module for r in replacements if not isinstance(r.target.module, Operator)}
+    if not layers:
         raise ValueError(
-            f"all {len(found)} layers that targets= and exclude= name are operators already, as after a compression. "
-            "Give the original with a smaller budget, or fold it first (relinear.fold_)"
+            f"all {len(replacements)} layers that targets= and exclude= name are operators already, as after a "
+            "compression. Give the original with a smaller budget, or fold it first (relinear.fold_)"
         )
-    return left
+    return layers
 
 
 def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
@@ -119,26 +119,26 @@ def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: if they are most of the model, and ``targets`` names no layers in particular.
     """
-    found = out_of_reach(coverage(model, {}, {}))
-    share = sum(entry.parameters for entry in found) / module_parameters(model)
-    words = tuple(entry.in_words() for entry in found)
+    gaps = out_of_reach(coverage(model, {}, {}))
+    share = sum(entry.parameters for entry in gaps) / module_parameters(model)
+    in_words = tuple(entry.in_words() for entry in gaps)
     if share > MOST and targets == ALL_LINEAR:
         raise ValueError(
-            f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(words)}. To "
+            f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(in_words)}. To "
             "compress the remaining layers alone, name them with targets= (--target)"
         )
-    return words
+    return in_words
 
 
 def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
     """Return the embedding, and a head that is not tied to it, where they can be integers and are not excluded."""
-    ends, found = (model.get_input_embeddings(), model.get_output_embeddings()), {}
+    ends, tables = (model.get_input_embeddings(), model.get_output_embeddings()), {}
     for name, module in model.named_modules():
         if any(module is end for end in ends) and not isinstance(module, Operator):
             with suppress(ValueError):  # a head that is tied (it goes with the embedding) or shared
                 plan(model, {name: OperatorConfig.read("quantized")}, exclude=exclude, init="from_weight")
-                found[name] = module
-    return found
+                tables[name] = module
+    return tables
 
 
 @torch.no_grad()
