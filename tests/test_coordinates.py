@@ -42,16 +42,16 @@ def test_growth_is_that_of_the_standard_alone(operator):
         assert [len(steps) for steps in found.scale] == [5, 5]
         assert found.change[0][0] == 0
         values = [steps[-1] for steps in found.scale]
-        assert found.spread == pytest.approx(max(values) / min(values))
-        assert found.spread < 2
-    assert standard["logits"].spread > 1.5 * mup["logits"].spread
-    assert max(found.spread for found in standard.values()) > 2
+        assert found.ratio == pytest.approx(max(values) / min(values))
+        assert found.ratio < 2
+    assert standard["logits"].ratio > 1.5 * mup["logits"].ratio
+    assert max(found.ratio for found in standard.values()) > 2
 
 
 def test_what_diverges_has_no_spread():
     found = check_coordinates(maker("mup", learning_rate=1e30), [32, 64], IDS, steps=2, seeds=[0])
-    assert found["logits"].spread is None
-    assert Coordinates([[1.0, 2.0], [1.0, 5.0]], []).spread == 2.5
+    assert found["logits"].ratio is None
+    assert Coordinates([[1.0, 2.0], [1.0, 5.0]], []).ratio == 2.5
 
 
 def test_one_width_tells_nothing():

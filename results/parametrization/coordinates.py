@@ -89,7 +89,7 @@ def checked(
             return model, build_optimizer(model, sized)
 
         kinds = check_coordinates(make_model, widths, ids, steps=steps, seeds=seeds)
-        found[name] = {kind: dataclasses.asdict(value) | {"spread": value.spread} for kind, value in kinds.items()}
+        found[name] = {kind: dataclasses.asdict(value) | {"spread": value.ratio} for kind, value in kinds.items()}
     flat = {
         name: all(kind["spread"] is not None and kind["spread"] <= FLAT for kind in kinds.values())
         for name, kinds in found.items()

@@ -91,7 +91,7 @@ def command(
         "shapes": ",".join(written.pop("shapes") or ()),
         "inference_batches": inference_batches if model else None,
     }
-    given = options.given_settings(written | {"operators": tuple(operators or ()) or None}, overrides)
+    given = options.chosen_settings(written | {"operators": tuple(operators or ()) or None}, overrides)
     given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
     if model is not None:
         given |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}

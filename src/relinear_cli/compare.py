@@ -70,7 +70,7 @@ def command(
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements, print_results, print_scale
 
-    written = {
+    overridden = {
         "match.by": match,
         "match.to": size and size.split(","),
         "train.model": model,
@@ -82,7 +82,7 @@ def command(
         "train.compile": compile,
         "train.threads": threads,
     }
-    changes = options.given_settings(written, overrides)
+    changes = options.chosen_settings(overridden, overrides)
     if plan is not None and (recipe is not None or operators or tune or changes):
         raise ValueError("--plan goes with --out, --workers and --executor alone: what it says was fixed beforehand")
     jobs = parse_overrides(slurm or []) | ({} if partition is None else {"slurm_partition": partition})
@@ -99,9 +99,9 @@ def command(
         if match in ("parameters", "flops"):  # dense is a control at the size of the others
             entries |= {name: {"resize": "width"} for name, setting in entries.items() if setting == "dense"}
         changes = {"entries": entries} | changes
-        for place, key in ((values, "reference"), (values.get("match"), "to")):
-            if isinstance(place, dict) and isinstance(named := place.get(key), str) and named not in entries:
-                del place[key]
+        for parent, key in ((values, "reference"), (values.get("match"), "to")):
+            if isinstance(parent, dict) and isinstance(named := parent.get(key), str) and named not in entries:
+                del parent[key]
     if tune and not values.get("tune"):  # else as the recipe tunes
         changes = {"tune": True} | changes
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)

@@ -84,7 +84,7 @@ def command(
     from relinear_cli.terminal import print_requirements
 
     written = options.options_among(locals(), CompressSettings)
-    settings = CompressSettings.load(options.given_settings(written, overrides), "settings")
+    settings = CompressSettings.load(options.chosen_settings(written, overrides), "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
     check_folder(out, settings, overwrite=overwrite)
     if plan is not None:

@@ -60,7 +60,7 @@ def command(
     from relinear_cli.report import write_report_of
 
     written = options.options_among(locals(), DistillSettings)
-    settings = DistillSettings.load(options.given_settings(written, overrides), "settings")
+    settings = DistillSettings.load(options.chosen_settings(written, overrides), "settings")
     mapping = options.operator_mapping(replace)
     how: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
     text = options.corpus_of(data, text_column)

@@ -30,20 +30,20 @@ def command() -> None:
     **Example:** `relinear doctor`
     """
     failed = False
-    for state, what, found in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
-        print(fitted(f"{state:5}  {what:12}  {found}", sys.stdout, 21))
+    for state, what, text in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
+        print(fitted(f"{state:5}  {what:12}  {text}", sys.stdout, 21))
         failed |= state == FAILS
     raise typer.Exit(int(failed))
 
 
 def _requirements() -> dict[str, list[str]]:
     """Extra -> the packages that it brings, as in the metadata; those of relinear itself under ""."""
-    found: dict[str, list[str]] = {}
+    versions: dict[str, list[str]] = {}
     for line in metadata.requires("relinear") or ():
         requirement, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"](.+?)['\"]", marker)
-        found.setdefault(extra[1] if extra else "", []).append(requirement.strip())
-    return found
+        versions.setdefault(extra[1] if extra else "", []).append(requirement.strip())
+    return versions
 
 
 def _unmet(line: str) -> str:
@@ -116,8 +116,8 @@ def _caches() -> Iterator[_Finding]:
         there = "not there yet"
         try:
             if folder.is_dir():
-                sizes = [file.lstat().st_size for file in islice(folder.rglob("*"), _MOST_FILES)]
-                size = f"{'over ' if len(sizes) == _MOST_FILES else ''}{sum(sizes) / 2**20:,.1f} MiB"
+                file_sizes = [file.lstat().st_size for file in islice(folder.rglob("*"), _MOST_FILES)]
+                size = f"{'over ' if len(file_sizes) == _MOST_FILES else ''}{sum(file_sizes) / 2**20:,.1f} MiB"
                 there = f"{size}, of {user_name(folder.stat().st_uid)}"
             check_private(folder)
             yield GOOD, what, f"{folder} ({there})"
@@ -132,10 +132,10 @@ def _plugins() -> Iterator[_Finding]:
     offered = [(family, *one) for family in plugins.GROUPS for one in plugins.offered(family).items()]
     for family, name, point in offered:
         where = f"{family} {name} of {point.dist.name if point.dist else point.value}"
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = plugins.find(family, name)
-        if found is None:
-            yield FAILS, "plug-in", f"{where}: {told[-1].message if told else 'it is None'}"
+            plugin = plugins.find(family, name)
+        if plugin is None:
+            yield FAILS, "plug-in", f"{where}: {caught[-1].message if caught else 'it is None'}"
         else:
             yield GOOD, "plug-in", where

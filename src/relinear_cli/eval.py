@@ -52,17 +52,17 @@ def command(
         values |= {"text_column": text_column} if text_column and not whole else {}
         chosen = DataSettings.load(values, "data")
         length = sequence_length or (settings or {}).get("sequence_length")
-        given: Any = {} if whole else {"tokenizer": reader, "sequence_length": length, "stride": stride}
+        perplexity_options: Any = {} if whole else {"tokenizer": reader, "sequence_length": length, "stride": stride}
         text: Any = prepare_data(chosen).validation if whole else iter_texts(chosen, split)
-        measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **given)
+        measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **perplexity_options)
         results["perplexity"] = {name: getattr(measured, name) for name in ("perplexity", "loss", "tokens")}
         results["perplexity"] |= {"data": chosen.data, "split": split}
     if lambada is not None and "lambada" in names:
         scored = evaluate.lambada(model, reader, lambada, max_examples=limit, batch_size=batch_size)
         results["lambada"] = {"accuracy": scored.accuracy, "perplexity": scored.perplexity, "examples": scored.examples}
-    others = [name for name in names if name not in ("perplexity", "lambada")]
-    if others:
-        results |= evaluate.lm_eval(model, reader, others, batch_size=batch_size, limit=limit)
+    harness_tasks = [name for name in names if name not in ("perplexity", "lambada")]
+    if harness_tasks:
+        results |= evaluate.lm_eval(model, reader, harness_tasks, batch_size=batch_size, limit=limit)
     _print(results, as_json)
 
 
@@ -78,9 +78,9 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
         print(f"{task}: {', '.join(stated)}")
 
 
-def _tasks(written: str, lambada: Path | None) -> list[str]:
+def _tasks(option: str, lambada: Path | None) -> list[str]:
     """The tasks that are named. Raises ValueError where there is none, or the text of LAMBADA is missing."""
-    names = [name.strip() for name in written.split(",") if name.strip()]
+    names = [name.strip() for name in option.split(",") if name.strip()]
     if not names:
         raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
     if "lambada" in names and not (lambada and lambada.is_file()):

@@ -59,8 +59,8 @@ def command(
     subjects = [_subject(name, tokenizer, folder, **wanted) for name, folder in named]
     if static is not None:
         with watch() as on_progress:
-            written = write_html(static, static_page(subjects, effects, on_progress))
-        print(f"written: {written.resolve()}")
+            path = write_html(static, static_page(subjects, effects, on_progress))
+        print(f"written: {path.resolve()}")
         return
     _serve(subjects, host, port)
 

@@ -47,19 +47,19 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
 
     The modules are named in the environment, for ``import relinear`` here and in the processes that a command starts.
     """
-    rest, modules, given = [], [], iter(arguments)
-    for argument in given:
+    rest, modules, remaining = [], [], iter(arguments)
+    for argument in remaining:
         name, equals, module = argument.partition("=")
         if name != "--import":
             rest.append(argument)
             continue
-        module = module if equals else next(given, "")
+        module = module if equals else next(remaining, "")
         if not module or module.startswith("-"):
             raise ValueError("--import takes the name of a module: --import my_package.operators")
         modules.append(module)
     if modules:
         if "" not in sys.path:
-            sys.path.insert(0, "")  # as python -m has it: modules beside the user are found
+            sys.path.insert(0, "")  # as python -m does: modules of the working directory are found
         for module in modules:
             if find_spec(module.partition(".")[0]) is None:
                 raise ValueError(f"--import {module}: no such module is installed, in PYTHONPATH or in this folder")
@@ -73,8 +73,8 @@ class _Command(TyperCommand):
     """A command whose help shows its options in groups, and which takes no empty text."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for before, given in pairwise(["", *args]):
-            name, _, value = given.partition("=") if given[:2] == "--" and "=" in given else (before, "", given)
+        for before, typed in pairwise(["", *args]):
+            name, _, value = typed.partition("=") if typed[:2] == "--" and "=" in typed else (before, "", typed)
             if not value.strip():  # the path of an empty name is that of this folder
                 what = name if name[:1] == "-" else "an argument"
                 raise ValueError(f"{what} must not be empty, got {value!r}; fill it in, or leave it out")
@@ -114,8 +114,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        found: Any = find_spec("relinear")  # without importing it
-        print(f"relinear {run_path(f'{found.submodule_search_locations[0]}/system/version.py')['__version__']}")
+        spec: Any = find_spec("relinear")  # without importing it
+        print(f"relinear {run_path(f'{spec.submodule_search_locations[0]}/system/version.py')['__version__']}")
         raise typer.Exit
 
 

@@ -78,7 +78,7 @@ def options_among(options: Mapping[str, Any], settings: type[Settings]) -> dict[
     return {name: value for name, value in options.items() if name in settings.model_fields}
 
 
-def given_settings(options: Mapping[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> dict[str, Any]:
     """Return the settings that the user gave, by name: options that are not None, and those of ``--set``.
 
     Raises:

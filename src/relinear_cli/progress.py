@@ -63,7 +63,7 @@ def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
         since = began.setdefault(now.text, time_now)
         if seconds is None and now.runs <= 1 and 0 < now.done < now.total:
             seconds = (time_now - since) / now.done * (now.total - now.done)
-        figures = (form.format(value) for name, form in _FIGURES.items() if (value := getattr(now, name)) is not None)
+        figures = (text.format(value) for name, text in _FIGURES.items() if (value := getattr(now, name)) is not None)
         detail = "  ".join(filter(None, [now.detail, *figures]))
         view.show(now, f"{title}, {now.text}" if title else now.text, detail, _left(seconds or 0.0))
 

@@ -85,10 +85,10 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.tables import as_csv, curve_rows, latex_tables, table_rows
 
-    found = [folder for run in runs for folder in (run, run / COMPARISON) if (folder / RESULTS).is_file()]
-    if len(runs) > 1 or not found:
+    folders = [folder for run in runs for folder in (run, run / COMPARISON) if (folder / RESULTS).is_file()]
+    if len(runs) > 1 or not folders:
         raise ValueError("--csv and --latex take the directory of one comparison that has finished")
-    results, files = read_results(found[0]), dict[Path, str]()
+    results, files = read_results(folders[0]), dict[Path, str]()
     if csv is not None:
         files[csv] = as_csv(table_rows(results))
         files[csv.with_name(f"{csv.stem}-curves{csv.suffix}")] = as_csv(curve_rows(results))
@@ -107,8 +107,8 @@ def trained_in(run: Path) -> list[Path]:
 
     Of an entry it is the first seed, trained for the largest budget. Raises ValueError where no model is saved.
     """
-    places = [run, *_first_seeds(run)]
-    folders = [folder for folder in places if (folder / "model").is_dir() and (folder / "run.json").is_file()]
+    parents = [run, *_first_seeds(run)]
+    folders = [folder for folder in parents if (folder / "model").is_dir() and (folder / "run.json").is_file()]
     if not folders:
         raise ValueError(
             f"no trained model is saved in {run}; give the directory of a comparison or a training run whose models "

@@ -49,13 +49,13 @@ def command(
     if not len(ids):
         raise ValueError(f"{prefix_file} has no text")
     check_tokenizer_fits(encoder, loaded)
-    start = len(ids) if first_position == -1 else first_position
-    stock = specialize(loaded, ids, first_position=start)
+    position = len(ids) if first_position == -1 else first_position
+    stock = specialize(loaded, ids, first_position=position)
 
     probe = ids[None, : stock.config.n_positions]
     with torch.no_grad():
         frozen = loaded.context(ids[None])[:, -1]
-        where = torch.arange(start, start + probe.shape[1])[None]
+        where = torch.arange(position, position + probe.shape[1])[None]
         wanted = loaded(probe, frozen_context=frozen, position_ids=where).logits
         difference = (stock(probe).logits - wanted).abs().max().item()
     save_pretrained(stock, out, tokenizer=encoder)

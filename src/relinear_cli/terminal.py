@@ -29,9 +29,9 @@ def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
     return "\n".join(lines)
 
 
-def print_requirements(found: Mapping[str, str]) -> None:
+def print_requirements(requirements: Mapping[str, str]) -> None:
     """Print on stdout what a command takes, before it starts."""
-    for name, text in found.items():
+    for name, text in requirements.items():
         print(fitted(f"{name:<11} {text}", sys.stdout, indent=12), flush=True)
 
 
@@ -62,9 +62,9 @@ def print_table(table: Table, title: str = "") -> None:
     shown = rich.table.Table(
         title=title or None, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD
     )
-    for place, name in enumerate(table.head):
-        short = place == 0 or name.startswith("gap")
-        shown.add_column(name, justify="left" if place in table.words else "right", no_wrap=short)
+    for index, name in enumerate(table.head):
+        short = index == 0 or name.startswith("gap")
+        shown.add_column(name, justify="left" if index in table.words else "right", no_wrap=short)
     for row in table.rows:
         shown.add_row(*(cell.text for cell in row.shown), style="bold" if row.best and len(table.rows) > 1 else None)
     _console().print(shown)

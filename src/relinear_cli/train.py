@@ -51,7 +51,7 @@ def command(
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
 
-    written: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "model": model,
         "operators": replace and options.parse_operators(replace),
         "attachments": attach,
@@ -68,14 +68,14 @@ def command(
         "threads": threads,
     }
     values = {} if recipe is None else read_yaml(find_recipe(recipe))
-    values = apply_overrides(values, options.given_settings(written, overrides))
+    values = apply_overrides(values, options.chosen_settings(changes, overrides))
 
     settings = TrainSettings.load(values, recipe or "settings")
     options.prepare_process(models=[settings.model])
     if is_first_rank():  # a launcher may have started fewer than one thinks
         ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
-        told = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
-        print(f"{told} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
+        description = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
+        print(f"{description} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
         if dry_run or (ranks == 1 and (overwrite or not (out / "run.json").is_file())):
             print_requirements(training_requirements(settings))
     if dry_run:

@@ -254,5 +254,5 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for name, truth, predicted in zip(names, zip(*read["truth"]), zip(*read["predicted"])):
         spots = Series(name=name, colour=PALETTE[0], x=truth, y=predicted, mode="points", opacity=0.4)
         panel = Panel([spots], Axis(title=f"{name} (scaled)"), Axis(title="read from y"), [Guide()], legend=False)
-        found.append(Chart(f"{name}, read from the mean of y.", panel, beside=True, stem="cgt_probe"))
+        found.append(Chart(f"{name}, read from the mean of y.", panel, inline=True, stem="cgt_probe"))
     return found

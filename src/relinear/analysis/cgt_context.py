@@ -155,19 +155,19 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
             "Dot products of normalised y; texts of two sources are joined in the middle.",
             Panel([heat], position, position),
             stem="cgt_products",
-            beside=True,
+            inline=True,
         ),
         Chart(
             "Power by harmonic k.",
             Panel([wave], Axis(title="k"), Axis(title="power", log=True)),
             stem="cgt_spectrum",
-            beside=True,
+            inline=True,
         ),
         Chart(
             "The components of y that vary most in one text.",
             Panel(trace, position, Axis(title="value")),
             stem="cgt_trace",
-            beside=True,
+            inline=True,
         ),
-        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", beside=True),
+        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", inline=True),
     ]

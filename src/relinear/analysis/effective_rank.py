@@ -181,7 +181,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         guide = Guide(x=rank, text=f"rank of one operator: {rank}")
         text = f"{space}: {meaning}. A line a layer; one that falls late is a rank that is used."
         panel = Panel(shown, bottom, side, [guide], title=f"{space}: {meaning}")
-        found.append(Chart(text, panel, beside=True, stem="effective_rank"))
+        found.append(Chart(text, panel, inline=True, stem="effective_rank"))
     return [*found, Table(head, rows, (0, 1))]
 
 

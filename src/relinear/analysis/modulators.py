@@ -229,7 +229,7 @@ def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
         axes = Axis(title="decoder layer"), Axis(title=f"scalar gate of {module}")
         text = f"{module}: a line a token, the strong one their mean. Lines apart are gates that read the token."
         panel = Panel(shown, *axes, [Guide(y=1)], title=module, legend=False)
-        charts.append(Chart(text, panel, height=320, beside=True, stem="modulators_scalar"))
+        charts.append(Chart(text, panel, height=320, inline=True, stem="modulators_scalar"))
     return charts
 
 
@@ -248,7 +248,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
             hint = "1 changes nothing." if value == "mean" else "Near 0 a constant would do."
             text = f"{kind} gates: {title}, a line a module. {hint}"
             panel = Panel(data, Axis(title="decoder layer"), Axis(title=title), title=f"{kind} gates")
-            charts.append(Chart(text, panel, height=380, beside=True, stem="modulators_variance"))
+            charts.append(Chart(text, panel, height=380, inline=True, stem="modulators_variance"))
     return charts
 
 

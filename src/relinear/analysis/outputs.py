@@ -156,12 +156,12 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     )
     panel = Panel(spectra, bottom, side, title="singular values of outputs")
     found: list[Block] = [
-        Chart("Singular values of the centred outputs, a line a layer.", panel, stem="outputs", beside=True)
+        Chart("Singular values of the centred outputs, a line a layer.", panel, stem="outputs", inline=True)
     ]
     if shares:
         panel = Panel(
             shares, Axis(title="linear share"), Axis(rows=True), [Guide(x=1, text="linear")], title="linear share"
         )
         text = "Share of the outputs' variance that the best dense layer explains: at 1 the operator is linear here."
-        found.append(Chart(text, panel, stem="outputs", beside=True))
+        found.append(Chart(text, panel, stem="outputs", inline=True))
     return [*found, Table(["layer", "model", "effective rank", "linear share", "update"], rows, (0, 1))]

@@ -173,8 +173,8 @@ def run_model_bench(
     for mapping in variants.values():
         with torch.device("meta"):
             replace_(from_preset(settings.preset), mapping, init="fresh")
-    written = {name: {key: config.to_dict() for key, config in one.items()} for name, one in variants.items()}
-    stated = settings.model_dump(mode="json") | {"variants": written}
+    settings_by_name = {name: {key: config.to_dict() for key, config in one.items()} for name, one in variants.items()}
+    stated = settings.model_dump(mode="json") | {"variants": settings_by_name}
     folder = RunFolder(
         out_dir, "bench --model", "models.json", earlier={"models.json": ("settings", "machine", "rounds", "rows")}
     )

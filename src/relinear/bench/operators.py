@@ -78,9 +78,9 @@ class Case:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        kept = " (for_inference_)" if self.phase == "forward" and self.for_inference else ""
-        sizes = f"{self.in_features} -> {self.out_features}, {self.tokens} tokens"
-        return f"{sizes}, {dtype}, {self.mode}, {self.phase}{kept}"
+        inference = " (for_inference_)" if self.phase == "forward" and self.for_inference else ""
+        shape = f"{self.in_features} -> {self.out_features}, {self.tokens} tokens"
+        return f"{shape}, {dtype}, {self.mode}, {self.phase}{inference}"
 
 
 def phase_of(row: Mapping[str, Any]) -> str:

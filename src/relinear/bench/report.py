@@ -107,8 +107,8 @@ def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
         ((row["dtype"], -row["in_features"] * row["out_features"], row["in_features"]), row) for row in shown
     )
     panels = [
-        _panel(found, palette, f"{wide} → {-size // wide}, {dtype}")
-        for (dtype, size, wide), found in sorted(cases.items(), key=lambda case: case[0])
+        _panel(of_case, palette, f"{wide} → {-size // wide}, {dtype}")
+        for (dtype, size, wide), of_case in sorted(cases.items(), key=lambda case: case[0])
     ]
     if panels:
         title = f"time relative to dense nn.Linear, {most:,} tokens (filled: forward, open: with backward)"

@@ -30,7 +30,7 @@ from relinear.system.files import read_json, write_json
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 
-#: every operator at the setting that its figures are quoted for; rotors as a plain sum and as they come
+#: every operator at the setting that its figures are quoted for; rotors as a plain sum and by default
 DEFAULT_OPERATORS = (
     "low_rank:rank=64",
     "pivoted_low_rank:rank=64",
@@ -217,8 +217,8 @@ def of_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
         ratios = [row["ratio"] for row in timed]
         middle = next(row for row in timed if row["ratio"] == statistics.median_low(ratios))
         merged.append(middle | {"ratio_minimum": min(ratios), "ratio_maximum": max(ratios)})
-    places = {key_of(row): place for place, row in enumerate(runs[0])}
-    return sorted(merged, key=lambda row: places[key_of(row)])
+    indices = {key_of(row): index for index, row in enumerate(runs[0])}
+    return sorted(merged, key=lambda row: indices[key_of(row)])
 
 
 def spread_of(row: Mapping[str, Any]) -> tuple[float, float, float]:

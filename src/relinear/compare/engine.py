@@ -48,14 +48,14 @@ def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
     answers: dict[int, Any] = dict.fromkeys(range(len(searches)))
     while answers:
         asked: dict[int, list[Run]] = {}
-        for place, answer in answers.items():
+        for index, answer in answers.items():
             try:
-                asked[place] = searches[place].send(answer)
+                asked[index] = searches[index].send(answer)
             except StopIteration as end:
-                results[place] = end.value
+                results[index] = end.value
         losses = iter((yield [run for runs in asked.values() for run in runs]) if asked else ())
-        answers = {place: list(itertools.islice(losses, len(runs))) for place, runs in asked.items()}
-    return [results[place] for place in range(len(searches))]
+        answers = {index: list(itertools.islice(losses, len(runs))) for index, runs in asked.items()}
+    return [results[index] for index in range(len(searches))]
 
 
 def run_search(search: Search[T], run_round: Callable[[list[Run]], list[float]]) -> T:

@@ -238,7 +238,7 @@ def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def executor_at(
-    place: Executor | str | None, workers: int, folder: Path, parameters: Mapping[str, Any]
+    executor: Executor | str | None, workers: int, folder: Path, parameters: Mapping[str, Any]
 ) -> AbstractContextManager[Executor]:
     """Return an executor, which ends what it is doing where its block ends by an exception.
 
@@ -252,12 +252,12 @@ def executor_at(
         ValueError: for another place.
         ImportError, OSError: if its package is not installed, or it does not answer.
     """
-    if isinstance(place, Executor):
-        return nullcontext(place)
-    if place is None:
+    if isinstance(executor, Executor):
+        return nullcontext(executor)
+    if executor is None:
         return Processes(workers, folder / "worker.log") if workers else Here()
-    if place == "slurm":
+    if executor == "slurm":
         return Slurm(workers or _JOBS, folder / "slurm", parameters)
-    if "://" in place:
-        return Dask(place)
-    raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {place!r}")
+    if "://" in executor:
+        return Dask(executor)
+    raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {executor!r}")

@@ -34,7 +34,7 @@ def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = Non
             _line(entry["name"], palette, number, x, mean, lowest, highest, f"{entry['name']}  {mean[-1]:.3f}")
         )
         # the first steps span most of the range and show nothing about the operators
-        later = [h for place, h in zip(x, highest, strict=True) if place >= (0.15 if len(x) > 4 else 0) * x[-1]]
+        later = [h for value, h in zip(x, highest, strict=True) if value >= (0.15 if len(x) > 4 else 0) * x[-1]]
         bounds.append((min(lowest), max(later)))
     if not shown:
         return []
@@ -62,10 +62,10 @@ def gaps(entries: Sequence[Entry], palette: Colours, reference: str | None) -> l
     shown: list[Series] = []
     ends = [0.0]
     for number, entry in enumerate(entries):
-        found = [(x, mean - losses[x]) for x, mean, *_ in mean_curve(entry) if x in losses]
-        if entry is base or len(found) < 2:
+        points = [(x, mean - losses[x]) for x, mean, *_ in mean_curve(entry) if x in losses]
+        if entry is base or len(points) < 2:
             continue
-        x, y = zip(*found, strict=True)
+        x, y = zip(*points, strict=True)
         shown.append(_line(entry["name"], palette, number, x, y, label=f"{entry['name']}  {y[-1]:+.3f}"))
         ends += y[len(y) // 4 :]
     if not shown:
@@ -79,20 +79,20 @@ def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
 
     A grey line joins the entries that no other beats in both.
     """
-    sizes = {
+    measures = {
         "parameters": {e["name"]: e["parameters"] for e in entries},
         "forward FLOPs per token": {e["name"]: e["flops_per_token"] for e in entries},
         "training µs per token": {e["name"]: 1e6 / e["speed"]["train_tokens_per_second"] for e in entries if _timed(e)},
     }
     panels = []
-    for title, places in sizes.items():
-        shown = [(number, entry) for number, entry in enumerate(entries) if entry["name"] in places]
+    for title, xs in measures.items():
+        shown = [(number, entry) for number, entry in enumerate(entries) if entry["name"] in xs]
         if not shown:
             continue
-        spots = [(places[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in shown]
+        spots = [(xs[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in shown]
         x, y = zip(*(spots[i] for i in pareto_front(spots)), strict=True)
         front = Series(name="front", colour=GUIDE, x=x, y=y, mode="steps", legend=False)
-        points = [_spot(entry, palette, number, places[entry["name"]], title) for number, entry in shown]
+        points = [_spot(entry, palette, number, xs[entry["name"]], title) for number, entry in shown]
         panels.append(Panel([front, *points], Axis(title=title), Axis(title=LOSS)))
     return panels
 
@@ -130,8 +130,8 @@ def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
             ratio, rate = speed[f"{what}_ratio"], speed[f"{what}_tokens_per_second"]
             text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens a second"
             look: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
-            place: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
-            shown.append(Series(name=name, colour=palette[name], number=number, **place, **look))
+            point: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
+            shown.append(Series(name=name, colour=palette[name], number=number, **point, **look))
     axis = Axis(title=f"tokens per second / {reference}'s", from_zero=True)
     return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
@@ -150,7 +150,7 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
             look: dict[str, Any] = {"mode": "points", "size": 14, "hollow": True, "legend": False}
             text = f"{name}: {ring[0]:.3g} was chosen"
             shown.append(Series(name=name, colour=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **look))
-    rates = sorted({place for series in shown for place in series.x})
+    rates = sorted({abscissa for series in shown for abscissa in series.x})
     ticks = {rate: f"{rate:.2g}" for rate in rates}
     return [Panel(shown, Axis(title="learning rate", log=True, ticks=ticks), Axis(title=LOSS))] if shown else []
 
@@ -163,20 +163,20 @@ def _chosen_trials(record: Tuning) -> list[Trial]:
 
 
 def budgets(
-    entries: Sequence[Entry], palette: Colours, found: Sequence[Budget] | None, reference: str | None
+    entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget] | None, reference: str | None
 ) -> list[Panel]:
     """Return the gap to the reference by budget, with 95 % intervals, hollow without; the reference is at 0."""
-    if not found or len(found) < 2:
+    if not budgets or len(budgets) < 2:
         return []
     shown: list[Series] = []
-    x = [budget["tokens"] for budget in found]
+    x = [budget["tokens"] for budget in budgets]
     for number, name in enumerate(entry["name"] for entry in entries if entry.get("gap")):
-        rows = [e["gap"] for budget in found for e in budget["entries"] if e["name"] == name and e["gap"]]
-        if len(rows) < len(found):  # it diverged at one of them
+        rows = [e["gap"] for budget in budgets for e in budget["entries"] if e["name"] == name and e["gap"]]
+        if len(rows) < len(budgets):  # it diverged at one of them
             continue
         ends = [(gap["low"], gap["high"]) for gap in rows if gap["low"] is not None and gap["high"] is not None]
         whole = len(ends) == len(rows)
-        low, high = ([pair[place] for pair in ends] if whole else None for place in (0, 1))
+        low, high = ([pair[end] for pair in ends] if whole else None for end in (0, 1))
         means = [gap["mean"] for gap in rows]
         line = _line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}")
         shown.append(line if whole else dataclasses.replace(line, hollow=True))
@@ -184,19 +184,19 @@ def budgets(
     return [Panel(shown, bottom, Axis(title=f"validation loss less {reference}'s"), [Guide(y=0)])]
 
 
-def sizes(entries: Sequence[Entry], palette: Colours, found: Sequence[Budget]) -> list[Panel]:
+def sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget]) -> list[Panel]:
     """Return the loss of the stored models by the bytes of their files, and the bits that each entry chose there."""
     losses: list[Series] = []
     bits: list[Series] = []
     for number, name in enumerate(entry["name"] for entry in entries):
-        rows = [(size["bytes"], e) for size in found for e in size["entries"] if e["name"] == name]
+        rows = [(size["bytes"], e) for size in budgets for e in size["entries"] if e["name"] == name]
         if len(rows) > 1:
-            x, values = [place for place, _ in rows], [e["validation_loss"] for _, e in rows]
+            x, values = [value for value, _ in rows], [e["validation_loss"] for _, e in rows]
             means, ends = [v["mean"] for v in values], [(min(v["values"]), max(v["values"])) for v in values]
             low, high = zip(*ends, strict=True)
             losses.append(_line(name, palette, number, x, means, low, high, f"{name}  {means[-1]:.3f}"))
             bits.append(_line(name, palette, number, x, [e["bits"] or 0 for _, e in rows], label=name))
-    ticks = {float(size["bytes"]): _short(size["bytes"]) for size in found}
+    ticks = {float(size["bytes"]): _short(size["bytes"]) for size in budgets}
     bottom = Axis(title="bytes of the file of weights", log=True, ticks=ticks)
     sides = (
         (losses, Axis(title=LOSS)),
@@ -218,10 +218,10 @@ def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str]) -> li
         shown = []
         for number, entry in enumerate(entries):
             x, y = zip(*sorted((p[axis], p["validation_loss"]["mean"]) for p in entry["points"]), strict=True)
-            texts = [f"{entry['name']}: {loss:.4f} at {place:.4g}" for place, loss in zip(x, y, strict=True)]
+            texts = [f"{entry['name']}: {loss:.4f} at {abscissa:.4g}" for abscissa, loss in zip(x, y, strict=True)]
             known: dict[str, Any] = {"name": entry["name"], "colour": palette[entry["name"]], "number": number, "x": x}
             shown.append(Series(**known, y=y, texts=texts, mode="points"))
-            law = [math.exp(entry[axis]["fit"]["log_a"]) * place ** -entry[axis]["fit"]["b"] for place in x]
+            law = [math.exp(entry[axis]["fit"]["log_a"]) * abscissa ** -entry[axis]["fit"]["b"] for abscissa in x]
             shown.append(Series(**known, y=law, mode="plain", legend=False))
         panels.append(Panel(shown, Axis(title=title, log=True), Axis(title=LOSS)))
     return panels

@@ -105,8 +105,8 @@ class FitReplication:
         for seed in self.request["seeds"]:
             for method, about in self.fits.methods.items():
                 for which, names in self.fits.projections.items():
-                    own = settings | {"seed": seed, "learning_rate": about.learning_rate}
-                    what = {"operator": about.operator, "projections": names, "settings": own}
+                    chosen = settings | {"seed": seed, "learning_rate": about.learning_rate}
+                    what = {"operator": about.operator, "projections": names, "settings": chosen}
                     jobs[f"{method}-{which}-seed-{seed}"] = budget | what
         return jobs
 
@@ -161,17 +161,15 @@ class FitReplication:
             write_text(folder / SECOND, prose())
         at_once = workers or available_cores()
         if (trained := self.decoder) is not None:
-            with executor_at(executor, 1, folder.resolve(), slurm or {}) as place:
-                Engine(place, 1, on_progress).run_round(
-                    [Run("train", "a decoder to fit to", trained, folder / DECODER)]
-                )
+            with executor_at(executor, 1, folder.resolve(), slurm or {}) as pool:
+                Engine(pool, 1, on_progress).run_round([Run("train", "a decoder to fit to", trained, folder / DECODER)])
         model = model_folder(str(folder / DECODER) if trained else self._model)
         pending = {name: job for name, job in self._jobs().items() if not (folder / FITS / f"{name}.json").is_file()}
         threads = max(1, available_cores() // at_once)
-        with executor_at(executor, at_once, folder.resolve(), slurm or {}) as place:
+        with executor_at(executor, at_once, folder.resolve(), slurm or {}) as pool:
             arguments = model, self.request["tokenizer"], [first, second], threads
             started = [
-                place.submit(fit, str(folder / FITS / f"{name}.json"), *arguments, job) for name, job in pending.items()
+                pool.submit(fit, str(folder / FITS / f"{name}.json"), *arguments, job) for name, job in pending.items()
             ]
             for done, future in enumerate(as_completed(started), start=1):
                 future.result()
@@ -181,14 +179,14 @@ class FitReplication:
 
     def section(self, folder: Path) -> Section:
         """Return its page. Raises FileNotFoundError if it has not ended, ValueError for damaged files."""
-        found = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
+        fits_by_name = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
         first, second = self._texts
         texts = [first, second or "PyTorch's documentation"]
 
         def values(method: str, measure: str) -> list[float]:
             what, _, which = measure.partition(":")
             rows = [
-                found[ORIGINAL if method == ORIGINAL else f"{method}-{which}-seed-{seed}"]
+                fits_by_name[ORIGINAL if method == ORIGINAL else f"{method}-{which}-seed-{seed}"]
                 for seed in self.request["seeds"]
             ]
             return [row["losses"][int(what) - 1] if what in ("1", "2") else row[what] for row in rows]
@@ -237,8 +235,8 @@ def prose() -> str:
 
     That of Python would not do: the standard library, which the decoder is trained on, holds it in a file.
     """
-    found = [vars(torch).get(name) for name in sorted(torch.__all__)]
-    return "\n\n".join(dict.fromkeys(each.__doc__ for each in found if isroutine(each) and each.__doc__))
+    dtypes = [vars(torch).get(name) for name in sorted(torch.__all__)]
+    return "\n\n".join(dict.fromkeys(each.__doc__ for each in dtypes if isroutine(each) and each.__doc__))
 
 
 def settings_of(text: str) -> DataSettings:
@@ -254,9 +252,9 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
         texts, job: as ``fitted`` takes them. threads: of the CPU.
     """
     with on_threads(threads):
-        found = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, job)
+        results = fitted(from_pretrained(model).eval(), load_tokenizer(tokenizer or model), texts, job)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, found)
+    write_json(path, results)
 
 
 def check_projections(model: Any, projections: Iterable[Sequence[str]], name: str) -> None:
@@ -277,7 +275,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
             what it holds out.
         job: operator (none evaluates the model as it is), projections, settings of ``distill_``; evaluation: tokens.
     """
-    found: dict[str, Any] = {}
+    fits_by_name: dict[str, Any] = {}
     if "operator" in job:
         report = distill_(
             model,
@@ -287,12 +285,12 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
             tokenizer=tokenizer,
             settings=job["settings"],
         )
-        found["parameters"] = sum(layer.parameters for layer in report.layers)
-        found["error"] = fmean(layer.error for layer in report.layers)
+        fits_by_name["parameters"] = sum(layer.parameters for layer in report.layers)
+        fits_by_name["error"] = fmean(layer.error for layer in report.layers)
     losses = []
     for text, split in zip(texts, ("validation", whole_or_held_out(settings_of(texts[1]))), strict=True):
         documents = iter_texts(settings_of(text), split)
         losses.append(
             perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job["evaluation"]).loss
         )
-    return found | {"losses": losses}
+    return fits_by_name | {"losses": losses}

@@ -51,17 +51,17 @@ def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np
     seeds where there is one.
     """
     generator = np.random.default_rng(seed)
-    sums, sizes = _grouped(losses)
+    sums, counts = _grouped(losses)
     of_seeds = _weights_of_seeds(len(losses), count, generator)
-    of_groups = generator.multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), count)
-    return ((of_seeds @ sums) * of_groups).sum(1) / (of_groups @ sizes)
+    of_groups = generator.multinomial(len(counts), np.full(len(counts), 1 / len(counts)), count)
+    return ((of_seeds @ sums) * of_groups).sum(1) / (of_groups @ counts)
 
 
 def _standard_error(difference: np.ndarray) -> float:
     """Of the mean of ``difference`` (S, N) over blocks, its seeds averaged."""
-    sums, sizes = _grouped(difference)
-    groups, blocks = len(sizes), difference.shape[1]
-    rest = sums.mean(0) - difference.mean() * sizes
+    sums, counts = _grouped(difference)
+    groups, blocks = len(counts), difference.shape[1]
+    rest = sums.mean(0) - difference.mean() * counts
     return math.sqrt(groups / (groups - 1) * float((rest**2).sum())) / blocks
 
 
@@ -71,7 +71,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Gap:
+def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Gap:
     """Return an entry's loss less the reference's, on the same seeds and blocks: below 0 the entry is better.
 
     Args:
@@ -82,8 +82,8 @@ def gap(own: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Gap:
         ``standard_error``: that of the evaluation, over blocks with seeds averaged (None without blocks). The interval
         is that of Student's t over the paired values, widened by the evaluation's error: half-widths add as squares.
     """
-    whole = len({len(losses) for losses in (*own, *reference)}) == 1
-    pairs = zip(own, reference, strict=True)
+    whole = len({len(losses) for losses in (*entry_losses, *reference)}) == 1
+    pairs = zip(entry_losses, reference, strict=True)
     difference = np.stack([a - b if whole else np.atleast_1d(a.mean() - b.mean()) for a, b in pairs]).astype(float)
     mean, blocks = float(difference.mean()), difference.shape[1]
     values = [float(value) for value in difference.mean(1)]
@@ -105,6 +105,6 @@ def too_small(gaps: Mapping[str, Gap]) -> list[str]:
     """Entries whose gap is less than four paired standard errors of the evaluation: its noise may be what is seen."""
     return [
         name
-        for name, found in gaps.items()
-        if found["standard_error"] is not None and found["standard_error"] > abs(found["mean"]) / 4
+        for name, gap_of_entry in gaps.items()
+        if gap_of_entry["standard_error"] is not None and gap_of_entry["standard_error"] > abs(gap_of_entry["mean"]) / 4
     ]

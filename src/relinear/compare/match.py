@@ -95,17 +95,17 @@ def matched(
         _operator_sizes(settings, vocab_size, measure, target, name)
     else:
         _widths(settings, measure, target, name, tolerance if by == "bytes" else None)
-    best, size = min(tried.values(), key=lambda found: abs(found[1].of(by) - target))
-    deviation = size.of(by) / target - 1
-    if abs(deviation) > tolerance:
+    best, size = min(tried.values(), key=lambda trial: abs(trial[1].of(by) - target))
+    mismatch = size.of(by) / target - 1
+    if abs(mismatch) > tolerance:
         width = ", resize: width" * (resizing == "operator")
         other = f"match.to={name} (its size as the target){width} or resize: fixed"
         if by == "bytes":  # of which no entry keeps its own
             other = f"give another --size{width}"
         raise ValueError(
             f"{name}: no {'operator size' if resizing == 'operator' else 'model width'} gives {target:,} {by} within "
-            f"{tolerance:.1%}; the nearest has {size.of(by):,} ({deviation:+.1%}). "
-            f"Set match.tolerance={math.ceil(100 * abs(deviation)) / 100:g}, {other}"
+            f"{tolerance:.1%}; the nearest has {size.of(by):,} ({mismatch:+.1%}). "
+            f"Set match.tolerance={math.ceil(100 * abs(mismatch)) / 100:g}, {other}"
         )
     return best, size
 
@@ -117,11 +117,11 @@ def _operator_sizes(
     shapes = _shapes(settings, vocab_size)
 
     def at(scale: float) -> float:
-        resized = {
-            pattern: _resized(settings.mapping[pattern], found, scale, name).to_dict()  # type: ignore[arg-type]
-            for pattern, found in shapes.items()
+        scaled_operators = {
+            pattern: _scaled(settings.mapping[pattern], shape_list, scale, name).to_dict()  # type: ignore[arg-type]
+            for pattern, shape_list in shapes.items()
         }
-        return measure(settings.updated(operators=settings.operators | resized))
+        return measure(settings.updated(operators=settings.operators | scaled_operators))
 
     low = high = 1.0
     while at(low) > target and low > 1 / _LARGEST_FACTOR:
@@ -153,14 +153,14 @@ def _shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[t
 def scaled_operators(settings: TrainSettings, vocab_size: int | None, scale: float) -> dict[str, Any]:
     """``settings.operators`` at ``scale`` times their sizes, for the model's own; one without a size stays as it is."""
     operators: dict[str, Any] = dict(settings.operators)
-    for pattern, found in _shapes(settings, vocab_size).items():
+    for pattern, shape_list in _shapes(settings, vocab_size).items():
         config = settings.mapping[pattern]
-        if config is not None and all(config.scaled(*shape, scale) is not None for shape in found):
-            operators[pattern] = _resized(config, found, scale, pattern).to_dict()
+        if config is not None and all(config.scaled(*shape, scale) is not None for shape in shape_list):
+            operators[pattern] = _scaled(config, shape_list, scale, pattern).to_dict()
     return operators
 
 
-def _resized(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
+def _scaled(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
     """The setting at ``scale`` times its size that every layer of the pattern can take."""
     reasons = []
     for shape in shapes:
@@ -191,7 +191,7 @@ def _widths(
     heads, width = config.num_attention_heads, config.hidden_size
     head = width // heads
 
-    def sizes(candidates: Iterable[int]) -> Iterator[tuple[int, float]]:
+    def candidate_sizes(candidates: Iterable[int]) -> Iterator[tuple[int, float]]:
         for size in candidates:
             with contextlib.suppress(ValueError):  # an operator in the model may not take this width
                 yield size, measure(at_width(settings, config, heads * size))
@@ -201,14 +201,14 @@ def _widths(
     below, above = smallest, largest
     while coarse:
         upper = coarse[len(coarse) // 2 :]
-        size, value = next(sizes(upper), (largest, math.inf))
+        size, value = next(candidate_sizes(upper), (largest, math.inf))
         if value <= target:
             below, coarse = size, [other for other in upper if other > size]
         else:
             above, coarse = min(above, size), coarse[: len(coarse) // 2]
-    around = list(sizes(range(below, above + 1, 2 * max(1, (above - below) // 64))))
+    around = list(candidate_sizes(range(below, above + 1, 2 * max(1, (above - below) // 64))))
     if tolerance is not None:
-        nearest = sorted(around, key=lambda found: abs(found[1] - target))[:2]
+        nearest = sorted(around, key=lambda trial: abs(trial[1] - target))[:2]
         any(_inner_widths(at_width(settings, config, heads * n), measure, target, tolerance) for n, _ in nearest)
 
 
@@ -283,25 +283,25 @@ def plan_comparison(
     Raises:
         ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
     """
-    written = {name: recipe.settings_of(name) for name in recipe.entries}
-    sizes: dict[str, Size] = {}
-    for name, settings in written.items():
+    settings_by_name = {name: recipe.settings_of(name) for name in recipe.entries}
+    size_by_name: dict[str, Size] = {}
+    for name, settings in settings_by_name.items():
         on_progress(Progress(f"sizing {name}", stage="match"))
         try:
-            sizes[name] = measure_size(settings, vocab_size)
+            size_by_name[name] = measure_size(settings, vocab_size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     match = recipe.match
     if match.by == "bytes":
         return [_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
     if match.by == "width":
-        return [Planned(name, written[name], sizes[name], None) for name in recipe.entries]
+        return [Planned(name, settings_by_name[name], size_by_name[name], None) for name in recipe.entries]
 
     def at(target: int, reference: str | None = None) -> list[Planned]:
         """Every entry at the size of ``target``, that of the entry ``reference`` if any."""
         planned = []
         for name, entry in recipe.entries.items():
-            settings, size, mismatch = written[name], sizes[name], 0.0 if name == reference else None
+            settings, size, mismatch = settings_by_name[name], size_by_name[name], 0.0 if name == reference else None
             if name != reference and entry.resizing != "fixed":
                 on_progress(Progress(f"matching {name} by {match.by}", stage="match"))
                 wanted: Any = {"by": match.by, "target": target, "tolerance": match.tolerance, "name": name}
@@ -313,14 +313,14 @@ def plan_comparison(
     if isinstance(match.to, int):
         return at(match.to)
     resizable = [name for name, entry in recipe.entries.items() if entry.resizing != "fixed"]
-    with_operators_first = sorted(resizable, key=lambda name: not written[name].operators)
+    with_operators_first = sorted(resizable, key=lambda name: not settings_by_name[name].operators)
     candidates = [str(match.to)] if match.to else with_operators_first
     if not candidates:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     refused: list[ValueError] = []
     for reference in candidates:  # the first whose size the others can have
         try:
-            return at(sizes[reference].of(match.by), reference)
+            return at(size_by_name[reference].of(match.by), reference)
         except ValueError as error:
             refused.append(error)
     raise refused[0]
@@ -328,13 +328,13 @@ def plan_comparison(
 
 def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback) -> Planned:
     """An entry in all bits in which some width (or scale of its operators) gives a file of the size that is asked."""
-    written, resizing = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
+    base, resizing = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
     match, target, candidates, refused = recipe.match, recipe.file_sizes[-1], list[Planned](), list[ValueError]()
     for bits in match.bits:
         on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
         wanted: Any = {"by": "bytes", "target": target, "tolerance": match.tolerance, "name": name}
         try:
-            settings, size = matched(written.updated(bits=bits), vocab_size, resizing=resizing, **wanted)
+            settings, size = matched(base.updated(bits=bits), vocab_size, resizing=resizing, **wanted)
         except ValueError as error:
             refused.append(error)
         else:
@@ -351,6 +351,6 @@ def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[i
         return recipe.file_sizes[-1], None
     if match.by == "width" or not isinstance(match.to, str | None):
         return (None if match.by == "width" else match.to), None  # type: ignore[return-value]
-    found = {p.name: p for p in planned if p.size_mismatch == 0}
-    reference = found[match.to] if match.to else next(iter(found.values()))
+    exact = {p.name: p for p in planned if p.size_mismatch == 0}
+    reference = exact[match.to] if match.to else next(iter(exact.values()))
     return reference.size.of(match.by), reference.name

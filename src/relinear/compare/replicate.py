@@ -80,9 +80,12 @@ class Replication:
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
         """Return what it takes on this machine, by name, as ``compare_requirements``, whose errors it raises."""
-        found = compare_requirements(self.recipe, workers)
+        requirements = compare_requirements(self.recipe, workers)
         of = f"{self.shown_model}: " * (self.request["model"] == SMALL)
-        return found | {"parameters": of + found["parameters"], "tokens": f"{found['tokens']}, {self.shown_share}"}
+        return requirements | {
+            "parameters": of + requirements["parameters"],
+            "tokens": f"{requirements['tokens']}, {self.shown_share}",
+        }
 
     def run(self, folder: Path, on_progress: ProgressCallback, **where: Any) -> None:
         """Train; ``where`` is what ``compare`` takes."""
@@ -100,8 +103,8 @@ class Replication:
                 return Cell("diverged" if name in diverged else "–")
             if measure in ANALYSED:
                 return _analysed(folder / COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
-            value, form = MEASURES[measure]
-            return Cell.of(value(entries[name], first), form)
+            value, template = MEASURES[measure]
+            return Cell.of(value(entries[name], first), template)
 
         def gap_of(claim: Claim) -> Gap | None:
             if not claim.measure:
@@ -159,8 +162,8 @@ def replication(
         return FitReplication(name, paper, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")
-    written = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
-    values = apply_overrides(written, paper.changes)
+    settings = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
+    values = apply_overrides(settings, paper.changes)
     whole = CompareSettings.load(values, paper.recipe)
     changes: dict[str, Any] = {} if model == PAPER else {"train.model": model}
     if model == SMALL:
@@ -234,7 +237,7 @@ def _rank(entry: EntryResult) -> float | None:
 
 def _minimum(entry: EntryResult) -> float:
     losses = ([point.get("validation_loss") for point in run["curve"]] for run in entry["runs"])
-    lowest = [min(loss for loss in found if loss is not None) for found in losses]
+    lowest = [min(loss for loss in rates if loss is not None) for rates in losses]
     return sum(lowest) / len(lowest)
 
 
@@ -265,12 +268,12 @@ ANALYSED = {
 
 def _analysed(run: Path, measure: str) -> Cell:
     """The cell of a measure of ``ANALYSED``; a dash where the analysis is not there, or says nothing of this model."""
-    name, keys, form = ANALYSED[measure]
+    name, keys, template = ANALYSED[measure]
     path = run / "analysis" / f"{name}.json"
     value: Any = read_values(path) if path.is_file() else {}
     for key in keys:
         value = value.get(key, {})
-    return Cell.of(None if value == {} else value, form)
+    return Cell.of(None if value == {} else value, template)
 
 
 def replicate_section(directory: str | Path) -> Section:

@@ -95,12 +95,12 @@ def results_section(directory: str | Path) -> Section:
     }
     charts = [
         chart
-        for stem, found in panels.items()
-        for chart in _charts(directory / "plots" / stem, found, _FIGURES[stem], 340 if stem == "speeds" else 440)
+        for stem, shown in panels.items()
+        for chart in _charts(directory / "plots" / stem, shown, _FIGURES[stem], 340 if stem == "speeds" else 440)
     ]
-    told = [results["description"], results["budget"], results["match"]["by"] != "none" and results["match"]["text"]]
+    facts = [results["description"], results["budget"], results["match"]["by"] != "none" and results["match"]["text"]]
     blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
-    blocks += [Text("What was compared", heading=True), *(Text(said) for said in told if said)]
+    blocks += [Text("What was compared", heading=True), *(Text(said) for said in facts if said)]
     blocks.extend(Text(note, soft=True) for note in results["notes"])
     blocks += [Text("What to try next", heading=True), Text(_next(results))]
     by_budget = budget_table(results)
@@ -133,27 +133,27 @@ def verdict(results: Results) -> str:
     """
     entries = sorted(results["entries"], key=lambda entry: entry["validation_loss"]["mean"])
     base = next((entry for entry in entries if entry["name"] == _dense(results)), entries[0])
-    others = [entry for entry in entries if entry is not base]
-    if not others:
+    compared = [entry for entry in entries if entry is not base]
+    if not compared:
         return f"{base['name']} came to a validation loss of {_of_seeds(base['validation_loss'], 3).text}."
-    first = next((entry for entry in others if _alike(entry, base, results)), others[0])
+    first = next((entry for entry in compared if _alike(entry, base, results)), compared[0])
     gap, half = _paired(first, base)
     flaws = ["one seed"] * (half is None) + ["untuned learning rate"] * (not first["tuning"])
     alike = _alike(first, base, results)
     if not alike:
         times, what = _ratio_of_sizes(base, first, results), _size(base, results)[1]
         flaws.append(f"{base['name']} has {times:.2g} times the {what}")
-    who, ahead = f"{first['name']} is", f"{'ahead of' if gap > 0 else 'behind'} {base['name']}"
+    who, relation = f"{first['name']} is", f"{'ahead of' if gap > 0 else 'behind'} {base['name']}"
     unit = _unit(results)
     by = f"by {abs(gap):.3f} nats a {unit}"
     if half is None or not alike:
-        said = f"Illustration only: {', '.join(flaws)}. Here {who} {ahead} {by}."
+        said = f"Illustration only: {', '.join(flaws)}. Here {who} {relation} {by}."
     elif abs(gap) <= half:
         low, high = -gap - half, -gap + half
         said = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
         said += f"Their gap is {-gap:+z.3f} nats a {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
     else:
-        said = f"{who} {ahead} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
+        said = f"{who} {relation} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
         said += f" With {flaws[0]}." if flaws else ""
     if (counted := results.get("ngram")) and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
         said += f" Counting {counted['order']}-grams is still ahead of them all: train longer."
@@ -198,22 +198,22 @@ def _paired(first: EntryResult, second: EntryResult) -> tuple[float, float | Non
 
 
 def _next(results: Results) -> str:
-    first, found = results["entries"][0], []
+    first, match = results["entries"][0], []
     if len(first["runs"]) == 1:
-        found.append("Three seeds (--seeds 0,1,2): they tell a difference from chance.")
+        match.append("Three seeds (--seeds 0,1,2): they tell a difference from chance.")
     if not any(entry["tuning"] for entry in results["entries"]):
-        found.append("A learning rate of its own for every entry (--tune): one rate suits some better than others.")
+        match.append("A learning rate of its own for every entry (--tune): one rate suits some better than others.")
     steps = 10 * first["settings"].get("steps", 1000)
-    found.append(f"Longer training (--steps {steps}): what leads early need not lead later.")
+    match.append(f"Longer training (--steps {steps}): what leads early need not lead later.")
     if first["runs"][0]["curve"][-1]["tokens"] < _LONG:
-        found.append(DECISION_ACCURACY)
-    return " ".join(found)
+        match.append(DECISION_ACCURACY)
+    return " ".join(match)
 
 
 def _day(moment: str) -> str:
     """A moment of UTC in ISO 8601 as a reader takes it, to the minute; anything else as it stands."""
-    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d.]+\+00:00", moment)
-    return f"{found[1]} {found[2]} UTC" if found else moment
+    match = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d.]+\+00:00", moment)
+    return f"{match[1]} {match[2]} UTC" if match else moment
 
 
 def _palette(results: Results) -> dict[str, str]:
@@ -230,10 +230,10 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
     """Draw ``panels`` as STEM.png and .svg, ``gaps`` aside; return their charts, the picture at the first of them."""
     if panels and stem.name != "gaps":
         save_panels(panels, stem)
-    image, beside = picture_of(stem), len(panels) > 1
+    image, inline = picture_of(stem), len(panels) > 1
     return [
-        Chart(text.format(panel.x.title), panel, image if place == 0 else None, height, beside)
-        for place, panel in enumerate(panels)
+        Chart(text.format(panel.x.title), panel, image if index == 0 else None, height, inline)
+        for index, panel in enumerate(panels)
     ]
 
 
@@ -244,19 +244,19 @@ def results_table(results: Results) -> Table:
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
     # an entry of another size than the dense one does not win
     ranked = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
-    leader, *others = [entry for entry in ranked if base is None or _alike(entry, base, results)]
-    lead, half = _paired(leader, others[0]) if others else (0.0, None)
+    leader, *followers = [entry for entry in ranked if base is None or _alike(entry, base, results)]
+    lead, half = _paired(leader, followers[0]) if followers else (0.0, None)
     to = reference or (base and len(entries) > 1 and base["name"])
     stored, unit = any(entry.get("stored") for entry in entries), _unit(results)
     head = ["entry", f"validation loss, nats a {unit}", *([f"gap to {to}"] if to else [])]
     head += ["bits", "bytes", "before storing"] if stored else []
     head += ["parameters", "training speed", "inference speed", f"perplexity a {unit}", "at step 0"]
     head += ["FLOPs / token", "peak memory", "learning rate"]
-    rows, dense = [], [value for value, _ in _sizes(base, number)] if base else [None, None]
+    rows, dense = [], [value for value, _ in _costs(base, number)] if base else [None, None]
     for entry in entries:
         size, flops = (
             Cell(text, value, _ratio(value, whole))
-            for (value, text), whole in zip(_sizes(entry, number), dense, strict=True)
+            for (value, text), whole in zip(_costs(entry, number), dense, strict=True)
         )
         name = Cell(entry["name"], None, f"{size.text} parameters")  # a telephone shows the first columns alone
         cells: list[Cell | str] = [name, _of_seeds(entry["validation_loss"], 3)]
@@ -265,8 +265,8 @@ def results_table(results: Results) -> Table:
         elif to and base:
             cells.append(Cell.of(None if entry is base else -_paired(entry, base)[0], "+z.3f"))
         if stored:
-            how: Any = entry.get("stored") or {}
-            cells += [Cell.of(how.get(key), ".3f" if key == "loss_before" else ",") for key in Stored.__annotations__]
+            file: Any = entry.get("stored") or {}
+            cells += [Cell.of(file.get(key), ".3f" if key == "loss_before" else ",") for key in Stored.__annotations__]
         speed = entry["speed"]
         ratios = [speed["train_ratio"], speed["inference_ratio"]] if speed else [None, None]
         cells += [size, *(Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios)]
@@ -287,8 +287,8 @@ def results_table(results: Results) -> Table:
     return Table(head, rows)
 
 
-def _of_seeds(statistic: Statistic, digits: int, spread: bool = True) -> Cell:
-    text = plus_minus(statistic, digits) if spread else f"{statistic['mean']:.{digits}f}"
+def _of_seeds(statistic: Statistic, digits: int, with_std: bool = True) -> Cell:
+    text = plus_minus(statistic, digits) if with_std else f"{statistic['mean']:.{digits}f}"
     return Cell(text, statistic["mean"], title=", ".join(f"{value:.6g}" for value in statistic.get("values", ())))
 
 
@@ -296,13 +296,13 @@ def _ratio(value: float, base: float | None) -> str:
     return f"{value / base:.3g}× dense" if base else ""
 
 
-def _sizes(entry: EntryResult, form: Callable[[int], str]) -> list[tuple[int, str]]:
+def _costs(entry: EntryResult, template: Callable[[int], str]) -> list[tuple[int, str]]:
     """Parameters and FLOPs, and as text; where an entry routes tokens also the active parameters and total FLOPs."""
     idle, spared = entry.get("inactive_parameters", 0), entry.get("inactive_flops", 0)
     parameters, flops = entry["parameters"], entry["flops_per_token"]
-    active = f" ({form(parameters - idle)} active)" if idle else ""
-    total = f" ({form(flops + spared)} in all)" if spared else ""
-    return [(parameters, form(parameters) + active), (flops, form(flops) + total)]
+    active = f" ({template(parameters - idle)} active)" if idle else ""
+    total = f" ({template(flops + spared)} in all)" if spared else ""
+    return [(parameters, template(parameters) + active), (flops, template(flops) + total)]
 
 
 def _operators(results: Results, palette: Mapping[str, str]) -> Table:
@@ -310,7 +310,7 @@ def _operators(results: Results, palette: Mapping[str, str]) -> Table:
     head = ["entry", "operators", "parameters", "FLOPs / token", *(["off the target"] if matched else [])]
     rows = []
     for entry in results["entries"]:
-        sizes = [Cell(text, value) for value, text in _sizes(entry, "{:,}".format)]
+        sizes = [Cell(text, value) for value, text in _costs(entry, "{:,}".format)]
         off = entry["size_mismatch"]
         mismatch = "not matched" if off is None else f"{100 * off:+.2f} %"
         cells: list[Cell | str] = [
@@ -404,7 +404,7 @@ def budget_table(results: Results) -> Table | None:
     if not budgets:
         return None
 
-    def told(entry: BudgetEntry | None) -> str:
+    def cell_text(entry: BudgetEntry | None) -> str:
         if entry is None:
             return "diverged"
         if by == "bytes":
@@ -415,7 +415,7 @@ def budget_table(results: Results) -> Table | None:
     for entry in budgets[-1]["entries"]:
         cells = [next((e for e in budget["entries"] if e["name"] == entry["name"]), None) for budget in budgets]
         suffix = " (loss)" * (by == "tokens" and entry["gap"] is None)
-        rows.append(Row([entry["name"] + suffix, *map(told, cells)], entry["name"]))
+        rows.append(Row([entry["name"] + suffix, *map(cell_text, cells)], entry["name"]))
     if all(budget["ngram"] for budget in budgets):
         losses = [f"{budget['ngram']['validation_loss']:.3f}" for budget in budgets]
         rows.append(Row([f"{budgets[-1]['ngram']['order']}-grams (loss)", *losses]))

@@ -26,7 +26,7 @@ def training_requirements(settings: TrainSettings) -> dict[str, str]:
     runs = [_Runs("", settings, size, 1, settings.steps)]
     return {
         "runs": f"1, of {settings.steps:,} steps",
-        "parameters": _sizes({settings.model: [size]}),
+        "parameters": _parameter_text({settings.model: [size]}),
         "tokens": f"{number(settings.steps * settings.tokens_per_step)} of {_text(settings)}",
         "time": _time(runs, vocabulary, 1),
         "disk": _disk([(settings, size, 1)], 1),
@@ -51,21 +51,21 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     parts = [(part, plan_comparison(part, vocabulary)) for part in _parts(recipe, vocabulary)]
     at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
     runs = [each for part, planned in parts for entry in planned for each in _runs_of(part, entry)]
-    sizes: dict[str, list[Size]] = {}
+    sized: dict[str, list[Size]] = {}
     for _, planned in parts:
         for entry in planned:
-            sizes.setdefault(entry.name, []).append(entry.size)
-    final, count = seeds * sum(map(len, sizes.values())), sum(each.count for each in runs)
+            sized.setdefault(entry.name, []).append(entry.size)
+    final, count = seeds * sum(map(len, sized.values())), sum(each.count for each in runs)
     tokens = sorted({part.steps * part.train.tokens_per_step for part, _ in parts})
     several = f" at {len(parts)} sizes or budgets" * (len(parts) > 1)
     tuning = f" and {count - final} to tune" * (count > final)
-    kept = [(entry.settings, entry.size, seeds) for _, planned in parts for entry in planned]
+    final_runs = [(entry.settings, entry.size, seeds) for _, planned in parts for entry in planned]
     return {
-        "runs": f"{len(sizes)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
-        "parameters": _sizes(sizes),
+        "runs": f"{len(sized)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
+        "parameters": _parameter_text(sized),
         "tokens": f"{_range(tokens)} a run of {_text(recipe.train)}",
         "time": _time(runs, vocabulary, at_once) if timed else "not estimated: runs are on other machines",
-        "disk": _disk(kept, at_once),
+        "disk": _disk(final_runs, at_once),
     }
 
 
@@ -118,11 +118,11 @@ def _time(runs: Sequence[_Runs], vocabulary: int | None, at_once: int) -> str:
     return f"{duration(seconds)}, by steps timed now" + ", and evaluation on the whole validation text" * whole
 
 
-def _sizes(found: dict[str, list[Size]]) -> str:
-    """Parameters and FLOPs of each model, least to most where it has several sizes."""
+def _parameter_text(entries: dict[str, list[Size]]) -> str:
+    """Return parameters and FLOPs of each model, least to most where it has several sizes."""
     return "; ".join(
-        f"{name} {_range([size.parameters for size in sizes])} ({_range([size.flops for size in sizes])} FLOPs a token)"
-        for name, sizes in found.items()
+        f"{name} {_range([size.parameters for size in each])} ({_range([size.flops for size in each])} FLOPs a token)"
+        for name, each in entries.items()
     )
 
 
@@ -137,6 +137,6 @@ def _text(settings: TrainSettings) -> str:
 
 def _disk(runs: Sequence[tuple[TrainSettings, Size, int]], at_once: int) -> str:
     """Models that are kept, and while it runs checkpoints with the optimiser's states."""
-    kept = sum(count * 4 * size.parameters for settings, size, count in runs if settings.save_model) + 5e6
+    saved_bytes = sum(count * 4 * size.parameters for settings, size, count in runs if settings.save_model) + 5e6
     largest = max(size.parameters for _, size, _ in runs)
-    return f"about {number(kept + 12 * largest * at_once)}B while it runs, {number(kept)}B after"
+    return f"about {number(saved_bytes + 12 * largest * at_once)}B while it runs, {number(saved_bytes)}B after"

@@ -213,12 +213,12 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
     tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
 
     def where(key: str) -> list[str]:
-        return [name for name, found in tuned.items() if found.get(key)]
+        return [name for name, tuning in tuned.items() if tuning.get(key)]
 
     moved = [name for name, found in tuned.items() if found.get("full_length", {}).get("moved")]
     shares = [f"{name} {found['warmup_ratio']:g}" for name, found in tuned.items() if "warmup_ratio" in found]
     counts = {name: _tried(found) for name, found in tuned.items()}
-    told = [
+    sentences = [
         ("The best learning rate lies at the edge of the grid for {}: widen the grid.", where("edge")),
         ("The best initialisation lies at the edge of its grid for {}: widen the grid.", where("initializer_edge")),
         ("Bits were tuned: {}.", [f"{name} {bits}" for name, each in tuned.items() if (bits := each.get("bits"))]),
@@ -237,7 +237,7 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
         ("At full length another rate than in short runs was best, and taken, for {}.", moved),
         ("Runs of tuning: {}.", [f"{name} {n}" for name, n in counts.items()] if any(counts.values()) else []),
     ]
-    return [text.format(", ".join(names)) for text, names in told if names]
+    return [text.format(", ".join(names)) for text, names in sentences if names]
 
 
 def _tried(tuning: Tuning) -> int:
@@ -259,7 +259,7 @@ def gap_notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
             else "without intervals: one seed says nothing of others."
         )
     ]
-    if any(found["standard_error"] is None for found in gaps.values()):
+    if any(gap_["standard_error"] is None for gap_ in gaps.values()):
         notes.append("Losses by block were not kept for all runs: their gaps have intervals over seeds alone.")
     small = [
         f"{name} ({gaps[name]['mean']:+.4f}, one paired standard error {gaps[name]['standard_error']:.4f})"
@@ -326,26 +326,26 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> Ngram:
 # on to the next.
 
 
-def chosen_by(found: Sequence[Results]) -> dict[str, dict[str, float]]:
+def chosen_by(budgets: Sequence[Results]) -> dict[str, dict[str, float]]:
     """Return what tuning has found for every entry in the results of comparisons, the later ones last."""
     chosen: dict[str, dict[str, float]] = {}
-    for results in found:
+    for results in budgets:
         for entry in results["entries"]:
             chosen.setdefault(entry["name"], {}).update(_choice(entry))
     return chosen
 
 
-def over_budgets(recipe: CompareSettings, found: Sequence[Results], circumstances: Circumstances) -> Results:
+def over_budgets(recipe: CompareSettings, comparisons: Sequence[Results], circumstances: Circumstances) -> Results:
     """Return the results of the largest budget, with ``budgets``: what each of them came to.
 
     Args:
         recipe: with ``budgets``.
         found: the results of the comparison at each.
     """
-    budgets = zip(recipe.budgets or (), found, strict=True)
+    budgets = zip(recipe.budgets or (), comparisons, strict=True)
     rows = [budget_row("tokens", tokens, f"{BUDGETS}/{tokens}", results) for tokens, results in budgets]
-    notes = found[-1]["notes"] + _budget_notes(recipe, rows)
-    return {**found[-1], "name": recipe.name, "budgets": rows, "notes": notes, **circumstances, "finished": now()}
+    notes = comparisons[-1]["notes"] + _budget_notes(recipe, rows)
+    return {**comparisons[-1], "name": recipe.name, "budgets": rows, "notes": notes, **circumstances, "finished": now()}
 
 
 def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
@@ -378,12 +378,12 @@ def with_choices(
     entries: Mapping[str, dict[str, Any]], chosen: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
     """Entries with the ``learning_rate`` and, where they were tuned, the initialisation and the warm-up of each."""
-    found = {}
+    rows = {}
     for name, entry in entries.items():
         if (choice := chosen.get(name)) is None:
-            found[name] = entry
+            rows[name] = entry
             continue
-        found[name] = entry | {"learning_rate": choice["learning_rate"]}
+        rows[name] = entry | {"learning_rate": choice["learning_rate"]}
         change: dict[str, float | None] = {}
         if "initializer_range" in choice:
             # by its dotted name: the overrides that all entries share stay as they are
@@ -391,14 +391,14 @@ def with_choices(
         if "warmup_ratio" in choice:
             change |= {"warmup_ratio": choice["warmup_ratio"], "warmup_steps": None}
         if change:
-            found[name] |= {"set": entry.get("set", {}) | change}
-    return found
+            rows[name] |= {"set": entry.get("set", {}) | change}
+    return rows
 
 
 def _choice(entry: EntryResult) -> dict[str, float]:
     tuned: Any = entry["tuning"] or {}
-    found = {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
-    return {"learning_rate": entry["learning_rate"]} | found
+    chosen = {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
+    return {"learning_rate": entry["learning_rate"]} | chosen
 
 
 def at_file_size(recipe: CompareSettings, size: int) -> CompareSettings:
@@ -410,11 +410,11 @@ def at_file_size(recipe: CompareSettings, size: int) -> CompareSettings:
     return CompareSettings.load(values, f"files of {size:,} bytes")
 
 
-def over_sizes(recipe: CompareSettings, found: Sequence[Results], circumstances: Circumstances) -> Results:
+def over_sizes(recipe: CompareSettings, budgets: Sequence[Results], circumstances: Circumstances) -> Results:
     """Return the results at the largest size of the file, with ``sizes``: what each of them came to."""
-    sizes = zip(recipe.file_sizes, found, strict=True)
-    rows = [budget_row("bytes", size, f"{SIZES}/{size}", results) for size, results in sizes]
-    return {**found[-1], "name": recipe.name, "sizes": rows, **circumstances, "finished": now()}
+    sized = zip(recipe.file_sizes, budgets, strict=True)
+    rows = [budget_row("bytes", size, f"{SIZES}/{size}", results) for size, results in sized]
+    return {**budgets[-1], "name": recipe.name, "sizes": rows, **circumstances, "finished": now()}
 
 
 def budget_row(what: Literal["tokens", "bytes"], amount: int, folder: str, results: Results) -> Budget:
@@ -445,8 +445,8 @@ def _budget_notes(recipe: CompareSettings, rows: list[Budget]) -> list[str]:
             "each": "at each budget",
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
-        kept = {"initialisation": recipe.tune.initializer_range, "warm-up": recipe.tune.warmup_ratio}
-        tuned = [what for what, grid in kept.items() if grid is not None]
+        ranges = {"initialisation": recipe.tune.initializer_range, "warm-up": recipe.tune.warmup_ratio}
+        tuned = [what for what, grid in ranges.items() if grid is not None]
         if tuned and recipe.tune.at == "smallest":
             notes.append(f"The {' and the '.join(tuned)} of an entry: the smallest budget's best throughout.")
     # of the last budget the table itself tells

@@ -40,9 +40,9 @@ def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite:
     widths = recipe.sizes.widths if recipe.sizes else ()
     recipes = {width: at_size(recipe, width, data.vocab_size) for width in widths}
     with claimed_folder(recipe, out_dir, [], overwrite=overwrite) as started:
-        found = {width: comparison(sized, out_dir / SIZES / str(width), engine) for width, sized in recipes.items()}
+        results = {width: comparison(sized, out_dir / SIZES / str(width), engine) for width, sized in recipes.items()}
         head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
-        return saved_json(out_dir / SCALE, lambda: head | _summary(recipe, out_dir, found) | circumstances(started))
+        return saved_json(out_dir / SCALE, lambda: head | _summary(recipe, out_dir, results) | circumstances(started))
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def at_size(recipe: CompareSettings, width: int, vocab_size: int | None) -> Comp
     values = recipe.model_dump(exclude_unset=True) | {"sizes": None, "name": f"{recipe.name} at width {width}"}
     entries: dict[str, Any] = {}
     for name, entry in values["entries"].items():
-        own = round(factor * _config(recipe, name).hidden_size)
-        entries[name] = entry | _scaled(recipe, name, own, factor, vocab_size)
+        scaled_width = round(factor * _config(recipe, name).hidden_size)
+        entries[name] = entry | _scaled(recipe, name, scaled_width, factor, vocab_size)
     reference = next(name for name, entry in recipe.entries.items() if entry.dense)
     entries |= _controls(recipe, reference, width, vocab_size)
     values |= {"entries": entries}
@@ -111,14 +111,14 @@ def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab
 
 
 def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """An entry's ``set`` that comes to these ``model_overrides``, whatever it said of them."""
+    """Return an entry's ``set`` with these ``model_overrides`` in place of its own."""
     # operators are written out at their size beside it
-    kept = {key: value for key, value in changes.items() if key.split(".")[0] not in ("model_overrides", "operators")}
+    rest = {key: value for key, value in changes.items() if key.split(".")[0] not in ("model_overrides", "operators")}
     shared = recipe.train.model_overrides
     if set(shared) - set(overrides):
-        return kept | {"model_overrides": dict(overrides)}
+        return rest | {"model_overrides": dict(overrides)}
     # Only what differs: an initialisation that all share is not the entry's own, and stays to be tuned.
-    return kept | {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
+    return rest | {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
 
 
 def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Any]:
@@ -133,11 +133,11 @@ def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: i
     shallow |= {"num_hidden_layers": min(round(_SHARE * layers), layers - 1)}
     shallow.pop("n_layer", None)
     shared = entry.model_dump(exclude_unset=True)
-    found = {
+    results = {
         NARROWER: shared | _scaled(recipe, reference, heads * narrow, 1.0, vocab_size),
         SHALLOWER: shared | {"set": _with_overrides(recipe, entry.set, shallow)},
     }
-    return {name: control for name, control in found.items() if name not in recipe.entries}
+    return {name: control for name, control in results.items() if name not in recipe.entries}
 
 
 # Fits
@@ -148,25 +148,25 @@ Fit = tuple[np.ndarray, np.ndarray]
 
 def fit_power_law(x: np.ndarray, losses: np.ndarray) -> Fit:
     """(log a, b) of ``loss = a * x ** -b`` by least squares of the logarithms: x (K,), losses (K, R) -> (R,), (R,)."""
-    slope, start = np.polyfit(np.log(x), np.log(losses), 1)
-    return start, -slope
+    slope, intercept = np.polyfit(np.log(x), np.log(losses), 1)
+    return intercept, -slope
 
 
-def crossing(own: Fit, other: Fit, low: float, high: float) -> np.ndarray:
+def crossing(fit: Fit, other: Fit, low: float, high: float) -> np.ndarray:
     """Return where two power laws meet between ``low`` and ``high`` (R,); NaN where they do not."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        meeting = (own[0] - other[0]) / (own[1] - other[1])
+        meeting = (fit[0] - other[0]) / (fit[1] - other[1])
     inside = (meeting >= math.log(low)) & (meeting <= math.log(high))
     return np.exp(np.where(inside, meeting, np.nan))
 
 
-def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, Results]) -> dict[str, Any]:
+def _summary(recipe: CompareSettings, out_dir: Path, by_width: Mapping[int, Results]) -> dict[str, Any]:
     # one that diverged at a width has no line
-    everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in found.values()))
-    names = [entry["name"] for entry in next(iter(found.values()))["entries"] if entry["name"] in everywhere]
-    points = {name: [_point(width, results, name) for width, results in found.items()] for name in names}
+    everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in by_width.values()))
+    names = [entry["name"] for entry in next(iter(by_width.values()))["entries"] if entry["name"] in everywhere]
+    points = {name: [_point(width, results, name) for width, results in by_width.items()] for name in names}
     losses = {name: _replicated(recipe, out_dir, name, points[name]) for name in names}
-    dense = {e["name"] for e in next(iter(found.values()))["entries"] if e["dense"] and e["name"] in everywhere}
+    dense = {e["name"] for e in next(iter(by_width.values()))["entries"] if e["dense"] and e["name"] in everywhere}
     entries: list[dict[str, Any]] = []
     for name in names:
         axes = {axis: _axis(name, axis, points, losses, dense) for axis in AXES}
@@ -179,7 +179,7 @@ def _summary(recipe: CompareSettings, out_dir: Path, found: Mapping[int, Results
     ]
     verdicts += [
         f"{each['name']} at width {width} has no results: {each['text']}."
-        for width, results in found.items()
+        for width, results in by_width.items()
         for each in results.get("diverged", [])
     ]
     return {"reference": recipe.reference, "entries": entries, "verdicts": verdicts}
@@ -225,39 +225,39 @@ def _axis(
     dense: set[str],
 ) -> dict[str, Any] | None:
     """The fit of an entry against one axis, and where it crosses each dense entry; None where the axis is unknown."""
-    places = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
-    if any(None in place for place in places.values()):
+    xs = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
+    if any(None in values for values in xs.values()):
         return None
-    processors = {point["processor"] for other in places for point in points[other]} - {None}  # None: not noted
+    processors = {point["processor"] for other in xs for point in points[other]} - {None}  # None: not noted
     if axis == "seconds" and len(processors) > 1:
         return None  # shared among unlike machines: times of one width are not those of another
     fits: dict[str, tuple[Fit, Fit]] = {}  # of the means, of the replicates
-    for other, place in places.items():
+    for other, values in xs.items():
         means = np.asarray([[point["validation_loss"]["mean"]] for point in points[other]])
-        x = np.asarray(place, float)
+        x = np.asarray(values, float)
         fits[other] = fit_power_law(x, means), fit_power_law(x, losses[other])
     (log_a, b), replicated = fits[name]
-    own: dict[str, Any] = {"log_a": float(log_a[0]), "b": float(b[0])}
-    own |= {f"{key}_interval": _interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
+    entry_fit: dict[str, Any] = {"log_a": float(log_a[0]), "b": float(b[0])}
+    entry_fit |= {f"{key}_interval": _interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
     crossings: dict[str, dict[str, Any] | None] = {}
     for other in sorted(dense - {name}) if name not in dense else []:
-        low, high = max(map(min, (places[name], places[other]))), min(map(max, (places[name], places[other])))
+        low, high = max(map(min, (xs[name], xs[other]))), min(map(max, (xs[name], xs[other])))
         crossings[other] = _crossing(fits[name], fits[other], low, high) if low < high else None
-    return {"fit": own, "crossings": crossings}
+    return {"fit": entry_fit, "crossings": crossings}
 
 
 def _interval(values: np.ndarray) -> tuple[float, float] | None:
     return interval(values) if len(values) > 1 else None
 
 
-def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
+def _crossing(entry_fits: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
     """Where (and whether) two fits meet in the range that both have points in, and their gaps at its ends."""
-    middle, replicated = (crossing(*fits, low, high) for fits in zip(own, other, strict=True))
+    middle, replicated = (crossing(*fits, low, high) for fits in zip(entry_fits, other, strict=True))
     inside = replicated[np.isfinite(replicated)]
     gaps = {}
-    for end, place in (("low", low), ("high", high)):
-        gap, resampled = (_at(a, place) - _at(b, place) for a, b in zip(own, other, strict=True))
-        gaps[end] = {"at": place, "gap": float(gap[0]), "interval": _interval(resampled)}
+    for end, x in (("low", low), ("high", high)):
+        gap, resampled = (_at(a, x) - _at(b, x) for a, b in zip(entry_fits, other, strict=True))
+        gaps[end] = {"at": x, "gap": float(gap[0]), "interval": _interval(resampled)}
     return {
         "at": float(middle[0]) if math.isfinite(middle[0]) else None,
         "interval": _interval(inside),
@@ -266,22 +266,22 @@ def _crossing(own: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: fl
     }
 
 
-def _at(fit: Fit, place: float) -> np.ndarray:
-    return np.exp(fit[0] - fit[1] * math.log(place))
+def _at(fit: Fit, x: float) -> np.ndarray:
+    return np.exp(fit[0] - fit[1] * math.log(x))
 
 
-def _verdict(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _verdict(meeting: Mapping[str, Any] | None) -> str:
+    if meeting is None:
         return "no range that both have sizes in."
-    low, high = found["ends"]["low"], found["ends"]["high"]
+    low, high, share = meeting["ends"]["low"], meeting["ends"]["high"], meeting["share"]
     ends = "; ".join(f"at {end['at']:.2g} {end['gap']:+.3f}{_within(end['interval'], '+.3f')}" for end in (low, high))
-    often = "one seed, no intervals" if found["share"] is None else f"a crossing in {found['share']:.0%} of replicates"
-    if found["at"] is None:
+    often = "one seed, no intervals" if share is None else f"a crossing in {share:.0%} of replicates"
+    if meeting["at"] is None:
         side = "ahead" if high["gap"] < 0 else "behind"
         return f"do not cross in the range, {side} throughout ({ends}; {often})."
     after = "ahead beyond" if high["gap"] < 0 else "behind beyond"
-    return f"cross at {found['at']:.2g}{_within(found['interval'], '.2g')}, {after} ({ends}; {often})."
+    return f"cross at {meeting['at']:.2g}{_within(meeting['interval'], '.2g')}, {after} ({ends}; {often})."
 
 
-def _within(found: Sequence[float] | None, digits: str) -> str:
-    return "" if found is None else f" [{found[0]:{digits}}, {found[1]:{digits}}]"
+def _within(interval: Sequence[float] | None, digits: str) -> str:
+    return "" if interval is None else f" [{interval[0]:{digits}}, {interval[1]:{digits}}]"

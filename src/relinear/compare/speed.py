@@ -106,10 +106,10 @@ def measure_speed(
         made = {name: _calls(value, vocab_size) for name, value in loaded.items()}
         for name, (model, _) in made.items():
             stack.enter_context(compiled(model, loaded[name].compile))
-        start = time.perf_counter()
+        began = time.perf_counter()
         for call in 2 * [call for _, calls in made.values() for call in calls.values()]:
             call()  # first touches of memory, compilation
-        warm = time.perf_counter() - start
+        warm = time.perf_counter() - began
         count = max(3, min(rounds, int(2 * (seconds - warm) / warm)))
         machine = describe_machine()
         on_gpu = training_device(loaded[reference]).type == "cuda"
@@ -136,7 +136,7 @@ def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> f
         return interleave({"": calls["train"]}, "", rounds=2, min_seconds=0.0)[""].seconds / (batch * length)
 
 
-def _figures(what: str, timing: Timing, own: TrainSettings, reference: TrainSettings) -> dict[str, float]:
-    """Of tokens, where batches of entries differ."""
-    tokens, others = (one.batch_size * one.data.sequence_length for one in (own, reference))
-    return {f"{what}_ratio": tokens / others / timing.ratio, f"{what}_tokens_per_second": tokens / timing.seconds}
+def _figures(what: str, timing: Timing, settings: TrainSettings, reference: TrainSettings) -> dict[str, float]:
+    """Return the ratio by tokens, as batches of entries may differ, and tokens per second."""
+    tokens, base = (one.batch_size * one.data.sequence_length for one in (settings, reference))
+    return {f"{what}_ratio": tokens / base / timing.ratio, f"{what}_tokens_per_second": tokens / timing.seconds}

@@ -75,7 +75,7 @@ def curve_rows(results: Results) -> Iterable[dict[str, Any]]:
 def latex_tables(results: Results) -> str:
     """Return the table, and that of gaps by budget where there are several, as LaTeX for the package booktabs."""
     table = results_table(results)
-    columns = [place for place, head in enumerate(table.head) if head.startswith(_PRINTED)]
+    columns = [index for index, head in enumerate(table.head) if head.startswith(_PRINTED)]
     by_budget = budget_table(results)
     parts = [
         r"% needs \usepackage{booktabs}",
@@ -88,12 +88,12 @@ def latex_tables(results: Results) -> str:
 
 def _tabular(table: Table, columns: Iterable[int]) -> str:
     columns = list(columns)
-    lines = [" & ".join(_escaped(table.head[place]) for place in columns), r"\midrule"]
+    lines = [" & ".join(_escaped(table.head[index]) for index in columns), r"\midrule"]
     for row in table.rows:
-        cells = [_escaped(row.shown[place].text) for place in columns]
+        cells = [_escaped(row.shown[index].text) for index in columns]
         lines.append(" & ".join([rf"\textbf{{{cells[0]}}}" if row.best else cells[0], *cells[1:]]))
     body = "\n".join(line if line.startswith("\\midrule") else rf"{line} \\" for line in lines)
-    aligned = "".join("l" if place in table.words else "r" for place in columns)
+    aligned = "".join("l" if index in table.words else "r" for index in columns)
     return f"\\begin{{tabular}}{{{aligned}}}\n\\toprule\n{body}\n\\bottomrule\n\\end{{tabular}}"
 
 

@@ -71,18 +71,18 @@ class Trials:
 
     def rows(self) -> list[Trial]:
         """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""
-        found, asked = dict(self.known), {self._folder(point) for point in self.known}
+        losses, asked = dict(self.known), {self._folder(point) for point in self.known}
         pattern = re.compile(rf"{re.escape(self.prefix)}({_NUMBER})(?:-init-({_NUMBER}))?")
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
             named = pattern.fullmatch(folder.name)
             if named and folder not in asked and (loss := read_outcome(folder)) is not None:
-                found[float(named[1]), None if named[2] is None else float(named[2])] = loss
+                losses[float(named[1]), None if named[2] is None else float(named[2])] = loss
         return [
             {"learning_rate": rate}
-            | ({} if spread is None else {"initializer_range": spread})
+            | ({} if std is None else {"initializer_range": std})
             | {"validation_loss": loss if math.isfinite(loss) else None}
             | self.common
-            for (rate, spread), loss in sorted(found.items(), key=lambda item: (item[0][1] or 0.0, item[0][0]))
+            for (rate, std), loss in sorted(losses.items(), key=lambda item: (item[0][1] or 0.0, item[0][0]))
         ]
 
 
@@ -120,25 +120,25 @@ def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Search[_Be
     return best
 
 
-def _descend(grid: Sequence[float], start: float, moves: int, along: Along) -> Search[_Best]:
-    """From ``start`` to the better neighbour, up to ``moves`` times; beyond its ends the grid goes on as it ends.
+def _descend(grid: Sequence[float], initial: float, moves: int, along: Along) -> Search[_Best]:
+    """Move from ``initial`` to the better neighbour, up to ``moves`` times; beyond its ends the grid continues.
 
     Values of the grid that are nearer to a start of its own than a fourth of the grid's step tell nothing and are left
     out. Where training diverges at the start and beside it, the way is down, if need be to the grid's lowest value.
     """
     apart = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
-    values, best = list(grid), start
-    if start not in grid:
-        values = sorted([start, *(v for v in grid if max(v / start, start / v) >= apart**0.25)])
+    values, best = list(grid), initial
+    if initial not in grid:
+        values = sorted([initial, *(v for v in grid if max(v / initial, initial / v) >= apart**0.25)])
     while True:
         _grow(values, best)
-        place = values.index(best)
-        around = values[place - 1 : place + 2]
+        index = values.index(best)
+        around = values[index - 1 : index + 2]
         asked = list(dict.fromkeys([best, *around]))
         losses = dict(zip(asked, (yield from along(asked)), strict=True))
         better = min(asked, key=losses.__getitem__)
         if not math.isfinite(losses[better]) and best > grid[0]:
-            best = values[place - 1]
+            best = values[index - 1]
             continue
         if better == best:
             break
@@ -167,16 +167,16 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
         return Found(rate.value, initializer_range, rate.loss, rate.edge)
 
     def along_spreads(spreads: Sequence[float]) -> Search[list[float]]:
-        return trials.losses([(rate.value, spread) for spread in spreads])
+        return trials.losses([(rate.value, std) for std in spreads])
 
-    spread = yield from _at_best(sorted({*settings.initializer_range, initializer_range}), extensions, along_spreads)
-    losses = dict(zip(spread.grid, (yield from along_spreads(spread.grid)), strict=True))
+    std = yield from _at_best(sorted({*settings.initializer_range, initializer_range}), extensions, along_spreads)
+    losses = dict(zip(std.grid, (yield from along_spreads(std.grid)), strict=True))
     rates = {initializer_range: rate}
-    for value in sorted(spread.grid, key=losses.__getitem__)[:2]:
+    for value in sorted(std.grid, key=losses.__getitem__)[:2]:
         if value != initializer_range and math.isfinite(losses[value]):
             rates[value] = yield from _descend(grid, rate.value, extensions, trials.along_rates(value))
     best = min(rates, key=lambda value: rates[value].loss)
-    on_edge = best in (spread.grid[0], spread.grid[-1])
+    on_edge = best in (std.grid[0], std.grid[-1])
     return Found(rates[best].value, best, rates[best].loss, rates[best].edge, on_edge)
 
 

@@ -72,7 +72,7 @@ class Course:
     draws: int = 0
 
     def steps(self, samples: int) -> Sequence[Tensor]:
-        """Return the samples of each step, in a new order each pass; what does not fill a step is left out."""
+        """Return the samples of each step, in a new order each pass; samples that do not fill a step are skipped."""
         generator, batch = torch.Generator().manual_seed(self.seed), min(self.batch, samples)
         if self.draws:
             return [torch.randint(samples, (batch,), generator=generator) for _ in range(self.draws)]
@@ -96,7 +96,7 @@ def improve(
     """
     together = nn.ModuleList(modules).eval()
     before = goal.error()
-    start = copy.deepcopy(together.state_dict())
+    initial = copy.deepcopy(together.state_dict())
     together.train().requires_grad_(True)
     operators = [module for module in modules if isinstance(module, Operator)]
     groups = []
@@ -122,7 +122,7 @@ def improve(
     after = goal.error()
     if goal.no_worse(after, before):
         return before, after
-    together.load_state_dict(start)
+    together.load_state_dict(initial)
     return before, before
 
 
@@ -298,17 +298,17 @@ class Within:
         cast = {id(operator): _InItsOwnDtype(operator).eval() for operator in self.operators.values()}
         placed = {name: cast[id(operator)] for name, operator in self.operators.items()}
 
-        def given(ids: Tensor, by: Mapping[str, nn.Module]) -> Tensor:
+        def output(ids: Tensor, by: Mapping[str, nn.Module]) -> Tensor:
             with swapped(self.model, by):
                 return output_of(self.model, holder, ids).float()
 
         @torch.no_grad()
         def wanted(ids: Tensor) -> Tensor:
-            return given(ids, self.originals)
+            return output(ids, self.originals)
 
         @torch.no_grad()
         def error() -> FitError:
-            both = ((given(ids, placed), wanted(ids)) for ids in self._held_out())
+            both = ((output(ids, placed), wanted(ids)) for ids in self._held_out())
             return _error((got.flatten(0, -2), right.flatten(0, -2)) for got, right in both)
 
         some = self._ids(slice(0, min(self.train_blocks, self.batch)))
@@ -316,6 +316,6 @@ class Within:
 
         def value(rows: Tensor) -> Tensor:
             ids = self._ids(rows)
-            return _loss(loss, given(ids, placed), wanted(ids), mean_square)
+            return _loss(loss, output(ids, placed), wanted(ids), mean_square)
 
         return Goal(self.train_blocks, value, error, loss == "cosine")

@@ -95,14 +95,14 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
     ids: list[int] = []
     items = documents(data, tokenizer)
     first = next(items, None)
-    start = text_start(tokenizer) if isinstance(first, str) else []  # token ids are taken as they are
+    prefix = text_start(tokenizer) if isinstance(first, str) else []  # token ids are taken as they are
     for document in _encoded(itertools.chain([] if first is None else [first], items), tokenizer):
         ids += document
         if len(ids) >= wanted:
             break
-    found = [window for _, _, window in windows(ids, start, sequence_length)][:count]
-    if len(found) == count:
-        return torch.tensor(found)
+    chosen = [window for _, _, window in windows(ids, prefix, sequence_length)][:count]
+    if len(chosen) == count:
+        return torch.tensor(chosen)
     raise ValueError(
         f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded (tokens plus validation_tokens): give more "
         "text or lower these"
@@ -190,17 +190,17 @@ def record(
     dims = dict(context_dims or {})
     seen: set[str] = set()
     shared: dict[int, str] = {}
-    start = 0
+    row = 0
     alive: list[Tensor] = []  # so that addresses are not used again within a pass
 
-    def note(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+    def on_output(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         value = output if outputs else args[0]
         alive.append(value)
-        recording.write(name, value, start, shared)
+        recording.write(name, value, row, shared)
         if name in dims:
             context = current_context(args[0], dims[name], name).expand(*args[0].shape[:-1], dims[name])
             alive.append(context)
-            recording.write(f"{name} context", context.contiguous(), start, {})
+            recording.write(f"{name} context", context.contiguous(), row, {})
         seen.add(name)
         if len(seen) == len(modules):
             raise _Done
@@ -212,13 +212,13 @@ def record(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         recording = Recording(blocks.numel(), folder)
         stack.callback(recording.clear)
-        with torch.no_grad(), watching(modules.items(), note):
+        with torch.no_grad(), watching(modules.items(), on_output):
             for first in range(0, len(blocks), batch):
                 ids = blocks[first : first + batch].to(device)
                 _run_until_done(model, ids)
-                for noted in (seen, shared, alive):
-                    noted.clear()
-                start += ids.numel()
+                for cleared in (seen, shared, alive):
+                    cleared.clear()
+                row += ids.numel()
                 on_progress(min(first + batch, len(blocks)), len(blocks))
         yield recording
 
@@ -230,15 +230,15 @@ def _run_until_done(model: Any, ids: Tensor) -> None:
 
 def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] | None:
     """Return what the first call of ``module`` within ``run()`` took and gave, where the run ends; None without one."""
-    found: list[tuple[tuple, Any]] = []
+    calls: list[tuple[tuple, Any]] = []
 
-    def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        found.append((args, output))
+    def on_output(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        calls.append((args, output))
         raise _Done
 
-    with watching([("", module)], note), contextlib.suppress(_Done):
+    with watching([("", module)], on_output), contextlib.suppress(_Done):
         run()
-    return found[0] if found else None
+    return calls[0] if calls else None
 
 
 def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:

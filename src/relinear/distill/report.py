@@ -105,18 +105,18 @@ def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
         errors |= {"joint_start_error": "start joint error", "joint_error": "joint error"}
     for fit in layers:
         operator = "retrained" if fit.get("retrained") else fit["operator"]
-        kept = Cell(f"{fit['parameters']:,}", fit["parameters"], f"{fit['parameters'] / fit['parameters_before']:.3g}×")
-        found = (Cell.of(fit.get(key), ".4f") for key in errors)
-        rows.append(Row([fit["name"], operator, kept, f"{fit['parameters_before']:,}", *found]))
+        size = Cell(f"{fit['parameters']:,}", fit["parameters"], f"{fit['parameters'] / fit['parameters_before']:.3g}×")
+        cells = (Cell.of(fit.get(key), ".4f") for key in errors)
+        rows.append(Row([fit["name"], operator, size, f"{fit['parameters_before']:,}", *cells]))
     return Table(["layer", "operator", "parameters", "before", *errors.values()], rows, (0, 1))
 
 
 def _chart(layers: list[Mapping[str, Any]], error: str) -> Chart:
     shown = []
     for number, (key, name) in enumerate((("start_error", "before fitting"), ("error", "after fitting"))):
-        values, places = [fit[key] for fit in layers], list(range(len(layers)))
+        values, indices = [fit[key] for fit in layers], list(range(len(layers)))
         texts = [f"{fit['name']}, {name}: {fit[key]:.4g}" for fit in layers]
         look: dict[str, Any] = {"number": number, "mode": "points", "texts": texts}
-        shown.append(Series(name=name, colour=PALETTE[1 - number], x=places, y=values, **look))
+        shown.append(Series(name=name, colour=PALETTE[1 - number], x=indices, y=values, **look))
     panel = Panel(shown, Axis(title="layer, in the order of fitting"), Axis(title=error, from_zero=True))
     return Chart("Every layer's error before and after fitting; point at a dot for its name.", panel)

@@ -165,12 +165,12 @@ def _as_written(whole: Plan, state: Mapping[str, Any]) -> list[list]:
     """How the operators of ``whole`` may stand in a state on disk; none where it says others."""
     configs = [(r.name, r.config) for r in whole.replacements]
     if "operators" in state:
-        written = state["operators"]
+        stored = state["operators"]
         try:
-            known = [(name, OperatorConfig.from_dict(values)) for name, values in written]
+            known = [(name, OperatorConfig.from_dict(values)) for name, values in stored]
         except (ValueError, TypeError):
             return []
-        return [written] if known == configs else []
+        return [stored] if known == configs else []
     # the first version did not write them down
     first = [[name, first_settings(config)] for name, config in configs]
     now = [[name, config.to_dict()] for name, config in configs]
@@ -184,7 +184,7 @@ def _common_parent(group: list[Replacement]) -> str:
     parent = ".".join(parts[0] for parts in common)
     if not parent:
         names = ", ".join(r.name for r in group)
-        raise ValueError(f"joint=True: no module inside the model holds {names}; leave out what stands by itself")
+        raise ValueError(f"joint=True: no module inside the model holds {names}; exclude those without a common parent")
     return parent
 
 
@@ -257,7 +257,7 @@ class _Run:
             done = [[LayerFit(**fit) for fit in fits] for fits in earlier["done"]]
             self.weights = dict(earlier.get("weights", {}))  # earlier versions did not note them
         # earlier versions had fewer settings: what they wrote decided their fingerprint
-        marks = [self.fingerprint(whole, earlier["settings"], written) for written in _as_written(whole, earlier)]
+        marks = [self.fingerprint(whole, earlier["settings"], stored) for stored in _as_written(whole, earlier)]
         if earlier["fingerprint"] not in marks:
             what = "a distillation of another model, mapping or corpus"
             raise ValueError(f"{self.folder.path} holds {what}; give another, or start over with {_OVERWRITE}")
@@ -301,7 +301,7 @@ class _Run:
             return {}
         index = layer_index(self.model, group[0].name)
         replaced = {r.name for r in group}
-        found = {
+        modules = {
             name: module
             for name, module in self.model.named_modules()
             if is_linear(module)
@@ -309,9 +309,9 @@ class _Run:
             and matches(pattern, name)
             and layer_index(self.model, name) == index
         }
-        if not found:
+        if not modules:
             raise ValueError(f"retrain={pattern!r} matches no linear layer beside those replaced near {group[0].name}")
-        return found
+        return modules
 
     # One decoder layer
 
@@ -423,9 +423,9 @@ class _Run:
             errors = dict.fromkeys(operators, within.improve(within.to_logits(), course, report))
         fits = []
         for r in group:
-            sizes = module_parameters(operators[r.name]), module_parameters(r.target.module)
-            start, end = errors[r.name]
-            fits.append(LayerFit(r.name, str(r.config), *sizes, start.relative, end.relative, end.cosine, **joint))
+            counts = module_parameters(operators[r.name]), module_parameters(r.target.module)
+            initial, end = errors[r.name]
+            fits.append(LayerFit(r.name, str(r.config), *counts, initial.relative, end.relative, end.cosine, **joint))
         replace_with_states_(self.model, group, flat_states(operators))
         return fits
 
@@ -449,7 +449,7 @@ class _Run:
             pairs = Pairs(recording.inputs(name), lambda rows: wanted[rows].float())
             goal = to_outputs(trained, pairs, self.train_tokens, "mse")
             course = self._by_rows(self.settings.retrain_learning_rate)
-            start, end = improve([trained], goal, course, self._reporting("retrain", name))
+            initial, end = improve([trained], goal, course, self._reporting("retrain", name))
         module.load_state_dict(trained.state_dict())
         kind, size = type(module).__name__, module_parameters(module)
-        return LayerFit(name, kind, size, size, start.relative, end.relative, end.cosine, retrained=True)
+        return LayerFit(name, kind, size, size, initial.relative, end.relative, end.cosine, retrained=True)

@@ -71,8 +71,8 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
                 continue
             interventions = {} if one is None else one.interventions()
             shares = subject.shares_of(ids[None], interventions)[0, -1]
-            written = subject.continued(ids, new, interventions) if new else ""
-            sides[side] = {"shares": shares, "text": written, "change": one and one._asdict()}
+            continuation = subject.continued(ids, new, interventions) if new else ""
+            sides[side] = {"shares": shares, "text": continuation, "change": one and one._asdict()}
     return _side_by_side(subject, sides) | {"code": code(subject, text, change, new)}
 
 
@@ -95,18 +95,18 @@ def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> d
     before = sides["before"]["shares"]
     likely = torch.cat([side["shares"].topk(min(SHOWN, len(before))).indices for side in sides.values()]).unique()
     likely = likely[before[likely].sort(descending=True).indices].tolist()
-    found: dict[str, Any] = {"tokens": subject.tokens(likely), "control": None}
+    answer: dict[str, Any] = {"tokens": subject.tokens(likely), "control": None}
     for name, side in sides.items():
         shares = side["shares"]
-        found[name] = {**side, "shares": shares[likely].tolist(), "divergence": divergence(before, shares)}
-    return found
+        answer[name] = {**side, "shares": shares[likely].tolist(), "divergence": divergence(before, shares)}
+    return answer
 
 
 def code(subject: Subject, text: str, change: Change, new: int) -> str:
     """Return a program that repeats a change."""
     program = resources.files("relinear.explore").joinpath("change.txt").read_text(encoding="utf-8")
-    given = {"path": subject.path, "tokenizer": subject.tokenizer.name_or_path, "text": text, "new": new}
-    shown = {name: repr(value) for name, value in given.items()} | {"change": change.code()}
+    values = {"path": subject.path, "tokenizer": subject.tokenizer.name_or_path, "text": text, "new": new}
+    shown = {name: repr(value) for name, value in values.items()} | {"change": change.code()}
     lines = program.splitlines() if new else [line for line in program.splitlines() if "written" not in line]
     return Template("\n".join(lines)).substitute(shown, padding=subject.padding()) + "\n"
 
@@ -118,12 +118,12 @@ def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, A
     """
     row, tensors = subject.index.row(site, unit), subject.index.tensors
     texts = tensors["most_row"][row][:EFFECT_TEXTS].long()
-    places = tensors["most_token"][row][:EFFECT_TEXTS].long()[texts >= 0]
+    positions = tensors["most_token"][row][:EFFECT_TEXTS].long()[texts >= 0]
     ids = subject.index.ids.long()[texts[texts >= 0]]
 
     def shares(interventions: Mapping[str, Intervention]) -> Tensor:
         # a causal model: what comes after the marked token does not matter to it
-        return subject.shares_of(ids, interventions)[torch.arange(len(ids)), places]
+        return subject.shares_of(ids, interventions)[torch.arange(len(ids)), positions]
 
     def without(one: tuple[str, int]) -> dict[str, Intervention]:
         return Change(*one, "set", float(tensors["mean"][subject.index.row(*one)])).interventions()
@@ -131,9 +131,9 @@ def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, A
     control = subject.control_of(site, unit, seed)
     with subject.lock:
         whole = shares({})
-        found: dict[str, Any] = {"unit": _moved(subject, whole, shares(without((site, unit))))}
-        found["control"] = _moved(subject, whole, shares(without(control))) if control else None
-    return found | {"texts": len(ids), "control_unit": control}
+        answer: dict[str, Any] = {"unit": _moved(subject, whole, shares(without((site, unit))))}
+        answer["control"] = _moved(subject, whole, shares(without(control))) if control else None
+    return answer | {"texts": len(ids), "control_unit": control}
 
 
 def _moved(subject: Subject, whole: Tensor, without: Tensor) -> dict[str, Any]:
@@ -220,13 +220,13 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[dict[s
     """The matrices that a prefix changes, by name."""
     rows = []
     for name, weight in after.items():
-        own = before.get(name)
-        if weight.ndim != 2 or own is None or own.shape != weight.shape or torch.equal(own, weight):
+        base = before.get(name)
+        if weight.ndim != 2 or base is None or base.shape != weight.shape or torch.equal(base, weight):
             continue
-        change = (weight - own).float()
+        change = (weight - base).float()
         energy = torch.linalg.svdvals(change).square().cumsum(0)
         rank = int((energy < 0.99 * energy[-1]).sum()) + 1
         rows.append(
-            {"name": name.removesuffix(".weight"), "change": float(change.norm() / own.float().norm()), "rank": rank}
+            {"name": name.removesuffix(".weight"), "change": float(change.norm() / base.float().norm()), "rank": rank}
         )
     return rows

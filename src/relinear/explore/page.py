@@ -91,12 +91,12 @@ def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[
 def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
     """Up to ``count`` units, taken from all sites in turn, those of the largest spread in their site first."""
     std = subject.index.tensors["std"]
-    found: list[tuple[int, str, int]] = []
+    units: list[tuple[int, str, int]] = []
     for facts in subject.index.sites.values():
         order = std[facts.start : facts.start + facts.size].sort(descending=True, stable=True).indices[:count].tolist()
-        found += [(rank, facts.name, unit) for rank, unit in enumerate(order)]
-    found.sort(key=lambda one: one[0])  # stable: the sites in their order
-    return [(site, unit) for _, site, unit in found[:count]]
+        units += [(rank, facts.name, unit) for rank, unit in enumerate(order)]
+    units.sort(key=lambda one: one[0])  # stable: the sites in their order
+    return [(site, unit) for _, site, unit in units[:count]]
 
 
 def _packed(subject: Subject) -> dict[str, Any]:

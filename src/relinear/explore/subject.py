@@ -91,12 +91,12 @@ class Subject:
     def control_of(self, site: str, unit: int, seed: int = 0) -> tuple[str, int] | None:
         """A random other unit of the same site, or where it has one unit of the same kind; None where there is none."""
         index, facts = self.index, self.index.facts(site)
-        own = index.row(site, unit)
-        others: list[int] = [row for row in range(facts.start, facts.start + facts.size) if row != own]
-        if not others:
+        current = index.row(site, unit)
+        candidates: list[int] = [row for row in range(facts.start, facts.start + facts.size) if row != current]
+        if not candidates:
             same = [one for one in index.sites.values() if one.kind == facts.kind]
-            others = [row for one in same for row in range(one.start, one.start + one.size) if row != own]
-        return index.unit_at(random.Random(f"{site} {unit} {seed}").choice(others)) if others else None
+            candidates = [row for one in same for row in range(one.start, one.start + one.size) if row != current]
+        return index.unit_at(random.Random(f"{site} {unit} {seed}").choice(candidates)) if candidates else None
 
     def overview(self) -> dict[str, Any]:
         """Return what the model offers."""
@@ -131,16 +131,16 @@ class Subject:
         """Return a unit's page: the texts that move it most and least, each token of them, its histogram."""
         row, tensors = self.index.row(site, unit), self.index.tensors
         facts = self.index.facts(site)
-        found: dict[str, Any] = {"site": site, "unit": unit, "kind": facts.kind}
+        answer: dict[str, Any] = {"site": site, "unit": unit, "kind": facts.kind}
         for end in ("most", "least"):
             columns = (tensors[f"{end}_{what}"][row].tolist() for what in ("value", "row", "token"))
-            found[end] = [
+            answer[end] = [
                 {"value": value, "row": text, "token": token, "tokens": self.tokens(self.index.ids[text].tolist())}
                 for value, text, token in zip(*columns, strict=True)
                 if text >= 0
             ]
         numbers = {name: float(tensors[name][row]) for name in ("low", "width", "mean", "std")}
-        return found | numbers | {"counts": tensors["counts"][row].tolist()}
+        return answer | numbers | {"counts": tensors["counts"][row].tolist()}
 
     def search(self, query: str) -> list[dict[str, Any]]:
         """Units whose marked tokens hold ``query`` in upper or lower case, those with most of them first."""
@@ -152,14 +152,14 @@ class Subject:
         hits = [token for token in known.tolist() if wanted in self.token_text(token).lower()]
         counts = torch.isin(marked, torch.tensor(hits, dtype=torch.long)).sum(1)
         best = counts.sort(descending=True, stable=True).indices[:MOST_FOUND].tolist()
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for row in best:
             if counts[row]:
                 site, unit = self.index.unit_at(row)
                 texts = self.tokens(token for token in marked[row].tolist() if token in hits)
                 once = list(dict.fromkeys(texts))
-                found.append({"site": site, "unit": unit, "count": int(counts[row]), "tokens": once})
-        return found
+                rows.append({"site": site, "unit": unit, "count": int(counts[row]), "tokens": once})
+        return rows
 
     # What runs the model
 
@@ -210,13 +210,13 @@ class Subject:
         inputs = ids[None].to(self.model.device)
         settings = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(inputs)}
         with self._running(interventions):
-            written = self.model.generate(inputs, pad_token_id=self.padding(), **settings)
-        return self.tokenizer.decode(written[0, len(ids) :])
+            generated = self.model.generate(inputs, pad_token_id=self.padding(), **settings)
+        return self.tokenizer.decode(generated[0, len(ids) :])
 
     def padding(self) -> int:
         """An id to pad with, which nothing here does: without one ``generate`` says on stderr which one it takes."""
-        given = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return next(token for token in given if token is not None)
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(token for token in ids if token is not None)
 
     def next_token(self, text: str) -> dict[str, Any]:
         """Return the likeliest next tokens after ``text``."""
@@ -266,22 +266,22 @@ def prepare_subject(
     """
     check_tokenizer_fits(tokenizer, model)
     check_length_fits(length, model)
-    places = choose_hook_points(model, wanted)
+    points = choose_hook_points(model, wanted)
     data = data or DataSettings()
     ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
     made_from = {
         "data": data.data,
         "weights": _weights(Path(name)),
-        "sites": list(places),
+        "sites": list(points),
         "texts": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
     folder = folder or _usual_folder(name)
     index = read_index(folder, made_from)
     if index is None:
         index_folder(folder).claim()
-        index = index_units(model, ids, places, made_from, on_progress)
+        index = index_units(model, ids, points, made_from, on_progress)
         index.save(folder)
-    return Subject(name, model, tokenizer, places, index)
+    return Subject(name, model, tokenizer, points, index)
 
 
 def _usual_folder(name: str) -> Path:

@@ -5,7 +5,7 @@ of what a layer puts out. The index over all of them is one safetensors file of 
 a moment.
 """
 
-# Legend: N texts, T tokens of a text, B texts at a time, R units of a site, U units of all sites, K = TOP, H = BINS
+# Legend: N texts, T tokens of a text, B texts at a time, R units of a hook point, U units of all, K = TOP, H = BINS
 
 import dataclasses
 import math
@@ -53,11 +53,11 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
     inside = {name: site for name, site in every.items() if site.kind != OUTPUT}
     chosen: dict[str, HookPoint] = {}
     for pattern in wanted:
-        found = {name: site for name, site in every.items() if name == pattern or name.endswith(f".{pattern}")}
-        if not found:
+        matched = {name: site for name, site in every.items() if name == pattern or name.endswith(f".{pattern}")}
+        if not matched:
             ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in inside or every)
             raise ValueError(f"no hook point of this model is named {pattern!r}; {nearest(pattern, ends)}")
-        chosen |= found
+        chosen |= matched
     if not wanted:
         chosen = inside or _outputs_of_layers(model, every)
     if not chosen:
@@ -127,7 +127,7 @@ class Index:
         return facts.name, row - facts.start
 
     def save(self, directory: str | Path) -> None:
-        """Write both files, whole or not at all, in the place of an older index.
+        """Write both files, whole or not at all, over an older index.
 
         Raises:
             ValueError: if the directory holds files of these names that are no index of relinear's.
@@ -218,13 +218,13 @@ class _Running:
     def tensors(self) -> dict[str, Tensor]:
         """Return the site's rows of the index's tensors."""
         mean = self.sum / self.seen
-        found = {}
+        tensors = {}
         for end, sign in (("most", 1), ("least", -1)):
             known = self.rows[end] >= 0
-            found[f"{end}_value"] = (sign * self.values[end]).where(known, torch.zeros(()))
-            found[f"{end}_row"] = self.rows[end].to(torch.int32)
-            found[f"{end}_token"] = self.tokens[end].to(torch.int32)
-        return found | {
+            tensors[f"{end}_value"] = (sign * self.values[end]).where(known, torch.zeros(()))
+            tensors[f"{end}_row"] = self.rows[end].to(torch.int32)
+            tensors[f"{end}_token"] = self.tokens[end].to(torch.int32)
+        return tensors | {
             "counts": self.counts.to(torch.int32),
             "low": self.low.clone(),
             "width": self.span / BINS,
@@ -270,20 +270,20 @@ def index_units(
 def _layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, int | None]:
     """The decoder layer of every site: of the module whose name its own begins with."""
     find, known = layer_finder(model), {name for name, _ in model.named_modules() if name}
-    found: dict[str, int | None] = {}
+    layers: dict[str, int | None] = {}
     for name in names:
         parts = name.split(".")
         module = next((path for end in range(len(parts), 0, -1) if (path := ".".join(parts[:end])) in known), None)
-        found[name] = None if module is None else find(module)
-    return found
+        layers[name] = None if module is None else find(module)
+    return layers
 
 
 @torch.no_grad()
 def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) -> dict[str, Tensor]:
     """The values (T, R) of the sites ``chosen`` for the token ids (T,), in float32. Raises as ``index_units``."""
-    found: dict[str, Tensor] = {}
-    _run(model, ids[None], chosen, lambda name, values: found.update({name: values[0]}))
-    return found
+    by_point: dict[str, Tensor] = {}
+    _run(model, ids[None], chosen, lambda name, values: by_point.update({name: values[0]}))
+    return by_point
 
 
 def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable[[str, Tensor], None]) -> None:

@@ -11,7 +11,7 @@ from relinear.pages.figures import Panel
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A paragraph; ``heading`` puts a heading in its place, ``soft`` makes it a remark, ``lead`` the page's verdict."""
+    """Show a paragraph, or a ``heading``, a remark (``soft``), or the page's verdict (``lead``)."""
 
     text: str
     heading: bool = False
@@ -30,9 +30,9 @@ class Cell:
     title: str = ""
 
     @classmethod
-    def of(cls, value: float | None, form: str = ".3f") -> Cell:
+    def of(cls, value: float | None, template: str = ".3f") -> Cell:
         """Return the cell of a number, which sorts by its value; a dash for None."""
-        return cls("–" if value is None else format(value, form), value)
+        return cls("–" if value is None else format(value, template), value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Table:
 class Chart:
     """A figure: ``panel``, which the page draws; ``image``, a data URI, the same without a script; with neither, none.
 
-    Figures that follow each other and are ``beside`` share a line where there is room for three. Those of one
+    Figures that follow each other and are ``inline`` share a line where there is room for three. Those of one
     ``stem`` are panels of one picture, the file of that name, which stands at the first of them.
     """
 
@@ -72,7 +72,7 @@ class Chart:
     panel: Panel | None = None
     image: str | None = None
     height: int = 440
-    beside: bool = False
+    inline: bool = False
     stem: str = ""
     kind: str = "chart"
 

@@ -96,8 +96,8 @@ class Panel:
 
 def colours(names: Sequence[str], reference: str | None = None) -> dict[str, str]:
     """Return a colour by entry name: the reference, if any, is near black, the others take the palette in order."""
-    others = [name for name in names if name != reference]
-    chosen = {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(others)}
+    remaining = [name for name in names if name != reference]
+    chosen = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(remaining)}
     return {name: chosen.get(name, REFERENCE) for name in names}
 
 
@@ -109,7 +109,7 @@ def blend(first: Sequence[int], second: Sequence[int], share: float) -> str:
 
 def numbered(words: Sequence[str]) -> list[str]:
     """Return words with their places in front, which tell equal ones apart along an axis."""
-    return [f"{place} {word}" for place, word in enumerate(words)]
+    return [f"{index} {word}" for index, word in enumerate(words)]
 
 
 def described(value: Any) -> Any:

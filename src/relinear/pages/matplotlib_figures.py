@@ -70,8 +70,8 @@ def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> l
     surfaces = [panel for panel in panels for heat in panel.shown if isinstance(heat, Heat) and heat.surface]
     if surfaces:
         name = next(heat.surface for heat in surfaces[0].shown if isinstance(heat, Heat))
-        save_figure(drawn(surfaces, title, surface=True), Path(stem).with_name(name))
-    return save_figure(drawn(panels, title), stem)
+        save_figure(draw_figure(surfaces, title, surface=True), Path(stem).with_name(name))
+    return save_figure(draw_figure(panels, title), stem)
 
 
 def plain_text(text: str) -> str:
@@ -80,7 +80,7 @@ def plain_text(text: str) -> str:
     return "".join(letter if letter.isascii() or letter in "→↑↓±µ×°–" else "?" for letter in text)
 
 
-def drawn(panels: Sequence[Panel], title: str = "", surface: bool = False) -> Any:
+def draw_figure(panels: Sequence[Panel], title: str = "", surface: bool = False) -> Any:
     """Draw ``panels`` from left to right, at most four in a row; ``surface`` raises maps. Returns a Figure."""
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
@@ -88,20 +88,20 @@ def drawn(panels: Sequence[Panel], title: str = "", surface: bool = False) -> An
     # panels with one title at the side share its scale
     shared = len({(panel.y.title, panel.y.bounds) for panel in panels}) == 1 and len(panels) > 1
     options: dict[str, Any] = {"subplot_kw": {"projection": "3d"}} if surface else {"sharey": shared}
-    figure, places = new_figure(_WIDTHS.get(columns, 3.4 * columns), height, columns, rows=len(panels), **options)
-    for place, (axes, panel) in enumerate(zip(places, panels)):
+    figure, grid = new_figure(_WIDTHS.get(columns, 3.4 * columns), height, columns, rows=len(panels), **options)
+    for index, (axes, panel) in enumerate(zip(grid, panels)):
         if surface:
             _raise(axes, panel)
             continue
         _fill(figure, axes, panel)
         axes.set_xlabel(panel.x.title)
-        if not shared or place % columns == 0:
+        if not shared or index % columns == 0:
             axes.set_ylabel(panel.y.title)
-    for axes in places[len(panels) :]:
+    for axes in grid[len(panels) :]:
         axes.set_axis_off()
     if title:
         figure.suptitle(plain_text(title), fontsize=11, x=0.01, ha="left")
-    _legend(figure, places, panels)
+    _legend(figure, grid, panels)
     return figure
 
 
@@ -118,10 +118,10 @@ def _rows(panel: Panel) -> list[str]:
     return list(dict.fromkeys(y for series in panel.shown if isinstance(series, Series) for y in series.y))
 
 
-def _legend(figure: Any, places: Sequence[Any], panels: Sequence[Panel]) -> None:
+def _legend(figure: Any, grid: Sequence[Any], panels: Sequence[Panel]) -> None:
     """One for all panels, at the right: of what has no label of its own."""
     handles: dict[str, Any] = {}
-    for axes, panel in zip(places, panels):
+    for axes, panel in zip(grid, panels):
         if panel.legend:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
@@ -256,18 +256,18 @@ def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) 
 
 
 def _label_ends(axes: Any, panel: Panel) -> None:
-    """Names beside the frame, at the ends of lines and guides."""
+    """Write names at the right of the frame, at the ends of lines and guides."""
     lines = [s for s in panel.shown if isinstance(s, Series) and s.label and s.mode != "points"]
     ends = [(s.label, s.x[-1], s.y[-1], s.colour) for s in lines]
     right = axes.get_xlim()[1]
     ends += [(guide.text, right, guide.y, GUIDE) for guide in panel.guides if guide.text and guide.y is not None]
     low, high = axes.get_ylim()
-    places = spread_labels([end[2] for end in ends], 0.055 * (high - low), low, high)
-    for (text, x, y, colour), place in zip(ends, places, strict=True):
+    heights = spread_labels([end[2] for end in ends], 0.055 * (high - low), low, high)
+    for (text, x, y, colour), label_y in zip(ends, heights, strict=True):
         axes.annotate(
             plain_text(text),
             xy=(x, y),
-            xytext=(1.03, place),
+            xytext=(1.03, label_y),
             textcoords=axes.get_yaxis_transform(),
             color=colour,
             va="center",
@@ -280,7 +280,7 @@ def _label_ends(axes: Any, panel: Panel) -> None:
 
 
 def _label_points(axes: Any, panel: Panel) -> None:
-    """Names beside their points: on the side with more room, moved apart where points lie close together."""
+    """Write names next to their points: on the side with more room, moved apart where points lie close together."""
     spots = [s for s in panel.shown if isinstance(s, Series) and s.label and s.mode == "points"]
     if not spots:
         return
@@ -292,17 +292,17 @@ def _label_points(axes: Any, panel: Panel) -> None:
     gap = 0.055 * (high - low)
     for on_left in (False, True):
         side = [i for i, x in enumerate(xs) if (x > (left + right) / 2) == on_left]
-        places = spread_labels([ys[i] for i in side], gap, low + 0.1 * margin, high - 0.1 * margin)
-        for i, place in zip(side, places, strict=True):
+        heights = spread_labels([ys[i] for i in side], gap, low + 0.1 * margin, high - 0.1 * margin)
+        for i, label_y in zip(side, heights, strict=True):
             moved: Mapping[str, Any] = {"arrowstyle": "-", "color": spots[i].colour, "lw": 0.5, "alpha": 0.6}
             axes.annotate(
                 plain_text(spots[i].label),
                 xy=(xs[i], ys[i]),
-                xytext=(xs[i] + (-1 if on_left else 1) * 0.035 * (right - left), place),
+                xytext=(xs[i] + (-1 if on_left else 1) * 0.035 * (right - left), label_y),
                 ha="right" if on_left else "left",
                 va="center",
                 fontsize=9,
                 color=spots[i].colour,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-                arrowprops=moved if abs(place - ys[i]) > 0.2 * gap else None,
+                arrowprops=moved if abs(label_y - ys[i]) > 0.2 * gap else None,
             )

@@ -85,15 +85,15 @@ def _fitted(sections: Sequence[Section], room: int) -> list[Section]:
     """The sections with what there is room for: figures first, then pictures, which are the same for no script."""
     lists = [list(section.blocks) for section in sections]
     for part, blocks in itertools.product(("panel", "image"), lists):
-        for place, block in enumerate(blocks):
+        for index, block in enumerate(blocks):
             if isinstance(block, Chart) and (size := _bytes(block, part)) <= room:
                 room -= size
             elif isinstance(block, Chart):
-                blocks[place] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
+                blocks[index] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
     for section, blocks in zip(sections, lists, strict=True):
-        for place, (before, after) in enumerate(zip(section.blocks, blocks, strict=True)):
+        for index, (before, after) in enumerate(zip(section.blocks, blocks, strict=True)):
             if isinstance(before, Chart) and isinstance(after, Chart) and _shown(before) and not _shown(after):
-                blocks[place] = Text(f"Left out, for the page would be too large: {before.description}", soft=True)
+                blocks[index] = Text(f"Left out, for the page would be too large: {before.description}", soft=True)
     return [dataclasses.replace(section, blocks=blocks) for section, blocks in zip(sections, lists, strict=True)]
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from relinear.activations.shared_context import context as given_context
+from relinear.activations.shared_context import context as activations_context
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.surgery.summary import module_inactive
 from relinear.testing.case import Case
@@ -25,7 +25,7 @@ LEADING = [(), (1,), (7,), (1, 1), (2, 3), (2, 1, 3)]
 
 
 def build(case: Case, shape=None, *, seed=0, dtype=torch.float32, bias=True, config=None) -> Operator:
-    """The case's operator, every parameter moved off its initial value: a zero at the start would hide errors."""
+    """The case's operator, every parameter moved off its initial value, as an initial zero would hide errors."""
     torch.manual_seed(seed)
     in_features, out_features = shape or case.shapes[0]
     module = (config or case.config).build(in_features, out_features, bias=bias, dtype=dtype)
@@ -44,15 +44,15 @@ def inputs(case: Case, leading=(5,), shape=None, *, seed=1, dtype=torch.float32)
     return x, torch.randn(*leading, case.context_dim, generator=generator, dtype=dtype)
 
 
-def given(context: Tensor | None) -> Any:
+def in_context(context: Tensor | None) -> Any:
     """Return a ``with`` block in which the operators see ``context``."""
-    return contextlib.nullcontext() if context is None else given_context(context)
+    return contextlib.nullcontext() if context is None else activations_context(context)
 
 
 def call(module: nn.Module, x: Tensor, context: Tensor | None = None, *, seed=2) -> Tensor:
     """Return the forward with fixed noise."""
     torch.manual_seed(seed)
-    with given(context):
+    with in_context(context):
         return module(x)
 
 
@@ -130,10 +130,10 @@ class OperatorConformance:
             module = build(case, shape, dtype=torch.float64, bias=bias).eval()
             x, context = inputs(case, (3, 2), shape, dtype=torch.float64)
             if not case.linear:
-                with pytest.raises(NotLinearError), given(context):
+                with pytest.raises(NotLinearError), in_context(context):
                     module.to_dense()
                 continue
-            with given(context):
+            with in_context(context):
                 dense, offset = module.to_dense(), module.dense_bias()
             assert dense.shape[-2:] == shape[::-1]
             expected = (dense @ x.unsqueeze(-1)).squeeze(-1)
@@ -209,7 +209,7 @@ class OperatorConformance:
 
         def function(x, context, *parameters):
             torch.manual_seed(0)
-            with given(context):
+            with in_context(context):
                 y = torch.func.functional_call(module, dict(zip(names, parameters)), (x,))
             return (y, *module.aux_losses().values())
 
@@ -267,7 +267,7 @@ class OperatorConformance:
         x, context = inputs(case, (2, 5))
 
         def run(module, x, context):
-            with given(context):
+            with in_context(context):
                 torch.manual_seed(2)
                 return compiled(x)
 
@@ -284,10 +284,10 @@ class OperatorConformance:
         x, context = inputs(case, (2, 5))
         compiled = torch.compile(module, fullgraph=True)
         if mode == "eval":
-            with torch.no_grad(), given(context):
+            with torch.no_grad(), in_context(context):
                 assert_close(compiled(x), module(x), 1e-4)
             return
-        with given(context):
+        with in_context(context):
             y = compiled(x)
         (y.sum() + sum(module.aux_losses().values())).backward()
         for name, parameter in module.named_parameters():
@@ -306,10 +306,10 @@ class OperatorConformance:
         module = build(case)
         x, context = inputs(case)
         call(module, x, context)
-        twin = copy.deepcopy(module)
-        assert twin.aux_losses() == {}
-        assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), module.state_dict().values()))
-        assert torch.equal(call(twin.eval(), x, context), call(module.eval(), x, context))
+        copied = copy.deepcopy(module)
+        assert copied.aux_losses() == {}
+        assert all(torch.equal(a, b) for a, b in zip(copied.state_dict().values(), module.state_dict().values()))
+        assert torch.equal(call(copied.eval(), x, context), call(module.eval(), x, context))
 
     def test_meta_device(self, case: Case) -> None:
         shape = case.shapes[0]
@@ -353,13 +353,13 @@ class OperatorConformance:
             assert said <= 2 * counted + 64 * sum(shape), wrong
             assert 0.5 * counted <= said + spared, wrong
 
-    def test_resized_is_a_valid_setting(self, case: Case) -> None:
+    def test_scaled_is_a_valid_setting(self, case: Case) -> None:
         for shape in case.shapes:
             for scale in (0.5, 1.0, 2.0):
-                resized = case.config.scaled(*shape, scale)
-                if resized is not None:
-                    assert type(resized) is type(case.config)
-                    resized.build(*shape)
+                scaled = case.config.scaled(*shape, scale)
+                if scaled is not None:
+                    assert type(scaled) is type(case.config)
+                    scaled.build(*shape)
 
     # Taking the place of a layer
 

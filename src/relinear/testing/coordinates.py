@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.modes import watching
+from relinear.deprecated import RenamedHook
 from relinear.hf.model_layout import decoder_layers, paths
 
 #: what is measured, in the order of a forward pass
@@ -20,17 +21,18 @@ _Run = dict[str, list[tuple[float, float]]]
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of one kind of activation: lists over widths of lists over steps 0, 1, ...
+    """Hold root mean squares of one kind of activation: lists over widths of lists over steps 0, 1, ...
 
     scale: of the activation, None where training has left the finite numbers. change: of what training has added to it.
     """
 
     scale: list[list[float | None]]
     change: list[list[float | None]]
+    spread = RenamedHook("ratio")
 
     @property
-    def spread(self) -> float | None:
-        """The largest over the smallest scale of all widths after the last step; None where one is not finite."""
+    def ratio(self) -> float | None:
+        """Return the largest over the smallest scale of all widths after the last step; None if one is not finite."""
         last = [steps[-1] for steps in self.scale if steps[-1] is not None]
         return max(last) / min(last) if len(last) == len(self.scale) and min(last) > 0 else None
 
@@ -72,15 +74,15 @@ def _run(model: Any, optimizer: torch.optim.Optimizer, seed: int, ids: Tensor, s
     torch.manual_seed(seed)  # of noise that operators draw
     model.train().config.use_cache = False
     with _recording(model) as recorded:
-        start: dict[str, list[Tensor]] = {}
+        initial: dict[str, list[Tensor]] = {}
         measured: _Run = {kind: [] for kind in KINDS}
         for step in range(steps + 1):
             recorded.clear()
             output = model(input_ids=ids, labels=ids)
             recorded["logits"] = [output.logits.detach()]
-            start = start or dict(recorded)
+            initial = initial or dict(recorded)
             for kind in KINDS:
-                changes = [now - before for now, before in zip(recorded[kind], start[kind], strict=True)]
+                changes = [now - before for now, before in zip(recorded[kind], initial[kind], strict=True)]
                 measured[kind].append((_rms(recorded[kind]), _rms(changes)))
             if step < steps:
                 optimizer.zero_grad()
@@ -95,13 +97,13 @@ def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """What layers and sub-blocks return while a ``with`` block runs, by kind, in order."""
     recorded: dict[str, list[Tensor]] = {}
 
-    def note(kind: str, module: nn.Module, args: Any, output: Any) -> None:
+    def record(kind: str, module: nn.Module, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
         recorded.setdefault(kind, []).append(value.detach())
 
     modules = [(KINDS[0], layer) for layer in decoder_layers(model)]
     modules += [(KINDS[1] if path.role == "attention" else KINDS[2], path.module) for path in paths(model)]
-    with watching(modules, note):
+    with watching(modules, record):
         yield recorded
 
 
@@ -113,10 +115,10 @@ def _coordinates(runs: Sequence[Sequence[Mapping[str, Any]]], kind: str) -> Coor
     """Geometric means over the seeds of every width."""
     scale, change = (
         [
-            [_mean([step[place] for step in steps]) for steps in zip(*(run[kind] for run in seeds), strict=True)]
+            [_mean([step[index] for step in steps]) for steps in zip(*(run[kind] for run in seeds), strict=True)]
             for seeds in runs
         ]
-        for place in (0, 1)
+        for index in (0, 1)
     )
     return Coordinates(scale, change)
 

@@ -305,7 +305,7 @@ def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def _sums(values: dict[str, Any]) -> dict[str, Tensor]:
-    tokens, *others = (torch.tensor(values[key], dtype=torch.float64) for key in _SUMS)
-    if tokens.dim() or len({tuple(value.shape) for value in others}) > 1:
-        raise ValueError(f"sums of unequal sizes {[tuple(value.shape) for value in others]}")
-    return dict(zip(_SUMS, (tokens, *others), strict=True))
+    tokens, *sums = (torch.tensor(values[key], dtype=torch.float64) for key in _SUMS)
+    if tokens.dim() or len({tuple(value.shape) for value in sums}) > 1:
+        raise ValueError(f"sums of unequal sizes {[tuple(value.shape) for value in sums]}")
+    return dict(zip(_SUMS, (tokens, *sums), strict=True))

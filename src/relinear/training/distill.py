@@ -41,7 +41,7 @@ class Distill(ObjectiveConfig):
         model_place(self.teacher, presets=False)
 
     def prepare(self, model: nn.Module) -> Objective:
-        """Return the loss against the teacher, which is loaded here and put beside the model at its first batch.
+        """Return the loss against the teacher, which is loaded here and moved to the model's device at its first batch.
 
         Raises:
             ValueError: if teacher and model have different vocabularies.
@@ -62,10 +62,10 @@ def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: flo
     Raises:
         ValueError: if teacher and model have different vocabularies.
     """
-    sizes = [int(one.config.get_text_config().vocab_size) for one in (teacher, model)]
-    if sizes[0] != sizes[1]:
+    entries = [int(one.config.get_text_config().vocab_size) for one in (teacher, model)]
+    if entries[0] != entries[1]:
         raise ValueError(
-            f"the teacher{name} has {sizes[0]} tokens, the model {sizes[1]}: a distribution over "
+            f"the teacher{name} has {entries[0]} tokens, the model {entries[1]}: a distribution over "
             "tokens is learnt only by a model of the same ones; use the teacher's tokenizer, or another teacher"
         )
 

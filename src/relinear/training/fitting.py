@@ -76,8 +76,8 @@ class TrainResult:
     stored: dict[str, Any] | None = None
 
     @classmethod
-    def of_rows(cls, rows: Sequence[dict[str, Any]], **others: Any) -> TrainResult:
-        """Return what the rows of metrics.jsonl come to; ``others`` are the fields that they do not tell."""
+    def of_rows(cls, rows: Sequence[dict[str, Any]], **fields: Any) -> TrainResult:
+        """Return the result of the rows of metrics.jsonl; ``fields`` are those that the rows do not have."""
         held_out = [row for row in rows if "perplexity" in row]
         last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
         return cls(
@@ -86,7 +86,7 @@ class TrainResult:
             initial_perplexity=held_out[0]["perplexity"] if held_out and held_out[0]["step"] == 0 else None,
             aux={key: value for key, value in last.items() if key.startswith(("aux/", "metric/"))},
             curve=list(rows),
-            **others,
+            **fields,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -262,14 +262,14 @@ def fit(
     """
     settings, overwrite = settings or FitSettings(), overwriting(overwrite, resume)
     _datasets(data)
-    kept: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    opened: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     folder: RunFolder | None = None
     if out_dir is not None and is_first_rank():
         folder, values = RunFolder(out_dir, "fit", "fit.json", FILES, free=FREE), settings.model_dump(mode="json")
         if not overwrite and (record := folder.read()) is not None:
             let_ranks_differ(folder, record, values)
-        kept = folder.open(values, overwrite=overwrite)
-    with kept:
+        opened = folder.open(values, overwrite=overwrite)
+    with opened:
         if folder is not None:
             folder.write(ranks=rank_count())
         return run_fit(
@@ -364,7 +364,7 @@ def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) 
 
 
 def remove_checkpoints(folder: Path, but: str = "") -> None:
-    """Remove the checkpoints of a run, ``but`` one; what others keep beside them stays, and with it the folder.
+    """Remove the checkpoints of a run, ``but`` one; other files stay, and with them the folder.
 
     A checkpoint has a manifest. What a run had begun to write or to remove is hidden.
     """

@@ -175,8 +175,8 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
     tied = head is not None and head.weight is table.weight
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():
-        drawn = role._replace(init_law="constant" if start == "config" else "fan_in")
-        parameters[name].mul_(drawn.init_std_scale(ratio))
+        initialized = role._replace(init_law="constant" if start == "config" else "fan_in")
+        parameters[name].mul_(initialized.init_std_scale(ratio))
     if start == "torch":
         biases = [m.bias for m in model.modules() if is_linear(m) and m.bias is not None]
         for parameter in [*biases, *([table.weight] if head is not None else [])]:
@@ -197,11 +197,11 @@ def scale_added_(model: Any, ratio: float, stock: set[Tensor], *, fitted: bool =
     """
     if ratio == 1:
         return
-    kept = set(stock)
+    stock_names = set(stock)
     for module in model.modules():
         if fitted and isinstance(module, Operator):
-            kept.update(module.parameters())
+            stock_names.update(module.parameters())
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():
-        if parameters[name] not in kept:
+        if parameters[name] not in stock_names:
             parameters[name].mul_(role.init_std_scale(ratio))

@@ -18,9 +18,9 @@ def run_section(directory: Path) -> Section:
     rows = read_metrics(metrics) if metrics.is_file() else []
     curves: list[Series] = []
     for number, (key, name) in enumerate((("loss", "training loss"), ("validation_loss", "validation loss"))):
-        found = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
-        if len(found) > 1:
-            x, y = zip(*found, strict=True)
+        points = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
+        if len(points) > 1:
+            x, y = zip(*points, strict=True)
             curves.append(Series(name=name, colour=PALETTE[number], number=number, x=x, y=y))
     result = record["result"] if isinstance(record.get("result"), dict) else {}
     blocks: list[Block] = [Text(_verdict(record, result, rows[-1]["tokens"] if rows else 0), lead=True)]
@@ -28,12 +28,12 @@ def run_section(directory: Path) -> Section:
         panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
         blocks.append(Chart("Loss against training tokens.", panel))
     if result:
-        kept = {}
+        plotted = {}
         for name, value in result.items():
             if type(value) in (int, float):
                 shown = in_words(name, value) if name.endswith("_bytes") else f"{value:,.6g}"
-                kept[name.removesuffix("_bytes").replace("_", " ")] = shown
-        blocks += [Text("Results", heading=True), Facts(kept)]
+                plotted[name.removesuffix("_bytes").replace("_", " ")] = shown
+        blocks += [Text("Results", heading=True), Facts(plotted)]
     facts = {name: str(settings.get(name)) for name in ("model", "steps", "seed")}
     blocks += [*what_ran(record, facts), Listing("settings", as_yaml(settings))]
     corpus = (settings.get("data") or {}).get("data")

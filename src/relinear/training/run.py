@@ -80,8 +80,8 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
 def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
     name = settings.model
     if model_place(name) == "preset":
-        sizes = {} if vocab_size is None else {"vocab_size": vocab_size}
-        model = from_preset(name, **sizes | settings.model_overrides)
+        overrides = {} if vocab_size is None else {"vocab_size": vocab_size}
+        model = from_preset(name, **overrides | settings.model_overrides)
         if settings.model_start == "torch":
             draw_as_torch_(model)
         return model
@@ -92,8 +92,8 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
 def _check_model(settings: TrainSettings) -> None:
     """Find out what is wrong with the choice of the model before data are read: this takes a moment, they may not."""
     name = settings.model
-    place = model_place(name)
-    if place == "preset":
+    source = model_place(name)
+    if source == "preset":
         with torch.device("meta"):
             _check_memory(build_model(settings))
         return
@@ -256,8 +256,8 @@ def train(
     objective = None if settings.minimised is None else settings.minimised.prepare(model)
 
     def run() -> TrainResult:
-        given: dict[str, Any] = {"objective": objective, "resume": not overwrite, "callbacks": callbacks}
-        return run_fit(model, data, settings, out_dir=out_dir, on_progress=on_progress, **given)
+        arguments: dict[str, Any] = {"objective": objective, "resume": not overwrite, "callbacks": callbacks}
+        return run_fit(model, data, settings, out_dir=out_dir, on_progress=on_progress, **arguments)
 
     if not first:
         return run()
@@ -289,15 +289,15 @@ _SAMPLES = 64
 def _stored(model: Any, data: Any, settings: TrainSettings, result: TrainResult) -> TrainResult:
     """``result`` of a run with the loss of the model as it is stored in ``settings.bits``."""
     out_dir: Any = result.out_dir
-    places = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
-    samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in places)
+    indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
+    samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in indices)
     with on_threads(settings.threads):
         moments = gradient_moments(model, samples)
     with contextlib.nullcontext(out_dir) if settings.save_model else tempfile.TemporaryDirectory() as home:
-        place = Path(home) / "model"
-        checkpoint_room.save_pretrained(model, place, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
-        size = sum(path.stat().st_size for path in place.glob("*.safetensors"))
-        read = checkpoint_room.from_pretrained(place)
+        target = Path(home) / "model"
+        checkpoint_room.save_pretrained(model, target, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
+        size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+        read = checkpoint_room.from_pretrained(target)
     loss = evaluate(read, data, settings, out_dir)
     stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
     return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
@@ -306,11 +306,11 @@ def _stored(model: Any, data: Any, settings: TrainSettings, result: TrainResult)
 def described(model: Any, data: Any) -> dict[str, Any]:
     """Return what ``run.json`` says of a run that goes on beside its settings: the model as it is initialised, data."""
     table = summary(model)
-    sizes = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
+    counts = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
     return {
         "status": "running",
         "ranks": rank_count(),
-        "model": sizes | {"initial_sha256": tensor_digest(model.state_dict())},
+        "model": counts | {"initial_sha256": tensor_digest(model.state_dict())},
         "data": data.description,
     }
 

@@ -18,7 +18,7 @@ Schedule = Literal["onecycle", "cosine", "noam", "constant"]
 
 
 class FitSettings(Settings):
-    """How a model is trained, whatever the model and the data: all that ``fit`` needs.
+    """Hold how a model is trained, whatever the model and the data: all that ``fit`` needs.
 
     Attributes:
         steps: optimiser steps.

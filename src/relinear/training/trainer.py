@@ -73,7 +73,7 @@ class SteadySampler(Sampler[int]):
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Hold a checkpoint to what was written: nobody would notice that a run went on from half of its state.
+    """Check a checkpoint against its checksums, as a run that resumes from half of its state looks like any other.
 
     One that was written before checkpoints had a manifest is taken as it is, with a warning.
 
@@ -97,8 +97,8 @@ def last_checkpoint(out_dir: str | Path) -> Path | None:
 
     One without a manifest is of an earlier version, and counts where no other has one.
     """
-    found = [path for path in Path(out_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
-    return max(found, key=lambda path: ((path / MANIFEST).is_file(), int(path.name[11:])), default=None)
+    paths = [path for path in Path(out_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+    return max(paths, key=lambda path: ((path / MANIFEST).is_file(), int(path.name[11:])), default=None)
 
 
 def _arguments(settings: FitSettings, out_dir: Path, device: str) -> TrainingArguments:
@@ -184,7 +184,7 @@ class RelinearTrainer(Trainer):
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
         # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
         # Of a module around such a model it would know nothing at all.
-        loss = next((found for m in model.modules() if (found := getattr(m, "loss_function", None)) is not None), None)
+        loss = next((f for m in model.modules() if (f := getattr(m, "loss_function", None)) is not None), None)
         self._loss_shifts_labels |= getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss
         self.settings = settings
         self.compute_dtype = training_dtype(settings, self.args.device)
@@ -282,9 +282,9 @@ class RelinearTrainer(Trainer):
             raise self._diverged(f"the {what} is {value}")
 
     def _diverged(self, what: str) -> NonFiniteLossError:
-        kept = last_checkpoint(self.home)
+        saved = last_checkpoint(self.home)
         rate = self.settings.learning_rate if self.lr_scheduler is None else self._get_learning_rate()
-        state = "no checkpoint was written before" if kept is None else f"the last good checkpoint is {kept}"
+        state = "no checkpoint was written before" if saved is None else f"the last good checkpoint is {saved}"
         return NonFiniteLossError(
             f"{what} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
             f"learning rate of {rate:.3g}; try a lower learning_rate, more warmup_steps, a max_grad_norm "
@@ -308,11 +308,11 @@ class RelinearTrainer(Trainer):
         self._last_drain = self.state.global_step
         sums = {name: value.float() / steps for name, value in self._terms.items()}
         self._terms = {}
-        found = sums | joined("metric", operator_metrics(self._plain_model), torch.mean)
-        if not found:
+        metrics = sums | joined("metric", operator_metrics(self._plain_model), torch.mean)
+        if not metrics:
             return {"cross_entropy": loss}
-        stacked = self.accelerator.reduce(torch.stack([found[name].to(self.args.device) for name in found]), "mean")
-        out = dict(zip(found, stacked.tolist(), strict=True))
+        stacked = self.accelerator.reduce(torch.stack([metrics[name].to(self.args.device) for name in metrics]), "mean")
+        out = dict(zip(metrics, stacked.tolist(), strict=True))
         return {"cross_entropy": loss - sum(v for name, v in out.items() if name.startswith("aux/"))} | out
 
     @torch.no_grad()
@@ -414,16 +414,16 @@ class RelinearTrainer(Trainer):
 
 def joined(family: str, values: Mapping[str, Tensor], reduce: Callable[..., Tensor]) -> dict[str, Tensor]:
     """Numbers of operators, each () or of every run (R,), under one name each: their sum or mean."""
-    found = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
-    return {name: reduce(torch.stack(members), 0) for name, members in found.items()}
+    by_name = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
+    return {name: reduce(torch.stack(members), 0) for name, members in by_name.items()}
 
 
 def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float) -> None:
     """Keep the losses of the validation blocks in ``path`` (npy), if ``loss`` is their mean."""
-    found = [block for block in blocks if block is not None]
-    if not found or len(found) < len(blocks):
+    present = [block for block in blocks if block is not None]
+    if not present or len(present) < len(blocks):
         return
-    losses = torch.cat(found)
+    losses = torch.cat(present)
     # A model may have a loss of its own, of which this is no division.
     if not math.isclose(float(losses.mean()), loss, rel_tol=1e-2):
         return
