@@ -44,7 +44,7 @@ TrainingData = Annotated[
     str | None, typer.Option(help="`stdlib`, a file or folder, a Hub name, or a task.", show_default="stdlib")
 ]
 Compile = Annotated[
-    bool | None, typer.Option("--compile", help="Use `torch.compile`: a minute at the start, then faster steps.")
+    bool | None, typer.Option("--compile", help="Use `torch.compile`: a minute at first, then faster steps.")
 ]
 Overrides = Annotated[
     list[str] | None,
