@@ -310,7 +310,7 @@ def test_a_few_rows_of_hdpl(settings, leading, inputs, outputs, bias, dtype, few
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", native.calls.BITS)
 @torch.no_grad()
 def test_integers_are_read_as_they_are_packed(bits, dtype, few_rows):
     """Few rows and many, against double precision; groups of half a block, of blocks, and longer than a row."""

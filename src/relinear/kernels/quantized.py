@@ -19,7 +19,9 @@ _HALF = reference.BLOCK // 2
 
 
 def _unsupported(call: Call) -> str:
-    x, packed, scales, zeros, _, group, bias = call.arguments
+    x, packed, scales, zeros, bits, group, bias = call.arguments
+    if bits not in native.calls.BITS:
+        return f"{bits} bits"
     if x.shape[-1] % reference.BLOCK or group % _HALF:
         return f"inputs are no multiple of {reference.BLOCK}, or a group's of {_HALF}"
     if call.grad and any(t is not None and t.requires_grad for t in (x, scales, bias)):

@@ -48,6 +48,8 @@ LARGEST_RANK = 16
 PORTION_BYTES = 1 << 22
 #: rows up to which integers are made numbers in registers, each time that they are read
 FEW_ROWS = {torch.float32: 32, torch.bfloat16: 8}
+#: of integers
+BITS = (2, 3, 4, 5, 6, 8)
 #: in the order of ``activations.h``
 ACTIVATIONS = ("prelu", "gelu", "silu", "elu")
 
@@ -316,8 +318,8 @@ def quantized_layer(
 
     Raises ValueError unless inputs are a multiple of 64, a group's of 32.
     """
-    if inputs % 64 or group % 32 or group <= 0 or not 2 <= bits <= 8:
-        raise ValueError(f"inputs, group and bits must be multiples of 64 and 32 and 2 to 8: {inputs}, {group}, {bits}")
+    if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
+        raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
     outputs, dtype = scales.shape[0], scales.dtype
     _check("scales", scales, dtype, outputs, -(-inputs // group))
     _check("codes", codes, torch.uint8, outputs, inputs // 8 * bits)

@@ -167,7 +167,7 @@ template <int kBits, class T>
 void products(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t rows, int64_t outputs,
               const Bias<T>& start) {
   for_outputs(outputs, outputs, rows * grid.inputs, [&](int64_t first, auto together) {
-    constexpr int kCount = decltype(together)::value, kPair = std::min(kCount, 2), kMost = kLanes / 2;
+    constexpr int kCount = decltype(together)::value, kMost = kLanes / 2;
     std::vector<float> units(2 * kCount * grid.groups);
     for (int i = 0; i < kCount; ++i) grid.write_units(units.data() + 2 * i * grid.groups, first + i);
     const auto take = [&](int64_t n, auto side_by_side, auto several) {
@@ -184,9 +184,10 @@ void products(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t r
       }
     };
     int64_t n = 0;
-    for (; n + kMost <= rows; n += kMost)
-      take(n, std::integral_constant<int, kPair>(), std::integral_constant<int, kMost>());
-    for (; n + 2 <= rows; n += 2) take(n, together, std::integral_constant<int, 2>());
+    if constexpr (kCount > 1) {  // what is left of the outputs is not worth code of its own
+      for (; n + kMost <= rows; n += kMost) take(n, std::integral_constant<int, 2>(), std::integral_constant<int, kMost>());
+      for (; n + 2 <= rows; n += 2) take(n, together, std::integral_constant<int, 2>());
+    }
     for (; n < rows; ++n) take(n, together, std::integral_constant<int, 1>());
   });
 }
@@ -199,7 +200,6 @@ void for_bits(int64_t bits, const Body& body) {
     case 4: return body(std::integral_constant<int, 4>());
     case 5: return body(std::integral_constant<int, 5>());
     case 6: return body(std::integral_constant<int, 6>());
-    case 7: return body(std::integral_constant<int, 7>());
     default: return body(std::integral_constant<int, 8>());
   }
 }
