@@ -276,7 +276,7 @@ def test_lm_eval_says_how_to_get_it(monkeypatch, model, tokenizer):
         ({"sequence_length": 500}, "texts of 500 tokens are too long for this model, which reads 128"),
         ({"stride": 0}, "stride must be from 1 to sequence_length=128"),
         ({"stride": 129}, "got 129"),
-        ({"batch_size": 0}, "batch_size must be a positive integer"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"max_tokens": 1}, "no token to predict"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
 from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
-from relinear.contract.config import Config, shown
+from relinear.contract.config import Config, Count, check_value, shown
 from relinear.contract.inference import CachingModule
 from relinear.contract.modules import outermost
 from relinear.contract.parameter_roles import ParamRole, StatedFans
@@ -89,9 +89,8 @@ class OperatorConfig(Config):
         Raises:
             ValueError: if a size is not positive or does not fit the settings.
         """
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_value("in_features", in_features, Count)
+        check_value("out_features", out_features, Count)
         self.check_shape(in_features, out_features)
         return self.module_class(self, in_features, out_features, bias=bias, device=device, dtype=dtype)
 

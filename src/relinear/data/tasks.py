@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL
-from relinear.contract.config import Config, Count, NonNegative, nearest, parse_setting, register, shown
+from relinear.contract.config import Config, Count, NonNegative, check_value, nearest, parse_setting, register, shown
 
 SYMBOLS = "0123456789*=+-|#"
 #: samples that training draws from, and that a run is evaluated on where nothing limits it
@@ -34,7 +34,7 @@ class Task(Config):
 
     def defaults(self) -> dict[str, Any]:
         """Return the ``DataSettings`` that the task decides."""
-        raise NotImplementedError
+        return {}
 
     def draw(self, generator: np.random.Generator) -> dict[str, Any]:
         """Return a sample with all that is hidden from a model."""
@@ -70,8 +70,7 @@ class Samples(Dataset):
     """
 
     def __init__(self, task: Any, size: int = TRAINING_SAMPLES, seed: int = 0, split: str = "train") -> None:
-        if size < 1:
-            raise ValueError(f"size must be at least 1, got {size}")
+        check_value("size", size, Count)
         self.task, self.size, self.seed, self.split = task, size, seed, split
 
     def __len__(self) -> int:
@@ -291,9 +290,6 @@ class MixtureTask(Task):
     def sources(self) -> tuple[str, ...]:
         """Return the sources without task."""
         return tuple(name.strip() for name in self.of.split("+"))
-
-    def defaults(self) -> dict[str, Any]:
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, without_padding
+from relinear.contract.config import Bounds, Count, check_value
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import check_model
@@ -224,8 +225,7 @@ def lm_eval(
 
 def _check_positive(**values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_value(name, value, Count | None)
 
 
 @contextlib.contextmanager
@@ -238,8 +238,7 @@ def _evaluating(model: nn.Module) -> Iterator[torch.device]:
 def _sequence_length(model: nn.Module, wanted: int | None) -> int:
     if wanted is None:
         return min(1024, most_positions(model) or 1024)
-    if not isinstance(wanted, int) or wanted < 2:
-        raise ValueError(f"sequence_length must be an integer of at least 2, got {wanted!r}")
+    check_value("sequence_length", wanted, Annotated[int, Bounds(2)])
     check_length_fits(wanted, model)
     return wanted
 

@@ -43,21 +43,16 @@ class ContextState(LinearAttentionLayer):
         self.state = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
-        self._select(beam_idx)
+        """Follow the beams, or keep some rows of the batch."""
+        if self.state is not None:
+            self.state = self.state.index_select(0, beam_idx.to(self.state.device))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows of the batch."""
-        self._select(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch."""
         if self.state is not None:
             self.state = self.state.repeat_interleave(repeats, dim=0)
-
-    def _select(self, rows: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.index_select(0, rows.to(self.state.device))
 
     @property
     def is_croppable(self) -> bool:

@@ -3,13 +3,14 @@
 # Legend: S matrices of a stack, O rows, I inputs, B bits, K groups of a row
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from relinear.contract.config import Bounds, check_value
 from relinear.contract.modes import evaluating
 from relinear.contract.modules import unwrapped
 from relinear.contract.operator import named_operators
@@ -164,7 +165,6 @@ def unpacking(bits: int) -> WeightConverter:
 
 def check_packable(model: Any, bits: Any) -> None:
     """Raise ValueError unless ``bits`` are 2 to 8, and ``model`` is no PEFT model, whose adapters are saved alone."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in range(2, 9):
-        raise ValueError(f"bits must be a whole number from 2 to 8, got {bits!r}")
+    check_value("bits", bits, Annotated[int, Bounds(2, 8)])
     if unwrapped(model) is not model:
         raise ValueError("bits store a whole model, and of a PEFT model the adapter is saved: merge it first")
