@@ -85,21 +85,21 @@ def command(
     """
     from relinear.bench.run import BenchSettings, read_record
 
-    written = options.options_among(locals(), BenchSettings) | {"tokens": options.parse_numbers("--tokens", tokens)}
-    texts = {name: written.pop(name) for name in ("passes", "dtypes", "modes")}
+    values = options.options_among(locals(), BenchSettings) | {"tokens": options.parse_numbers("--tokens", tokens)}
+    texts = {name: values.pop(name) for name in ("passes", "dtypes", "modes")}
     texts |= {
-        "shapes": ",".join(written.pop("shapes") or ()),
+        "shapes": ",".join(values.pop("shapes") or ()),
         "inference_batches": inference_batches if model else None,
     }
-    given = options.chosen_settings(written | {"operators": tuple(operators or ()) or None}, overrides)
-    given |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
+    chosen = options.chosen_settings(values | {"operators": tuple(operators or ()) or None}, overrides)
+    chosen |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
     if model is not None:
-        given |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-        given |= {} if check is None else {"check": check}
-        _whole_models(given, operators or [], out, overwrite)
+        chosen |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
+        chosen |= {} if check is None else {"check": check}
+        _whole_models(chosen, operators or [], out, overwrite)
         return
     recorded = None if check is None else read_record(check)
-    settings = BenchSettings.load({} if recorded is None else recorded["settings"], "the record").updated(**given)
+    settings = BenchSettings.load({} if recorded is None else recorded["settings"], "the record").updated(**chosen)
     result = _layers(settings, out, overwrite)
     if recorded is not None:
         _report_slower(recorded, result)
@@ -147,7 +147,7 @@ def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
         raise typer.Exit(1)
 
 
-def _whole_models(given: dict[str, Any], operators: list[str], out: Path, overwrite: bool) -> None:
+def _whole_models(chosen: dict[str, Any], operators: list[str], out: Path, overwrite: bool) -> None:
     from relinear.bench.models import ModelBenchSettings, run_model_bench
     from relinear.bench.report import models_section
     from relinear.pages.blocks import Table
@@ -157,9 +157,9 @@ def _whole_models(given: dict[str, Any], operators: list[str], out: Path, overwr
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_table
 
-    if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in given]:
+    if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in chosen]:
         raise ValueError(f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size")
-    known = {name: value for name, value in given.items() if name in ModelBenchSettings.model_fields}
+    known = {name: value for name, value in chosen.items() if name in ModelBenchSettings.model_fields}
     settings = ModelBenchSettings.load(known, "bench")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")

@@ -83,8 +83,8 @@ def command(
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
 
-    written = options.options_among(locals(), CompressSettings)
-    settings = CompressSettings.load(options.chosen_settings(written, overrides), "settings")
+    values = options.options_among(locals(), CompressSettings)
+    settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
     corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
     check_folder(out, settings, overwrite=overwrite)
     if plan is not None:
@@ -126,7 +126,7 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
     judges = {name: (text, whole_or_held_out(text)) for name, text in texts.items()}
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
-    if seen := [name for name, (_, held) in judges.items() if name in data and held in ("all", split)]:
+    if seen := [name for name, (_, part) in judges.items() if name in data and part in ("all", split)]:
         raise ValueError(
             f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
             "--data the part behind what calibration takes is evaluated on in any case"

@@ -59,17 +59,17 @@ def command(
     from relinear_cli.progress import watch
     from relinear_cli.report import write_report_of
 
-    written = options.options_among(locals(), DistillSettings)
-    settings = DistillSettings.load(options.chosen_settings(written, overrides), "settings")
+    values = options.options_among(locals(), DistillSettings)
+    settings = DistillSettings.load(options.chosen_settings(values, overrides), "settings")
     mapping = options.operator_mapping(replace)
-    how: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
+    arguments: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
     text = options.corpus_of(data, text_column)
     options.prepare_process(threads, models=[model], texts=[text])
-    how |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "overwrite": overwrite, "out_dir": out}
+    arguments |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "overwrite": overwrite, "out_dir": out}
     loaded = options.load_model(model)
     with watch(resumable=True) as on_progress:
         texts = iter_texts(text, split, conversations=True)
-        report = distill_(loaded, mapping, texts, **how, on_progress=on_progress)
+        report = distill_(loaded, mapping, texts, **arguments, on_progress=on_progress)
     print(report)
     print(f"model: {(out / 'model').resolve()}")
     print(f"report: {write_report_of([out])}")

@@ -38,34 +38,34 @@ def command(
 
     if what not in _WHAT:
         raise ValueError(f"there is no list of {what!r}; {nearest(what, _WHAT)}")
-    found = listed(what)
+    rows = listed(what)
     if name is None:
-        width = max(map(len, found), default=0)
-        for known, thing in found.items():
+        width = max(map(len, rows), default=0)
+        for known, thing in rows.items():
             print(fitted(f"{known:<{width}}  {_line(thing)}{_package(thing)}", sys.stdout, width + 2))
-        if what == "operators" and (more := [example for example in EXAMPLES if example not in found]):
+        if what == "operators" and (more := [example for example in EXAMPLES if example not in rows]):
             print(fitted(f"\n{_INSTALL}: {', '.join(more)}", sys.stdout, 2))
         return
-    if name not in found and what == "operators" and name in EXAMPLES:
+    if name not in rows and what == "operators" and name in EXAMPLES:
         raise ValueError(f"{name!r} is an example: it is there {_INSTALL}")
-    if name not in found:
-        raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, found)}")
-    print(fitted(f"{name}: {_line(found[name])}{_package(found[name])}", sys.stdout))
-    if isinstance(found[name], type):
-        meanings = meanings_of(found[name])
-        for setting, default in _settings(found[name]).items():
+    if name not in rows:
+        raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, rows)}")
+    print(fitted(f"{name}: {_line(rows[name])}{_package(rows[name])}", sys.stdout))
+    if isinstance(rows[name], type):
+        meanings = meanings_of(rows[name])
+        for setting, default in _settings(rows[name]).items():
             print(fitted(f"  {setting} = {default}: {meanings.get(setting, '')}".rstrip(": "), sys.stdout, 4))
 
 
 def meanings_of(config: type) -> dict[str, str]:
     """Field -> what the docstrings of the class and those it inherits from say; an entry of its own goes first."""
-    found: dict[str, str] = {}
+    rows: dict[str, str] = {}
     for base in config.__mro__:
         text = inspect.cleandoc(base.__doc__ or "").replace("\nAttributes:\n", "\nArgs:\n")
         for names, meaning in _ENTRY.findall(text.partition("\nArgs:\n")[2]):
             if ", " not in names:  # several at once are described elsewhere
-                found.setdefault(names, " ".join(meaning.split()).replace("``", "`"))
-    return found
+                rows.setdefault(names, " ".join(meaning.split()).replace("``", "`"))
+    return rows
 
 
 def listed(what: str) -> dict[str, Any]:
@@ -82,11 +82,11 @@ def listed(what: str) -> dict[str, Any]:
     from relinear.models import preset_config, preset_names
 
     if what == "presets":
-        told = "{0.model_type}, width {0.hidden_size}, {0.num_hidden_layers} layers, {0.vocab_size:,} tokens"
-        return {preset: told.format(preset_config(preset)) for preset in preset_names()}
+        template = "{0.model_type}, width {0.hidden_size}, {0.num_hidden_layers} layers, {0.vocab_size:,} tokens"
+        return {preset: template.format(preset_config(preset)) for preset in preset_names()}
     if what == "recipes":
-        others = {name: plugins.find("recipe", name) for name in plugins.offered("recipe")}
-        files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | others
+        offered = {name: plugins.find("recipe", name) for name in plugins.offered("recipe")}
+        files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | offered
         return {name: str(read_yaml(path).get("description", "")) for name, path in files.items() if path is not None}
     if what == "papers":
         return {path.stem: read_paper(path.stem).about for path in sorted(PAPERS.glob("*.yaml"))}

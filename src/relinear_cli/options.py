@@ -86,8 +86,8 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
     """
     from relinear.compare.recipe import parse_overrides
 
-    given = {name: value for name, value in options.items() if value is not None and value != []}
-    return given | parse_overrides(overrides or [])
+    chosen = {name: value for name, value in options.items() if value is not None and value != []}
+    return chosen | parse_overrides(overrides or [])
 
 
 def prepare_process(
@@ -157,11 +157,11 @@ def parse_layers(text: str | None) -> list[int] | None:
         return None
     indices: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(-?\d{1,4})(?:-(\d{1,4}))?", part.strip())
-        wanted = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+        match = re.fullmatch(r"(-?\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        wanted = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not wanted:  # also a range from its end
-            given = f"--layers {shown(text)}: {shown(part.strip())}"
-            raise ValueError(f"{given} is neither a number nor a range like 4-11")
+            setting = f"--layers {shown(text)}: {shown(part.strip())}"
+            raise ValueError(f"{setting} is neither a number nor a range like 4-11")
         indices += wanted
     return indices
 
@@ -222,12 +222,12 @@ def find_model(name: str, *, presets: bool = True) -> str:
     from relinear.models import is_fetched, missing_directory, model_place
     from relinear.surgery.checkpoint import check_files
 
-    place = model_place(name, presets=presets)
-    if place == "directory":
+    source = model_place(name, presets=presets)
+    if source == "directory":
         check_files(Path(name).expanduser())
-    if place == "hub" and not is_fetched(name) and not hub_in_reach():
+    if source == "hub" and not is_fetched(name) and not hub_in_reach():
         raise FileNotFoundError(f"{missing_directory(name)}; and the Hugging Face Hub cannot be reached")
-    return place
+    return source
 
 
 def corpus_of(data: str, text_column: str | None) -> DataSettings:

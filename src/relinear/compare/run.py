@@ -110,8 +110,8 @@ def compare(
         carried_out = scaled_up
     if workers is None:
         workers = runs_at_once(recipe) if executor is None else 0
-    with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as place:
-        return carried_out(recipe, out_dir, Engine(place, workers, on_progress), overwrite)
+    with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as pool:
+        return carried_out(recipe, out_dir, Engine(pool, workers, on_progress), overwrite)
 
 
 def runs_at_once(recipe: CompareSettings) -> int:
@@ -142,23 +142,23 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
         planned = plan_comparison(parts[-1], data.vocab_size, engine.on_progress)
     with claimed_folder(recipe, out_dir, planned, data, overwrite) as started:
-        found: list[Results] = []
+        results: list[Results] = []
         if len(parts) > 1:
             for size, part in zip(recipe.file_sizes, parts, strict=True):
-                found.append(comparison(part, out_dir / SIZES / str(size), engine))
-            return saved_json(path, lambda: over_sizes(recipe, found, circumstances(started)))
+                results.append(comparison(part, out_dir / SIZES / str(size), engine))
+            return saved_json(path, lambda: over_sizes(recipe, results, circumstances(started)))
         if recipe.budgets is None:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
         for index, tokens in enumerate(recipe.budgets):
-            at_one = at_budget(recipe, index, chosen_by(found))
-            found.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
-        return saved_json(path, lambda: over_budgets(recipe, found, circumstances(started)))
+            at_one = at_budget(recipe, index, chosen_by(results))
+            results.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
+        return saved_json(path, lambda: over_budgets(recipe, results, circumstances(started)))
 
 
 def at_file_sizes(recipe: CompareSettings) -> list[CompareSettings]:
     """Return the comparisons at each file size; the recipe alone where there are not several."""
-    sizes = recipe.file_sizes
-    return [at_file_size(recipe, size) for size in sizes] if len(sizes) > 1 else [recipe]
+    file_sizes = recipe.file_sizes
+    return [at_file_size(recipe, size) for size in file_sizes] if len(file_sizes) > 1 else [recipe]
 
 
 def saved_json(path: Path, make: Callable[[], T]) -> T:
@@ -239,11 +239,11 @@ class _Comparison:
         for planned in self.planned:  # a search goes on beyond its grid where the best lies at an end
             for stage, count, steps in announced_runs(self.recipe, planned):
                 self.engine.plan(stage, count, steps)
-        found = run_search(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.run_round)
-        diverged = [choice for choice in found if not isinstance(choice, _Choice)]
+        choices = run_search(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.run_round)
+        diverged = [choice for choice in choices if not isinstance(choice, _Choice)]
         chosen = {
             planned.name: choice
-            for planned, choice in zip(self.planned, found, strict=True)
+            for planned, choice in zip(self.planned, choices, strict=True)
             if isinstance(choice, _Choice)
         }
         self.planned = [_chosen(planned, chosen.get(planned.name)) for planned in self.planned]
@@ -286,7 +286,7 @@ class _Comparison:
         """Of every entry but the reference, by name."""
         losses = {name: [self._losses(name, seed) for seed in self.recipe.seeds] for name in names}
         reference = losses.pop(str(self.recipe.reference), None)
-        return {} if reference is None else {name: gap(own, reference) for name, own in losses.items()}
+        return {} if reference is None else {name: gap(values, reference) for name, values in losses.items()}
 
     def _losses(self, name: str, seed: int) -> np.ndarray:
         return read_losses(self._folder(name, seed))
@@ -308,7 +308,7 @@ class _Comparison:
                 rate = choice.settings.learning_rate
                 if tuned.tuning is None:
                     raise NonFiniteLossError(f"training diverged at the learning rate {rate:g}")
-                write_json(self.out_dir / TUNING / name / DIVERGED, sorted({*self._given_up(name), rate}))
+                write_json(self.out_dir / TUNING / name / DIVERGED, sorted({*self._rejected(name), rate}))
         except NonFiniteLossError as error:
             return {"name": name, "text": str(error)}
 
@@ -321,26 +321,26 @@ class _Comparison:
         if rates_tuned or planned.candidates:
             tuned = rates_tuned and not self.recipe.keeps_warmup(planned.name)
             ratios = (tune.warmup_ratio or (None,)) if tuned else (None,)
-            written = None
+            initial_std = None
             if tune.initializer_range is not None and not self.recipe.keeps_initialisation(planned.name):
-                written = preset_config(settings.model, **settings.model_overrides).initializer_range
+                initial_std = preset_config(settings.model, **settings.model_overrides).initializer_range
             starts = [(ratio, each) for ratio in ratios for each in planned.candidates or (planned,)]
             searches = [self._trials(planned.name, each.settings, tune.fraction, ratio) for ratio, each in starts]
-            search = functools.partial(grid_search, tune, initializer_range=written)
+            search = functools.partial(grid_search, tune, initializer_range=initial_std)
             if not rates_tuned:
                 search = functools.partial(one_rate, rate=rate)
             results = yield from side_by_side([search(trials=trials) for trials in searches])
             searched = zip(results, searches, starts, strict=True)
-            found, trials, (ratio, best) = min(searched, key=lambda each: each[0].loss)
+            best_result, trials, (ratio, best) = min(searched, key=lambda each: each[0].loss)
             settings = best.settings
-            if not math.isfinite(found.loss):
+            if not math.isfinite(best_result.loss):
                 grid = list(tune.learning_rates)
                 raise NonFiniteLossError(
                     f"training diverged at every learning rate of {grid}; lower tune.learning_rates"
                 )
-            rate, init_std = found.rate, found.initializer_range
-            tuning = {"trials": [row for each in searches for row in each.rows()], "edge": found.edge}
-            tuning |= {"initializer_edge": found.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
+            rate, init_std = best_result.rate, best_result.initializer_range
+            tuning = {"trials": [row for each in searches for row in each.rows()], "edge": best_result.edge}
+            tuning |= {"initializer_edge": best_result.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
             fewest = settings.bits != 2 and settings.bits == min(self.recipe.match.bits)
             tuning["bits_edge"] = fewest if planned.candidates[1:] else None
             if ratio is not None:  # with two of them each is an end
@@ -349,23 +349,23 @@ class _Comparison:
             if trials is None or tune.fraction < 1:  # else tuning's own are of full length
                 trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
             full = yield from check_neighbours(tune, trials, rate, init_std)
-            told = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
+            full_length = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
             # the edge that is told is that of the rate that is used
-            tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": told}
+            tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": full_length}
             rate = full.rate
         chosen = _at(_warmed(settings, ratio), rate, init_std)
         return _Choice(chosen, tuning | {"diverged": None, "initializer_range": init_std} if tuning else None)
 
-    def _given_up(self, name: str) -> list[float]:
+    def _rejected(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
         path = self.out_dir / TUNING / name / DIVERGED
         return read_json(path) if path.is_file() else []
 
     def _below_diverged(self, name: str, choice: _Choice) -> _Choice:
         """``choice``, or that at the next lower rate of those tried at which no final run has diverged."""
-        given_up, rate, diverged = self._given_up(name), choice.settings.learning_rate, []
+        rejected, rate, diverged = self._rejected(name), choice.settings.learning_rate, []
         tuning = choice.tuning
-        if tuning is None or rate not in given_up:
+        if tuning is None or rate not in rejected:
             return choice
         lower = [
             trial["learning_rate"]
@@ -375,7 +375,7 @@ class _Comparison:
             and trial.get("warmup_ratio") in (None, tuning.get("warmup_ratio"))
             and trial.get("bits") == choice.settings.bits
         ]
-        while rate in given_up:
+        while rate in rejected:
             diverged.append(rate)
             below = [other for other in lower if other < rate]
             if not below:
@@ -412,9 +412,9 @@ class _Comparison:
     def _final(self, name: str, choice: _Choice, seed: int) -> Run:
         """The run of a seed. One at a rate that was given up since, as another seed diverged at it, is put aside."""
         settings, folder = choice.settings.updated(seed=seed), self._folder(name, seed)
-        if (given_up := self._given_up(name)) and (folder / RUN).is_file():
+        if (rejected := self._rejected(name)) and (folder / RUN).is_file():
             rate = read_json(folder / RUN)["settings"]["learning_rate"]
-            if rate in given_up:
+            if rate in rejected:
                 folder.rename(self.out_dir / TUNING / name / f"given-up-{rate:g}-seed-{seed}")
         return Run("train", name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}", settings, folder)
 

@@ -25,17 +25,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
 def _tokens(value: Any) -> Any:
     """A number of tokens, also written as 300k, 20.5M or 1G."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
-    return value if found is None else round(float(found[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[found[2]])
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
+    return value if match is None else round(float(match[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match[2]])
 
 
 def _file_sizes(value: Any) -> Any:
     """Bytes written as 500KB, 1.5MiB or 1GB, or several of them; anything else as it stands."""
     if isinstance(value, list | tuple):
-        sizes = tuple(map(_file_sizes, value))
-        if wrong := [size for size in sizes if not isinstance(size, int)]:
+        budgets = tuple(map(_file_sizes, value))
+        if wrong := [size for size in budgets if not isinstance(size, int)]:
             raise ValueError(f"{wrong[0]!r} is no size of a file; write 500KB or 1.5MB")
-        return sizes
+        return budgets
     found = size_in_bytes(value) if isinstance(value, str) else None
     return value if found is None else round(found)
 
@@ -64,17 +64,17 @@ def _operator(value: Any) -> Any:
 
 
 def _entry(value: Any) -> Any:
-    """An entry, or in its place what its operator is."""
+    """Read an entry, or only its operator."""
     if value is None or isinstance(value, str):
         return {"operator": value}
     return {"operator": dict(value)} if isinstance(value, Mapping) and "kind" in value else value
 
 
-def _without_own_places(value: dict[str, Any]) -> dict[str, Any]:
+def _without_known_paths(value: dict[str, Any]) -> dict[str, Any]:
     elsewhere = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
-    for key, place in elsewhere.items():
+    for key, path in elsewhere.items():
         if key in value:
-            raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {place}")
+            raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {path}")
     return value
 
 
@@ -107,7 +107,7 @@ class Entry(Settings):
     learning_rate: PositiveFloat | None = None
     duration: PositiveFloat = 1.0
     resize: Literal["operator", "width", "fixed"] | None = None
-    set: Annotated[dict[str, Any], AfterValidator(_without_own_places)] = Field(default_factory=dict)
+    set: Annotated[dict[str, Any], AfterValidator(_without_known_paths)] = Field(default_factory=dict)
 
     @property
     def dense(self) -> bool:
@@ -272,9 +272,9 @@ class CompareSettings(Settings):
         if not isinstance(train, Mapping):
             return super().completed(saved)
         for values in (saved, {**saved, "train": {key: value for key, value in train.items() if key != "steps"}}):
-            found = super().completed(values)
-            if found is not values:
-                return found
+            completed = super().completed(values)
+            if completed is not values:
+                return completed
         return saved
 
     @model_validator(mode="after")
@@ -379,12 +379,12 @@ class CompareSettings(Settings):
         if entry.learning_rate is not None:
             changes["learning_rate"] = entry.learning_rate
         # Only what was written: a default of the model's fields must stay a default.
-        written = self.train.model_dump(exclude_unset=True)
-        values, where = apply_overrides(written | changes, entry.set), f"entries.{name}"
+        explicit = self.train.model_dump(exclude_unset=True)
+        values, where = apply_overrides(explicit | changes, entry.set), f"entries.{name}"
         if "steps" not in values:
             values["steps"] = self._steps(_SharedTrainSettings.load(values, where))
-            own = {key: value for key, value in values.items() if key not in entry.set}
-            values |= shortened(own, values["steps"] / self.steps)
+            inherited = {key: value for key, value in values.items() if key not in entry.set}
+            values |= shortened(inherited, values["steps"] / self.steps)
         settings = TrainSettings.load(values, where)
         return settings if entry.duration == 1 else lasting(settings, entry.duration)
 

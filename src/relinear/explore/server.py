@@ -33,8 +33,8 @@ def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: S
         raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {shown(number)}")
     checked = validate_call(config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
     try:
-        given = {name: value for name, value in values.items() if name != "model"}
-        return checked(function)(subjects[int(number)], **given)
+        arguments = {name: value for name, value in values.items() if name != "model"}
+        return checked(function)(subjects[int(number)], **arguments)
     except ValidationError as error:
         raise ValueError(readable(error)) from None
 
