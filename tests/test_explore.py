@@ -23,7 +23,7 @@ from tiny_models import make_cgt, starting_tokenizer
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>{{ 7 * 7 }}"
 Q0 = "model.layers.0.self_attn.q_proj"
-CHANGE = {"text": "a", "site": Q0, "unit": 0, "action": "set", "value": 1}
+CHANGE = {"text": "a", "point": Q0, "unit": 0, "action": "set", "value": 1}
 
 
 def with_latents():
@@ -88,7 +88,7 @@ def test_typed_text_begins_as_the_tokenizer_says(subject, monkeypatch) -> None:
 
 
 def brute_force(model, ids):
-    """The values (N, T, R) of some sites by hooks of this test's own."""
+    """The values (N, T, R) of some hook_points by hooks of this test's own."""
     found = {}
 
     def keep(name, value):
@@ -126,7 +126,7 @@ def test_the_index_is_that_of_brute_force(make) -> None:
     index = index_units(model, ids, places, {"a": 1})
     expected = brute_force(model, ids)
     assert set(places) <= set(expected)
-    for name, facts in index.sites.items():
+    for name, facts in index.hook_points.items():
         values, rows = expected[name], slice(facts.start, facts.start + facts.size)
         got = {key: tensor[rows] for key, tensor in index.tensors.items()}
         torch.testing.assert_close(
@@ -157,15 +157,15 @@ def test_fewer_texts_than_places_leave_some_empty() -> None:
     index = index_units(model, ids, choose_hook_points(model, ["q_proj.output"]), {})
     assert (index.tensors["most_row"][:, :3] >= 0).all()
     assert (index.tensors["most_row"][:, 3:] == -1).all()
-    assert list(index.sites) == [f"model.layers.{n}.self_attn.q_proj.output" for n in (0, 1)]
-    assert [facts.layer for facts in index.sites.values()] == [0, 1]
+    assert list(index.hook_points) == [f"model.layers.{n}.self_attn.q_proj.output" for n in (0, 1)]
+    assert [facts.layer for facts in index.hook_points.values()] == [0, 1]
 
 
 def test_an_index_is_kept_and_made_again_where_anything_changed(subject, tmp_path) -> None:
     subject.index.save(tmp_path / "index")
     made_from = dict(subject.index.made_from)
     again = read_index(tmp_path / "index", made_from)
-    assert again.sites == subject.index.sites
+    assert again.hook_points == subject.index.hook_points
     assert torch.equal(again.ids, subject.index.ids)
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in subject.index.tensors.items())
     assert read_index(tmp_path / "index", made_from | {"data": "other"}) is None
@@ -192,7 +192,7 @@ def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "site", "action", "value"),
+    ("make", "point", "action", "value"),
     [
         (with_latents, Q0, "set", 40.0),
         (with_latents, "model.layers.1.mlp.down_proj.modulator.channel", "at most", 0.5),
@@ -200,10 +200,10 @@ def test_sites_that_cannot_be_indexed_are_refused(monkeypatch) -> None:
         (with_prefixes, "transformer.context", "at least", 2.0),
     ],
 )
-def test_the_code_that_is_shown_repeats_a_change(make, site, action, value, tmp_path, texts, capsys) -> None:
+def test_the_code_that_is_shown_repeats_a_change(make, point, action, value, tmp_path, texts, capsys) -> None:
     torch.manual_seed(0)
     subject = prepared(saved(make(), tmp_path / "it's"), texts, sequences=4)
-    found = try_change(subject, 'a "text" of\\n its own\'s', Change(site, 3, action, value), new=5)
+    found = try_change(subject, 'a "text" of\\n its own\'s', Change(point, 3, action, value), new=5)
     assert found["after"]["divergence"] > 0
     names = {}
     exec(compile(found["code"], "shown", "exec"), names)
@@ -222,7 +222,7 @@ def test_the_control_is_another_unit_moved_as_far(subject) -> None:
     change = Change(Q0, 2, "set", 1.0)
     found = try_change(subject, "some text", change, new=0, seed=1)
     control = found["control"]["change"]
-    assert (control["site"], control["unit"]) == subject.control_of(Q0, 2, 1)
+    assert (control["point"], control["unit"]) == subject.control_of(Q0, 2, 1)
     assert control["unit"] != 2
     mean, std = subject.index.tensors["mean"], subject.index.tensors["std"]
     rows = [subject.index.row(Q0, unit) for unit in (2, control["unit"])]
@@ -251,7 +251,7 @@ def test_an_effect_is_that_of_the_unit_at_its_mean(subject) -> None:
 def test_colours_are_the_values_along_the_text(subject) -> None:
     found = subject.colour("a text", Q0, 4)
     ids = subject.encode("a text")
-    values = values_of(subject.model, ids, {Q0: subject.places[Q0]})[Q0]
+    values = values_of(subject.model, ids, {Q0: subject.points[Q0]})[Q0]
     assert found["tokens"] == list("a text")
     assert found["values"] == pytest.approx(values[:, 4].tolist())
     assert [len(one) for one in found["strongest"]] == [3] * 6
@@ -261,7 +261,7 @@ def test_search_finds_units_by_their_marked_tokens(subject) -> None:
     found = subject.search("o")
     assert found
     for one in found[:3]:
-        page = subject.unit(one["site"], one["unit"])
+        page = subject.unit(one["point"], one["unit"])
         marks = [entry["tokens"][entry["token"]] for entry in page["most"]]
         assert sum("o" in mark.lower() for mark in marks) == one["count"]
     assert [one["count"] for one in found] == sorted((one["count"] for one in found), reverse=True)
@@ -324,14 +324,14 @@ def test_the_server_listens_on_this_machine_alone(address) -> None:
 
 
 def test_the_server_answers(address, subject) -> None:
-    status, answer, _ = ask(address, "GET", f"/api/unit?model=1&site={Q0}&unit=3&seed=2")
+    status, answer, _ = ask(address, "GET", f"/api/unit?model=1&point={Q0}&unit=3&seed=2")
     assert status == 200
     assert json.loads(answer)["unit"] == json.loads(json.dumps(subject.unit(Q0, 3)))
-    values = {"model": 0, "text": "hm", "site": Q0, "unit": 1, "action": "add", "value": 2, "new": 3}
+    values = {"model": 0, "text": "hm", "point": Q0, "unit": 1, "action": "add", "value": 2, "new": 3}
     status, answer, _ = ask(address, "POST", "/api/change", values)
     assert status == 200
-    assert json.loads(answer)["after"]["change"] == {"site": Q0, "unit": 1, "action": "add", "value": 2.0}
-    for path, body in (("/api/next", {"text": "a"}), ("/api/effect", {"site": Q0, "unit": 0})):
+    assert json.loads(answer)["after"]["change"] == {"point": Q0, "unit": 1, "action": "add", "value": 2.0}
+    for path, body in (("/api/next", {"text": "a"}), ("/api/effect", {"point": Q0, "unit": 0})):
         assert ask(address, "POST", path, body)[0] == 200
 
 
@@ -353,9 +353,9 @@ def test_the_server_answers(address, subject) -> None:
         (400, "POST", "/api/next", {"text": 3}, {}),
         (400, "POST", "/api/next", {"text": "a " * 2000}, {}),
         (400, "POST", "/api/next", {"text": "a", "model": 7}, {}),
-        (400, "GET", "/api/unit?site=nope&unit=1", None, {}),
-        (400, "GET", f"/api/unit?site={Q0}&unit=99", None, {}),
-        (400, "GET", f"/api/unit?site={Q0}&unit=x", None, {}),
+        (400, "GET", "/api/unit?point=nope&unit=1", None, {}),
+        (400, "GET", f"/api/unit?point={Q0}&unit=99", None, {}),
+        (400, "GET", f"/api/unit?point={Q0}&unit=x", None, {}),
         (400, "GET", "/api/text?row=-1", None, {}),
         (400, "GET", "/api/search?query=", None, {}),
         (400, "POST", "/api/change", CHANGE | {"action": "eval"}, {}),
@@ -483,7 +483,7 @@ def test_thousands_of_units_open_at_once(browser, texts, tmp_path, monkeypatch) 
     """In processor time of the page, for a busy machine takes its own time by the clock."""
     model = make_tiny_llama(vocab_size=258, hidden_size=192, intermediate_size=512, num_hidden_layers=3)
     subject = prepared(saved(model, tmp_path / "model"), texts, sequences=20, length=16)
-    assert sum(facts.size for facts in subject.index.sites.values()) > 5_000
+    assert sum(facts.size for facts in subject.index.hook_points.values()) > 5_000
     monkeypatch.setattr("relinear.explore.page.LIMIT", 10_000_000)  # a file that is mailed has fewer
     path = tmp_path / "many.html"
     path.write_text(static_page([subject]), encoding="utf-8")

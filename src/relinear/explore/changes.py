@@ -30,9 +30,9 @@ ACTIONS: dict[str, tuple[type[Intervention], str]] = {
 
 
 class Change(NamedTuple):
-    """What is done to one unit of a site."""
+    """Say what is done to one unit of a hook point."""
 
-    site: str
+    point: str
     unit: int
     action: str
     value: float
@@ -42,13 +42,13 @@ class Change(NamedTuple):
         if self.action not in ACTIONS:
             raise ValueError(f"unknown action {self.action!r}; there are: {', '.join(ACTIONS)}")
         intervention, argument = ACTIONS[self.action]
-        return {self.site: intervention(**{argument: self.value, "dims": [self.unit]})}
+        return {self.point: intervention(**{argument: self.value, "dims": [self.unit]})}
 
     def code(self) -> str:
         """Return the same as Python source."""
         intervention, argument = ACTIONS[self.action]
         call = f"{intervention.__name__}({argument}={self.value!r}, dims=[{self.unit}])"
-        return f"{{{self.site!r}: relinear.activations.{call}}}"
+        return f"{{{self.point!r}: relinear.activations.{call}}}"
 
 
 def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
         raise ValueError(f"the value must be a finite number, got {change.value}")
     if not 0 <= new <= MOST_NEW_TOKENS:
         raise ValueError(f"between 0 and {MOST_NEW_TOKENS} tokens can be written, got {new}")
-    subject.index.row(change.site, change.unit)
+    subject.index.row(change.point, change.unit)
     ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
     with subject.lock:
         for side, one in (("before", None), ("after", change), ("control", _alike(subject, change, seed))):
@@ -78,10 +78,10 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
 
 def _alike(subject: Subject, change: Change, seed: int) -> Change | None:
     """The same change of a control unit."""
-    control = subject.control_of(change.site, change.unit, seed)
+    control = subject.control_of(change.point, change.unit, seed)
     if control is None:
         return None
-    row, other = subject.index.row(change.site, change.unit), subject.index.row(*control)
+    row, other = subject.index.row(change.point, change.unit), subject.index.row(*control)
     mean, std = subject.index.tensors["mean"].double(), subject.index.tensors["std"].double()
     scale = float(std[other] / std[row]) if std[row] > 0 else 1.0
     value = change.value * scale
@@ -111,12 +111,12 @@ def code(subject: Subject, text: str, change: Change, new: int) -> str:
     return Template("\n".join(lines)).substitute(shown, padding=subject.padding()) + "\n"
 
 
-def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, Any]:
+def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, Any]:
     """Return what a unit does to the next token where it is highest: the same texts with it kept at its mean.
 
     Beside it a control, a random other unit that is kept at its mean on the same texts.
     """
-    row, tensors = subject.index.row(site, unit), subject.index.tensors
+    row, tensors = subject.index.row(point, unit), subject.index.tensors
     texts = tensors["most_row"][row][:EFFECT_TEXTS].long()
     positions = tensors["most_token"][row][:EFFECT_TEXTS].long()[texts >= 0]
     ids = subject.index.ids.long()[texts[texts >= 0]]
@@ -128,10 +128,10 @@ def effect(subject: Subject, site: str, unit: int, seed: int = 0) -> dict[str, A
     def without(one: tuple[str, int]) -> dict[str, Intervention]:
         return Change(*one, "set", float(tensors["mean"][subject.index.row(*one)])).interventions()
 
-    control = subject.control_of(site, unit, seed)
+    control = subject.control_of(point, unit, seed)
     with subject.lock:
         whole = shares({})
-        answer: dict[str, Any] = {"unit": _moved(subject, whole, shares(without((site, unit))))}
+        answer: dict[str, Any] = {"unit": _moved(subject, whole, shares(without((point, unit))))}
         answer["control"] = _moved(subject, whole, shares(without(control))) if control else None
     return answer | {"texts": len(ids), "control_unit": control}
 

@@ -43,7 +43,7 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
     Args:
         subjects: one model, or two side by side.
         effects: the most units of each whose effect on the next token is measured and put in, those of the largest
-            spread in their site first.
+            spread at their hook point first.
         on_progress: called after each of these measurements.
 
     Raises:
@@ -56,8 +56,8 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
     chosen = [_most_spread(subject, effects) for subject in subjects]
     total, done = sum(map(len, chosen)), 0
     for subject, units, packed in zip(subjects, chosen, indices, strict=True):
-        for site, unit in units:
-            packed["effects"][f"{site} #{unit}"] = effect(subject, site, unit)
+        for point, unit in units:
+            packed["effects"][f"{point} #{unit}"] = effect(subject, point, unit)
             done += 1
             on_progress(Progress("measuring effects", done, total))
     return _checked(_page(overviews, _STATIC, data))
@@ -89,14 +89,14 @@ def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[
 
 
 def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
-    """Up to ``count`` units, taken from all sites in turn, those of the largest spread in their site first."""
+    """Up to ``count`` units, taken from all hook points in turn, those of the largest spread at their point first."""
     std = subject.index.tensors["std"]
     units: list[tuple[int, str, int]] = []
-    for facts in subject.index.sites.values():
+    for facts in subject.index.hook_points.values():
         order = std[facts.start : facts.start + facts.size].sort(descending=True, stable=True).indices[:count].tolist()
         units += [(rank, facts.name, unit) for rank, unit in enumerate(order)]
-    units.sort(key=lambda one: one[0])  # stable: the sites in their order
-    return [(site, unit) for _, site, unit in units[:count]]
+    units.sort(key=lambda one: one[0])  # stable: the hook points in their order
+    return [(point, unit) for _, point, unit in units[:count]]
 
 
 def _packed(subject: Subject) -> dict[str, Any]:

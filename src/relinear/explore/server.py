@@ -39,15 +39,15 @@ def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: S
         raise ValueError(readable(error)) from None
 
 
-def _unit(subject: Subject, site: str, unit: int, seed: int = 0) -> Any:
-    control = subject.control_of(site, unit, seed)
-    return {"unit": subject.unit(site, unit), "control": control and subject.unit(*control)}
+def _unit(subject: Subject, point: str, unit: int, seed: int = 0) -> Any:
+    control = subject.control_of(point, unit, seed)
+    return {"unit": subject.unit(point, unit), "control": control and subject.unit(*control)}
 
 
 def _change(
-    subject: Subject, text: str, site: str, unit: int, action: str, value: StrictFloat, new: int = 30, seed: int = 0
+    subject: Subject, text: str, point: str, unit: int, action: str, value: StrictFloat, new: int = 30, seed: int = 0
 ) -> Any:
-    return try_change(subject, text, Change(site, unit, action, value), new, seed)
+    return try_change(subject, text, Change(point, unit, action, value), new, seed)
 
 
 #: what may be asked for: with GET what the index knows, with POST what runs the model

@@ -1,6 +1,6 @@
-"""A model on disk -> what the page is about: sites, texts, an index, and what the page asks of it, as JSON values."""
+"""A model on disk -> hook points, texts, an index, and the answers to the page, as JSON values."""
 
-# Legend: T tokens, R units of a site, V vocabulary
+# Legend: T tokens, R units of a hook point, V vocabulary
 
 import contextlib
 import dataclasses
@@ -36,19 +36,19 @@ SHOWN = 10
 
 
 class Subject:
-    """A model, its tokenizer, the sites that are looked at and their index. Its methods may be called by many threads.
+    """Hold a model, its tokenizer, its hook points and their index. Many threads may call its methods.
 
     Args:
         path: what the model is loaded from, for the code that is shown.
         model: in eval mode. tokenizer: of text.
-        places: the sites by name. index: over them.
+        points: the hook points by name. index: over them.
     """
 
     def __init__(
-        self, path: str | Path, model: Any, tokenizer: Any, places: Mapping[str, HookPoint], index: Index
+        self, path: str | Path, model: Any, tokenizer: Any, points: Mapping[str, HookPoint], index: Index
     ) -> None:
         self.path, self.model, self.tokenizer = str(path), model, tokenizer
-        self.places, self.index = places, index
+        self.points, self.index = points, index
         self.lock = threading.Lock()
         self._texts: dict[int, str] = {}
 
@@ -88,15 +88,15 @@ class Subject:
 
     # Units
 
-    def control_of(self, site: str, unit: int, seed: int = 0) -> tuple[str, int] | None:
-        """A random other unit of the same site, or where it has one unit of the same kind; None where there is none."""
-        index, facts = self.index, self.index.facts(site)
-        current = index.row(site, unit)
+    def control_of(self, point: str, unit: int, seed: int = 0) -> tuple[str, int] | None:
+        """Return a random other unit of the same hook point, or, of a single one, of its kind; None without any."""
+        index, facts = self.index, self.index.facts(point)
+        current = index.row(point, unit)
         candidates: list[int] = [row for row in range(facts.start, facts.start + facts.size) if row != current]
         if not candidates:
-            same = [one for one in index.sites.values() if one.kind == facts.kind]
+            same = [one for one in index.hook_points.values() if one.kind == facts.kind]
             candidates = [row for one in same for row in range(one.start, one.start + one.size) if row != current]
-        return index.unit_at(random.Random(f"{site} {unit} {seed}").choice(candidates)) if candidates else None
+        return index.unit_at(random.Random(f"{point} {unit} {seed}").choice(candidates)) if candidates else None
 
     def overview(self) -> dict[str, Any]:
         """Return what the model offers."""
@@ -105,15 +105,15 @@ class Subject:
             "path": self.path,
             "class": type(self.model).__name__,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "sites": [dataclasses.asdict(one) for one in self.index.sites.values()],
+            "hook_points": [dataclasses.asdict(one) for one in self.index.hook_points.values()],
             "texts": texts,
             "length": length,
             "prefixes": self.reads_prefixes(),
         }
 
-    def units(self, site: str) -> list[dict[str, Any]]:
-        """Return every unit of a site in few words: mean, spread, and the tokens at which it is highest."""
-        facts, tensors = self.index.facts(site), self.index.tensors
+    def units(self, point: str) -> list[dict[str, Any]]:
+        """Return every unit of a hook point in few words: mean, spread, and the tokens at which it is highest."""
+        facts, tensors = self.index.facts(point), self.index.tensors
         rows = slice(facts.start, facts.start + facts.size)
         marked = self._marked(rows)[:, :3].tolist()
         means, spreads = tensors["mean"][rows].tolist(), tensors["std"][rows].tolist()
@@ -127,11 +127,11 @@ class Subject:
         texts, tokens = (self.index.tensors[f"most_{what}"][rows].long() for what in ("row", "token"))
         return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
 
-    def unit(self, site: str, unit: int) -> dict[str, Any]:
+    def unit(self, point: str, unit: int) -> dict[str, Any]:
         """Return a unit's page: the texts that move it most and least, each token of them, its histogram."""
-        row, tensors = self.index.row(site, unit), self.index.tensors
-        facts = self.index.facts(site)
-        answer: dict[str, Any] = {"site": site, "unit": unit, "kind": facts.kind}
+        row, tensors = self.index.row(point, unit), self.index.tensors
+        facts = self.index.facts(point)
+        answer: dict[str, Any] = {"point": point, "unit": unit, "kind": facts.kind}
         for end in ("most", "least"):
             columns = (tensors[f"{end}_{what}"][row].tolist() for what in ("value", "row", "token"))
             answer[end] = [
@@ -155,21 +155,21 @@ class Subject:
         rows: list[dict[str, Any]] = []
         for row in best:
             if counts[row]:
-                site, unit = self.index.unit_at(row)
+                point, unit = self.index.unit_at(row)
                 texts = self.tokens(token for token in marked[row].tolist() if token in hits)
                 once = list(dict.fromkeys(texts))
-                rows.append({"site": site, "unit": unit, "count": int(counts[row]), "tokens": once})
+                rows.append({"point": point, "unit": unit, "count": int(counts[row]), "tokens": once})
         return rows
 
     # What runs the model
 
-    def colour(self, text: str, site: str, unit: int) -> dict[str, Any]:
-        """Return a text's tokens with the values of a unit, and at each those of its site furthest from their means."""
-        row = self.index.row(site, unit)
+    def colour(self, text: str, point: str, unit: int) -> dict[str, Any]:
+        """Return a text's tokens with the values of a unit, and those of its hook point furthest from their means."""
+        row = self.index.row(point, unit)
         ids = self.encode(text)
         with self.lock:
-            values = values_of(self.model, ids, {site: self.places[site]})[site]
-        facts, tensors = self.index.facts(site), self.index.tensors
+            values = values_of(self.model, ids, {point: self.points[point]})[point]
+        facts, tensors = self.index.facts(point), self.index.tensors
         rows = slice(facts.start, facts.start + facts.size)
         away = (values - tensors["mean"][rows]) / tensors["std"][rows].clamp_min(1e-9)
         away = away.where(tensors["std"][rows] > 0, torch.zeros(()))
@@ -255,13 +255,13 @@ def prepare_subject(
         model, tokenizer: as loaded.
         data: where texts come from; the Python standard library by default.
         sequences, length: how many texts, and the tokens in each.
-        wanted: names of sites (``choose_hook_points``).
+        wanted: names of hook points (``choose_hook_points``).
         folder: where the index is kept; by default ``explore`` in the model's directory, or in the cache for a model
             that has none which this user, and nobody else, can write to.
         on_progress: called with the texts that are done while a new index is made.
 
     Raises:
-        ValueError: if the tokenizer is not the model's, a site does not exist, or there is too little text.
+        ValueError: if the tokenizer is not the model's, a hook point does not exist, or there is too little text.
         OSError: if the index cannot be written.
     """
     check_tokenizer_fits(tokenizer, model)
@@ -272,7 +272,7 @@ def prepare_subject(
     made_from = {
         "data": data.data,
         "weights": _weights(Path(name)),
-        "sites": list(points),
+        "hook_points": list(points),
         "texts": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
     folder = folder or _usual_folder(name)

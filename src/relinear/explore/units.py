@@ -50,10 +50,10 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
         ValueError: if nothing is found, or the index would take more than a GiB.
     """
     every = hook_points(model, outputs=True)
-    inside = {name: site for name, site in every.items() if site.kind != OUTPUT}
+    inside = {name: point for name, point in every.items() if point.kind != OUTPUT}
     chosen: dict[str, HookPoint] = {}
     for pattern in wanted:
-        matched = {name: site for name, site in every.items() if name == pattern or name.endswith(f".{pattern}")}
+        matched = {name: point for name, point in every.items() if name == pattern or name.endswith(f".{pattern}")}
         if not matched:
             ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in inside or every)
             raise ValueError(f"no hook point of this model is named {pattern!r}; {nearest(pattern, ends)}")
@@ -62,7 +62,7 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
         chosen = inside or _outputs_of_layers(model, every)
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no units: no latent, no gate and no layer with a linear map")
-    units = sum(site.size for site in chosen.values())
+    units = sum(point.size for point in chosen.values())
     if units * _BYTES > _MOST_BYTES:
         raise ValueError(
             f"{units:,} units are too many for one index; name hook points, such as {next(iter(chosen))!r}"
@@ -73,7 +73,7 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
 def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict[str, HookPoint]:
     """What linear maps and operators of the decoder's layers put out, without the parts of operators."""
     find = layer_finder(model)
-    outputs = [name for name, site in every.items() if site.kind == OUTPUT]
+    outputs = [name for name, point in every.items() if point.kind == OUTPUT]
     inside = [name for name in outputs if find(name.removesuffix(f".{OUTPUT}")) is not None]
     within = {n for n in inside for other in inside if n != other and n.startswith(other.removesuffix(OUTPUT))}
     return {name: every[name] for name in inside if name not in within}
@@ -94,7 +94,7 @@ class HookPointFacts:
 class Index:
     """What the units of a model do on a corpus.
 
-    sites: by name, in the model's order.
+    hook_points: by name, in the model's order.
     ids: (N, T), the texts.
     tensors: "most_value", "most_row", "most_token" (U, K): the texts in which a unit is highest, one entry a text, with
         the token where it is, highest first; where there are fewer texts the row is -1. "least_..." where it is lowest,
@@ -103,27 +103,27 @@ class Index:
     made_from: JSON values that change whenever the index would.
     """
 
-    sites: Mapping[str, HookPointFacts]
+    hook_points: Mapping[str, HookPointFacts]
     ids: Tensor
     tensors: Mapping[str, Tensor]
     made_from: Mapping[str, Any]
 
-    def row(self, site: str, unit: int) -> int:
+    def row(self, point: str, unit: int) -> int:
         """Return the row of a unit in the tensors. Raises ValueError if there is none."""
-        facts = self.facts(site)
+        facts = self.facts(point)
         if not 0 <= unit < facts.size:
-            raise ValueError(f"{site} has units 0 to {facts.size - 1}, got {unit}")
+            raise ValueError(f"{point} has units 0 to {facts.size - 1}, got {unit}")
         return facts.start + unit
 
-    def facts(self, site: str) -> HookPointFacts:
+    def facts(self, point: str) -> HookPointFacts:
         """Return what is known of a hook point. Raises ValueError if there is none of this name."""
-        if site not in self.sites:
-            raise ValueError(f"no hook point is named {site!r}; {nearest(site, self.sites)}")
-        return self.sites[site]
+        if point not in self.hook_points:
+            raise ValueError(f"no hook point is named {point!r}; {nearest(point, self.hook_points)}")
+        return self.hook_points[point]
 
     def unit_at(self, row: int) -> tuple[str, int]:
-        """Return the site and the unit of a row of the tensors."""
-        facts = next(facts for facts in self.sites.values() if facts.start <= row < facts.start + facts.size)
+        """Return the hook point and the unit of a row of the tensors."""
+        facts = next(facts for facts in self.hook_points.values() if facts.start <= row < facts.start + facts.size)
         return facts.name, row - facts.start
 
     def save(self, directory: str | Path) -> None:
@@ -136,9 +136,9 @@ class Index:
         index_folder(directory).claim()
         with atomic_directory(directory, "index.json") as folder:
             save_file({"ids": self.ids.to(torch.int32), **self.tensors}, folder / "units.safetensors")
-            values = [dataclasses.asdict(facts) for facts in self.sites.values()]
+            values = [dataclasses.asdict(facts) for facts in self.hook_points.values()]
             made = made_by("explore") | {"format": FORMAT, "made_from": dict(self.made_from)}
-            write_json(folder / "index.json", made | {"sites": values})
+            write_json(folder / "index.json", made | {"hook_points": values})
 
 
 def index_folder(directory: str | Path) -> RunFolder:
@@ -157,7 +157,7 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
         values = read_json(folder / "index.json")
         if values["format"] != FORMAT or values["made_from"] != dict(made_from):
             return None
-        facts = {row["name"]: HookPointFacts(**row) for row in values["sites"]}
+        facts = {row["name"]: HookPointFacts(**row) for row in values["hook_points"]}
         tensors = load_file(folder / "units.safetensors")
         ids = tensors.pop("ids")
     except (OSError, ValueError, LookupError, TypeError, SafetensorError):
@@ -170,7 +170,7 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
 
 
 class _Running:
-    """The entries of the index for the units of one site, as texts come in."""
+    """The entries of the index for the units of one point, as texts come in."""
 
     def __init__(self, size: int) -> None:
         self.values = {end: torch.full((size, TOP), -math.inf) for end in ("most", "least")}
@@ -216,7 +216,7 @@ class _Running:
         self.counts.scatter_add_(1, bins, torch.ones_like(bins))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the site's rows of the index's tensors."""
+        """Return the point's rows of the index's tensors."""
         mean = self.sum / self.seen
         tensors = {}
         for end, sign in (("most", 1), ("least", -1)):
@@ -241,12 +241,12 @@ def index_units(
     made_from: Mapping[str, Any],
     on_progress: ProgressCallback = no_progress,
 ) -> Index:
-    """Run ``model`` in eval mode on the texts ``ids`` (N, T) and index the units of the sites ``chosen``.
+    """Run ``model`` in eval mode on the texts ``ids`` (N, T) and index the units of the hook points ``chosen``.
 
     Raises:
-        ValueError: if a value is not finite, or a site has no value for each token of the texts.
+        ValueError: if a value is not finite, or a point has no value for each token of the texts.
     """
-    running = {name: _Running(site.size) for name, site in chosen.items()}
+    running = {name: _Running(point.size) for name, point in chosen.items()}
     for start in range(0, len(ids), BATCH):
         rows = ids[start : start + BATCH]
 
@@ -259,16 +259,16 @@ def index_units(
     if silent:
         raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other hook points")
     layers, facts, first = _layers_of(model, chosen), {}, 0
-    for name, site in chosen.items():
-        facts[name] = HookPointFacts(name, site.kind, layers[name], site.size, first)
-        first += site.size
+    for name, point in chosen.items():
+        facts[name] = HookPointFacts(name, point.kind, layers[name], point.size, first)
+        first += point.size
     parts = [one.tensors() for one in running.values()]
     tensors = {key: torch.cat([part[key] for part in parts]) for key in _SHAPES}
     return Index(facts, ids.cpu().to(torch.int32), tensors, dict(made_from))
 
 
 def _layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, int | None]:
-    """The decoder layer of every site: of the module whose name its own begins with."""
+    """The decoder layer of every point: of the module whose name its own begins with."""
     find, known = layer_finder(model), {name for name, _ in model.named_modules() if name}
     layers: dict[str, int | None] = {}
     for name in names:
@@ -280,14 +280,14 @@ def _layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, int | None]:
 
 @torch.no_grad()
 def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) -> dict[str, Tensor]:
-    """The values (T, R) of the sites ``chosen`` for the token ids (T,), in float32. Raises as ``index_units``."""
+    """The values (T, R) of the hook points ``chosen`` for the token ids (T,), in float32. Raises as ``index_units``."""
     by_point: dict[str, Tensor] = {}
     _run(model, ids[None], chosen, lambda name, values: by_point.update({name: values[0]}))
     return by_point
 
 
 def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable[[str, Tensor], None]) -> None:
-    """One forward over ids (B, T); ``see`` is called with the name and the values (B, T, R) of each site."""
+    """One forward over ids (B, T); ``see`` is called with the name and the values (B, T, R) of each point."""
 
     def observer(name: str, latent: Latent) -> None:
         values = latent.z.detach().float().cpu()
