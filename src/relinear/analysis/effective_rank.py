@@ -176,13 +176,16 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     found: list[Block] = []
     for space, meaning in SPACES.items():
         shown = [series for name in numbers for series in decays(numbers[name], space, name, palette[name])]
-        side = Axis(title="relative to the largest", log=True)
-        bottom = Axis(title="index of the singular value", from_zero=True)
         guide = Guide(x=rank, text=f"rank of one operator: {rank}")
         text = f"{space}: {meaning}. A line a layer; one that falls late is a rank that is used."
-        panel = Panel(shown, bottom, side, [guide], title=f"{space}: {meaning}")
-        found.append(Chart(text, panel, inline=True, stem="effective_rank"))
+        found.append(Chart(text, decay_panel(shown, f"{space}: {meaning}", guide), inline=True, stem="effective_rank"))
     return [*found, Table(head, rows, (0, 1))]
+
+
+def decay_panel(shown: list[Series], title: str, *guides: Guide) -> Panel:
+    """Return the panel of ``decays``."""
+    bottom = Axis(title="index of the singular value", from_zero=True)
+    return Panel(shown, bottom, Axis(title="relative to the largest", log=True), guides, title=title)
 
 
 def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:

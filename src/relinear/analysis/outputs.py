@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject, layer_row, short_name
-from relinear.analysis.effective_rank import decays, effective_rank, singular_values
+from relinear.analysis.effective_rank import decay_panel, decays, effective_rank, singular_values
 from relinear.contract.modes import evaluating, watching
 from relinear.contract.operator import embeds, is_linear, linear_features, named_operators
 from relinear.pages.blocks import Block, Cell, Chart, Table
@@ -49,7 +49,8 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
         with evaluating(model), watching(group.items(), see):
             for row in ids:
                 model(row[None])
-        found |= {name: _described(sums[name], *linear_features(module)) for name, module in group.items()}
+        seen = [name for name in group if name in sums and sums[name][0, 0] > 1]  # an expert may see no token
+        found |= {name: _described(sums[name], *linear_features(group[name])) for name in seen}
     return found
 
 
@@ -120,8 +121,9 @@ def run(subject: Subject) -> Result:
     numbers = {subject.name: output_statistics(subject.model, layers, subject.ids)}
     vocabulary = getattr(subject.model.config, "vocab_size", None)
     first = None if subject.folder is None else initial_values(subject.folder, vocabulary)
-    for name, update in updates(layers, first or {}).items():
-        numbers[subject.name][name]["update"] = update
+    moved = updates(layers, first or {})
+    for name in moved.keys() & numbers[subject.name]:
+        numbers[subject.name][name]["update"] = moved[name]
     if subject.control is not None:
         others = {name: m for name, m in subject.control.named_modules() if name in layers and is_linear(m)}
         if others:
@@ -140,28 +142,19 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows, spectra, shares = [], [], []
     for number, (model, layers) in enumerate(numbers.items()):
+        look: dict[str, Any] = {"name": model, "colour": palette[model], "number": number, "mode": "points"}
         spectra += decays(layers, "data", model, palette[model])
         told = {layer: row["linear_share"] for layer, row in layers.items() if row["linear_share"] is not None}
-        place: dict[str, Any] = {"x": list(told.values()), "y": [short_name(layer) for layer in told]}
-        texts = [f"{model}, {layer}: {share:.4f}" for layer, share in told.items()]
-        shares += [
-            Series(name=model, colour=palette[model], number=number, mode="points", texts=texts, **place)
-        ] * bool(told)
+        if told:
+            shares.append(Series(x=list(told.values()), y=[short_name(layer) for layer in told], **look))
         for layer, row in layers.items():
             rank = Cell(f"{row['effective_rank']['data']:.1f} of {row['width']}", row["effective_rank"]["data"])
             rows.append(layer_row(layer, model, rank, Cell.of(row["linear_share"]), Cell.of(row.get("update"))))
-    bottom, side = (
-        Axis(title="index of the singular value", from_zero=True),
-        Axis(title="relative to the largest", log=True),
-    )
-    panel = Panel(spectra, bottom, side, title="singular values of outputs")
-    found: list[Block] = [
-        Chart("Singular values of the centred outputs, a line a layer.", panel, stem="outputs", inline=True)
-    ]
+    text, title = "Singular values of the centred outputs, a line a layer.", "singular values of outputs"
+    found: list[Block] = [Chart(text, decay_panel(spectra, title), stem="outputs", inline=True)]
     if shares:
-        panel = Panel(
-            shares, Axis(title="linear share"), Axis(rows=True), [Guide(x=1, text="linear")], title="linear share"
-        )
+        guide, across = Guide(x=1, text="linear"), Axis(title="linear share")
         text = "Share of the outputs' variance that the best dense layer explains: at 1 the operator is linear here."
+        panel = Panel(shares, across, Axis(rows=True), [guide], title="linear share")
         found.append(Chart(text, panel, stem="outputs", inline=True))
     return [*found, Table(["layer", "model", "effective rank", "linear share", "update"], rows, (0, 1))]
