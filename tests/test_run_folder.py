@@ -331,7 +331,7 @@ COMMANDS = {
     ),
     "compress": (
         ["compress", "{model}", "--keep", "0.9", "--data", "{text}", "--out", "."],
-        ["compress.json", "calibration", "model", "model.gguf", "plain", "plan.json"],
+        ["compress.json", "calibration", "model", "model.gguf", "report.json", "plan.json"],
     ),
     "analyze": (["analyze", "{model}", "--data", "{text}", "--out", "."], ["analyze.json", "effective_rank.json"]),
     "bench": (["bench", "--out", "."], ["bench.json", "bench.png"]),
@@ -358,7 +358,9 @@ def test_commands_refuse_names_of_theirs_that_are_taken(command, saved, tmp_path
         path = tmp_path / name
         put(path if path.suffix else path / "mine.txt")
         assert main(arguments) == 2
-        assert f". has {name}, and no record" in capfd.readouterr().err
+        printed, said = capfd.readouterr()
+        assert f". has {name}, and no record" in said
+        assert printed == "", "what it takes is measured after that"
         assert [entry.name for entry in tmp_path.iterdir()] == [name]
         assert treasures(tmp_path) == 1
         path.unlink() if path.is_file() else shutil.rmtree(path)

@@ -61,7 +61,7 @@ def command(
 
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
-    from relinear.compare.folder import RUN
+    from relinear.compare.folder import comparison_folder
     from relinear.compare.recipe import apply_overrides, change_recipe, parse_overrides, read_recipe
     from relinear.compare.report import write_report
     from relinear.compare.requirements import compare_requirements
@@ -107,7 +107,7 @@ def command(
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
     options.prepare_process()
-    if dry_run or overwrite or not (out / RUN).is_file():
+    if dry_run or comparison_folder(out).check(settings.model_dump(mode="json"), overwrite=overwrite) is None:
         print_requirements(compare_requirements(settings, workers, timed=executor is None))
     if dry_run:
         return

@@ -48,6 +48,7 @@ def command(
     from relinear.compare.requirements import training_requirements
     from relinear.system.machine import is_first_rank
     from relinear.training import TrainSettings, train
+    from relinear.training.run import run_folder
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
 
@@ -76,7 +77,8 @@ def command(
         ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
         description = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
         print(f"{description} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
-        if dry_run or (ranks == 1 and (overwrite or not (out / "run.json").is_file())):
+        stated, folder = settings.model_dump(mode="json"), run_folder(out, settings, overwrite)
+        if dry_run or (ranks == 1 and folder.check(stated, overwrite=overwrite) is None):
             print_requirements(training_requirements(settings))
     if dry_run:
         return

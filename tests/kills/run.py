@@ -123,7 +123,9 @@ def run(kills: int, seed: int = 0, names: list[str] | None = None, minutes: floa
                     survived[name] += 1
                 attempt(name, data, out)
                 found = come_to(out)
-                wrong = [key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)]
+                wrong = {key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)}
+                # killed between its end and the removal of its last checkpoint, a run keeps that, which is no result
+                wrong -= {key for key in found.keys() - expected.keys() if "checkpoints" in Path(key).parts}
                 if wrong:
                     failures.append(f"{name} {number} killed at {moments}: other bits in {sorted(wrong)}")
             except AssertionError as error:
