@@ -195,7 +195,7 @@ def main() -> None:
     windows = read_elsewhere(named, tokenizer, judging)
     corpora = {Path(path).parent.name: texts(path) for path in given.calibrate}
     state = given.state / Path(given.model).name / f"seed-{given.seed}"
-    base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False}
+    base = {"tokens": given.tokens, "seed": given.seed, "evaluate": False, "self_sampled": False}
     layers_alone = {"tokenizer": tokenizer, "exclude": ("embed_tokens", "lm_head")}  # rows count neither
 
     def seen(model: nn.Module) -> tuple[dict[str, Reading], dict[str, float | None]]:
