@@ -81,7 +81,7 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
     Raises:
         ValueError: for several directories, for one without a comparison, and for files that are there.
     """
-    from relinear.compare.replicate import COMPARISON
+    from relinear.compare.papers import COMPARISON
     from relinear.compare.report import RESULTS, read_results
     from relinear.compare.tables import as_csv, curve_rows, latex_tables, table_rows
 

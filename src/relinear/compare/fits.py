@@ -13,20 +13,10 @@ from typing import Any
 
 import torch
 
+from relinear.compare import papers
 from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import executor_at
 from relinear.compare.match import measure_size
-from relinear.compare.papers import (
-    PAPER,
-    SMALL,
-    Claim,
-    Fits,
-    Paper,
-    claims_table,
-    is_here,
-    paper_table,
-    point_gap,
-)
 from relinear.compare.report import number
 from relinear.compare.schema import Gap
 from relinear.compare.speed import seconds_per_token
@@ -67,11 +57,11 @@ class FitReplication:
     """
 
     name: str
-    paper: Paper
+    paper: papers.Paper
     request: Mapping[str, Any]
 
     @property
-    def fits(self) -> Fits:
+    def fits(self) -> papers.Fits:
         """Of the paper."""
         assert self.paper.fits is not None
         return self.paper.fits
@@ -79,7 +69,7 @@ class FitReplication:
     @property
     def decoder(self) -> TrainSettings | None:
         """How the model that stands in is trained; None where one is named."""
-        if self.request["model"] != SMALL:
+        if self.request["model"] != papers.SMALL:
             return None
         data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}
         data |= {"max_validation_tokens": 128 * _LENGTH}
@@ -92,7 +82,7 @@ class FitReplication:
     def _texts(self) -> tuple[str, str | None]:
         """The text that is fitted on, and the second."""
         data, second = self.request["data"], self.request["evaluate_on"]
-        return self.fits.data if data == PAPER else data, self.fits.second if second == PAPER else second
+        return self.fits.data if data == papers.PAPER else data, self.fits.second if second == papers.PAPER else second
 
     def _jobs(self, part: float = 1.0) -> dict[str, dict[str, Any]]:
         """Name of the file -> what ``fit`` is to do beside model and texts, at a part of the budget."""
@@ -149,7 +139,7 @@ class FitReplication:
 
     @property
     def _model(self) -> str:
-        return self.fits.model if self.request["model"] == PAPER else self.request["model"]
+        return self.fits.model if self.request["model"] == papers.PAPER else self.request["model"]
 
     def run(
         self, folder: Path, on_progress: ProgressCallback, *, workers: int | None, executor: Any, slurm: Any
@@ -196,7 +186,7 @@ class FitReplication:
                 return Cell("–")
             return Cell.of(fmean(values(method, measure)), ",.0f" if measure.startswith("par") else ".3f")
 
-        def gap_of(claim: Claim) -> Gap:
+        def gap_of(claim: papers.Claim) -> Gap:
             """Over q, k and v alone, on the first text."""
             single = [f"1:{which}" for which, names in self.fits.projections.items() if len(names) == 1]
 
@@ -204,13 +194,13 @@ class FitReplication:
                 return [fmean(each) for each in zip(*(values(method, one) for one in single), strict=True)]
 
             pairs = zip(over_seeds(claim.entry), over_seeds(claim.against), strict=True)
-            return point_gap([ours - other for ours, other in pairs])
+            return papers.point_gap([ours - other for ours, other in pairs])
 
         palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
-        claims, lead = claims_table(self.paper.claims, gap_of)
+        claims, lead = papers.claims_table(self.paper.claims, gap_of)
         blocks: list[Block] = [Text(lead, lead=True), Text(self._scale(texts))]
         for table in self.paper.tables:
-            blocks += [Text(table.title, heading=True), paper_table(table, cell, palette)]
+            blocks += [Text(table.title, heading=True), papers.paper_table(table, cell, palette)]
         blocks += [Text("What is claimed, over q, k and v on the first text", heading=True), claims]
         blocks += [Text("What differs from the paper", heading=True), *map(Text, self.paper.differences)]
         blocks += [Text("How to read it", heading=True), *map(Text, self.paper.reading)]
@@ -241,7 +231,7 @@ def prose() -> str:
 
 def settings_of(text: str) -> DataSettings:
     """Return how a text is read: of one of the Hub as many documents as fits take many times over."""
-    return DataSettings(data=text, max_documents=None if is_here(text) else _DOCUMENTS)
+    return DataSettings(data=text, max_documents=None if papers.is_here(text) else _DOCUMENTS)
 
 
 def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Mapping[str, Any]) -> None:

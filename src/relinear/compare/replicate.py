@@ -15,24 +15,10 @@ from typing import Any
 import numpy as np
 
 from relinear.analysis.report import analyses_blocks
+from relinear.compare import papers
 from relinear.compare.fits import DECODER, FITS, SECOND, FitReplication
 from relinear.compare.folder import RUNS
 from relinear.compare.gaps import gap
-from relinear.compare.papers import (
-    COMPARISON,
-    PAPER,
-    RECORD,
-    REPORT,
-    SMALL,
-    Claim,
-    Paper,
-    claims_table,
-    is_here,
-    paper_table,
-    point_gap,
-    read_paper,
-    share_of,
-)
 from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
 from relinear.compare.report import number, read_results, results_section
 from relinear.compare.requirements import compare_requirements
@@ -58,7 +44,7 @@ class Replication:
     """
 
     name: str
-    paper: Paper
+    paper: papers.Paper
     request: Mapping[str, Any]
     whole: CompareSettings
     recipe: CompareSettings
@@ -76,12 +62,12 @@ class Replication:
     @property
     def shown_model(self) -> str:
         """What the entries are made of."""
-        return self.recipe.train.model + ", small sizes" * (self.request["model"] == SMALL)
+        return self.recipe.train.model + ", small sizes" * (self.request["model"] == papers.SMALL)
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
         """Return what it takes on this machine, by name, as ``compare_requirements``, whose errors it raises."""
         requirements = compare_requirements(self.recipe, workers)
-        of = f"{self.shown_model}: " * (self.request["model"] == SMALL)
+        of = f"{self.shown_model}: " * (self.request["model"] == papers.SMALL)
         return requirements | {
             "parameters": of + requirements["parameters"],
             "tokens": f"{requirements['tokens']}, {self.shown_share}",
@@ -89,11 +75,11 @@ class Replication:
 
     def run(self, folder: Path, on_progress: ProgressCallback, **where: Any) -> None:
         """Train; ``where`` is what ``compare`` takes."""
-        compare(self.recipe, folder / COMPARISON, on_progress=on_progress, **where)
+        compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **where)
 
     def section(self, folder: Path) -> Section:
         """Return its page: the paper beside ours, then the comparison. Raises as ``replicate_section``."""
-        results, below = read_results(folder / COMPARISON), results_section(folder / COMPARISON)
+        results, below = read_results(folder / papers.COMPARISON), results_section(folder / papers.COMPARISON)
         entries = {entry["name"]: entry for entry in results["entries"]}
         first = entries.get(next(iter(self.recipe.entries)))
         diverged = {entry["name"] for entry in results.get("diverged", ())}
@@ -102,26 +88,26 @@ class Replication:
             if name not in entries:
                 return Cell("diverged" if name in diverged else "–")
             if measure in ANALYSED:
-                return _analysed(folder / COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
+                return _analysed(folder / papers.COMPARISON / RUNS / name / f"seed-{self.recipe.seeds[0]}", measure)
             value, template = MEASURES[measure]
             return Cell.of(value(entries[name], first), template)
 
-        def gap_of(claim: Claim) -> Gap | None:
+        def gap_of(claim: papers.Claim) -> Gap | None:
             if not claim.measure:
                 return _gap(entries.get(claim.entry), entries.get(claim.against))
             ours, other = cell(claim.entry, claim.measure).value, cell(claim.against, claim.than).value
-            return None if ours is None or other is None else point_gap([ours - other])
+            return None if ours is None or other is None else papers.point_gap([ours - other])
 
-        claims, lead = claims_table(self.paper.claims, gap_of)
+        claims, lead = papers.claims_table(self.paper.claims, gap_of)
         blocks: list[Block] = [Text(lead, lead=True), Text(_scale(self, results))]
         for table in self.paper.tables:
-            blocks += [Text(table.title, heading=True), paper_table(table, cell, below.entries)]
+            blocks += [Text(table.title, heading=True), papers.paper_table(table, cell, below.entries)]
         blocks += [Text("What is claimed", heading=True), claims]
         blocks += [Text("What differs from the paper", heading=True), _differences(self, results)]
         blocks += [Text(said) for said in self.paper.differences]
         blocks += [Text("How to read it", heading=True), *map(Text, [*_reading(self), *self.paper.reading])]
         blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
-        blocks += analyses_blocks(folder / COMPARISON)
+        blocks += analyses_blocks(folder / papers.COMPARISON)
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
 
 
@@ -153,24 +139,24 @@ def replication(
     Raises:
         ValueError: for an unknown paper, a budget that is no share, settings that a recipe would not take.
     """
-    paper = read_paper(name)
-    full, share = budget == PAPER, share_of(budget, paper.budget)
-    model, data = model or (PAPER if full else SMALL), data or (PAPER if full else paper.data)
+    paper = papers.read_paper(name)
+    full, share = budget == papers.PAPER, papers.share_of(budget, paper.budget)
+    model, data = model or (papers.PAPER if full else papers.SMALL), data or (papers.PAPER if full else paper.data)
     request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
     if paper.fits is not None:
-        second = evaluate_on or (PAPER if data == PAPER else None)
+        second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
         return FitReplication(name, paper, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")
     settings = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
     values = apply_overrides(settings, paper.changes)
     whole = CompareSettings.load(values, paper.recipe)
-    changes: dict[str, Any] = {} if model == PAPER else {"train.model": model}
-    if model == SMALL:
+    changes: dict[str, Any] = {} if model == papers.PAPER else {"train.model": model}
+    if model == papers.SMALL:
         changes = dict(paper.small)
-    if data != PAPER:
+    if data != papers.PAPER:
         changes["train.data.data"] = data
-        if is_here(data):
+        if papers.is_here(data):
             changes |= {"train.data.max_documents": None, "train.data.validation_fraction": 0.05}
     if tokenizer is not None:
         changes["train.data.tokenizer"] = tokenizer
@@ -214,11 +200,11 @@ def replicate(
     Raises:
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
     """
-    folder = RunFolder(out_dir, "replicate", RECORD, (COMPARISON, DECODER, FITS, SECOND, REPORT))
+    folder = RunFolder(out_dir, "replicate", papers.RECORD, (papers.COMPARISON, DECODER, FITS, SECOND, papers.REPORT))
     with folder.open(plan.request, overwrite=overwrite):
         folder.write()
         plan.run(folder.path, on_progress, workers=workers, executor=executor, slurm=slurm)
-        return write_page(folder.path / REPORT, [plan.section(folder.path)])
+        return write_page(folder.path / papers.REPORT, [plan.section(folder.path)])
 
 
 # The page
@@ -282,7 +268,7 @@ def replicate_section(directory: str | Path) -> Section:
     Raises:
         FileNotFoundError: if it has not ended. ValueError: for damaged files.
     """
-    request = read_values(Path(directory) / RECORD)["settings"]
+    request = read_values(Path(directory) / papers.RECORD)["settings"]
     plan = replication(request["paper"], **{key: value for key, value in request.items() if key != "paper"})
     return plan.section(Path(directory))
 
