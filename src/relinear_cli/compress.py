@@ -8,12 +8,12 @@ import typer
 from relinear_cli import options
 
 _DATA = "Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name; several times: as many tokens of each."
-Corpora = Annotated[list[str], typer.Option(help=_DATA)]
+Corpora = Annotated[list[str] | None, typer.Option(help=_DATA, show_default="stdlib")]
 
 
 def command(
     model: options.PretrainedModel,
-    data: Corpora,
+    data: Corpora = None,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
     size: Annotated[
         str | None, typer.Option(help="Of the file at most, in place of --bits: 90MB, or a share such as 0.3.")
@@ -85,7 +85,7 @@ def command(
 
     values = options.options_among(locals(), CompressSettings)
     settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
-    corpora, judges = _corpora(data, evaluate_on or [], split, text_column)
+    corpora, judges = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
     check_folder(out, settings, overwrite=overwrite)
     if plan is not None:
         read_layers(plan)
