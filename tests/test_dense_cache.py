@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import relinear
+from relinear.contract.inference import ParameterCache
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -87,3 +88,10 @@ def test_large_layers_stay_structured(operator):
     dense = sys.modules[type(operator).__module__]._DENSE
     for dtype in dense.limits:
         assert not dense.in_inference(8192, 8192, dtype, 4096)
+
+
+@torch.no_grad()
+def test_a_layer_too_large_for_a_dense_matrix_looks_nothing_up(monkeypatch):
+    layer = relinear.for_inference_(relinear.LowRank(rank=8).build(1024, 1024).eval())
+    monkeypatch.setattr(ParameterCache, "get", lambda *given: pytest.fail("looked up"))
+    assert layer(torch.randn(1, 1024)).shape == (1, 1024)

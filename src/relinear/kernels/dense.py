@@ -37,6 +37,13 @@ class Dense:
         largest = next((size for most, size in self.limits.get(dtype, ()) if tokens <= most), 0)
         return _log_dense(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
 
+    def inference(self, operator: Any, x: Tensor) -> Tensor | None:
+        """``dense_inference``; what is too large to be dense for any number of tokens is not looked up."""
+        sizes = self.limits.get(x.dtype)
+        if sizes is None or operator.in_features * operator.out_features > sizes[0][1] ** 2:
+            return None
+        return dense_inference(operator, x, self.in_inference)
+
 
 def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
     """``operator(x)`` through its dense matrix, or None where the structured form is to be used.

@@ -15,7 +15,7 @@ from relinear.contract.operator import Operator, OperatorConfig
 from relinear.contract.parameters import ListedParameters
 from relinear.functional.block_hadamard import block_hadamard_dense, block_hadamard_fit, block_hadamard_sizes
 from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
-from relinear.kernels.dense import Dense, dense_inference
+from relinear.kernels.dense import Dense
 
 _DENSE = Dense(
     "block_hadamard",
@@ -45,7 +45,7 @@ class BlockHadamardLinear(Operator):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, _DENSE.in_inference)
+        dense = _DENSE.inference(self, x)
         if dense is not None:
             return dense
         return block_hadamard(x, self.blocks(), self.out_features, self.bias, self.config.mix_input)

@@ -15,7 +15,7 @@ from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import Count, check_fits, register
 from relinear.contract.operator import Operator, OperatorConfig, dense_weight, linear_features
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
-from relinear.kernels.dense import Dense, dense_inference
+from relinear.kernels.dense import Dense
 
 #: in training never: two products are few
 _DENSE = Dense("low_rank", {torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
@@ -67,7 +67,7 @@ class LowRankLinear(RankLinear):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, _DENSE.in_inference)
+        dense = _DENSE.inference(self, x)
         return low_rank(x, self.down, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from relinear.contract.config import Count, check_fits, register
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
-from relinear.kernels.dense import Dense, dense_inference
+from relinear.kernels.dense import Dense
 
 _DENSE = Dense("monarch", limits={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
 
@@ -47,7 +47,7 @@ class MonarchLinear(Operator):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, _DENSE.in_inference)
+        dense = _DENSE.inference(self, x)
         return monarch(x, self.right, self.left, self.out_features, self.bias) if dense is None else dense
 
     def to_dense(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from relinear.contract.config import register
 from relinear.contract.operator import OperatorConfig, ParamRole
 from relinear.functional.pivoted_low_rank import pivoted_factors
-from relinear.kernels.dense import Dense, dense_inference
+from relinear.kernels.dense import Dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, RankLinear
 
@@ -53,7 +53,7 @@ class PivotedLowRankLinear(RankLinear):
         self.zero_bias_()
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = dense_inference(self, x, _DENSE.in_inference)
+        dense = _DENSE.inference(self, x)
         return pivoted_low_rank(x, self.order, self.mix, self.up, self.bias) if dense is None else dense
 
     def dense_chain(self) -> tuple[Tensor, ...]:
