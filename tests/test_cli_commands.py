@@ -55,7 +55,7 @@ def test_help_shows_options_in_groups(capfd):
 #: options that ask for something more: where they are not given, there is none of it
 ASKS_FOR_MORE = {
     *("replace", "attach", "exclude", "overrides", "operators", "recipe", "plan", "export", "evaluate_on", "retrain"),
-    *("model", "check", "control", "static", "lambada", "max_tokens", "limit", "sizes"),
+    *("model", "check", "control", "static", "lambada", "max_tokens", "limit", "sizes", "csv", "latex"),
 }
 SAYS_WITHOUT = r"default|\belse\b|[Ii]n place of|leaves torch's choice|where no "
 
