@@ -116,7 +116,7 @@ def test_report_probes_each_place_with_samples_held_out(samples):
     numbers = cgt_arithmetic.run(subject).numbers
     assert set(numbers["accuracy"]) == {"dynamic", "specialized", "specialized_ctx", "another"}
     read = cgt_arithmetic.probe_features(model.context(ids), samples.task).double().reshape(120, -1).numpy()
-    hidden = np.concatenate([subject.samples.drawn(index)["coefficients"] for index in range(60)])
+    hidden = np.concatenate([subject.samples.draw(index)["coefficients"] for index in range(60)])
     x = (read - read[:60].mean(0)) / read[:60].std(0, ddof=1)
     t = (hidden - hidden[:60].mean(0)) / hidden[:60].std(0, ddof=1)
     fitted = np.linalg.lstsq(np.r_[x[:60], np.sqrt(0.06) * np.eye(12)], np.r_[t[:60], np.zeros((12, 2))], rcond=None)[0]
@@ -127,12 +127,12 @@ def test_report_probes_each_place_with_samples_held_out(samples):
 def test_guessing_is_the_most_frequent_answer():
     """One digit, a in -5 .. 5 and b = 0: 0 if the number is 0, else one of eleven answers: 2 / 11 of 18.2 %."""
     whole = Samples(ArithmeticTask(tasks=1, digits=1, a=(-5, 5), b=(0, 0), integers=True), 400)
-    zeros = np.mean([whole.drawn(index)["numbers"][..., 0] == 0 for index in range(400)])
+    zeros = np.mean([whole.draw(index)["numbers"][..., 0] == 0 for index in range(400)])
     assert cgt_arithmetic.guessing_accuracy(whole, 400) == pytest.approx(zeros + (1 - zeros) / 11)
     assert zeros + (1 - zeros) / 11 == pytest.approx(2 / 11, abs=0.02)
     # a in [0, 1) alone: A a falls evenly into A cells (0 is one more for A = 0).
     real = Samples(ArithmeticTask(tasks=1, digits=1, a=(0, 1), b=(0, 0)), 100)
-    cells = np.maximum([real.drawn(index)["numbers"][..., 0] for index in range(100)], 1)
+    cells = np.maximum([real.draw(index)["numbers"][..., 0] for index in range(100)], 1)
     assert cgt_arithmetic.guessing_accuracy(real, 100) == pytest.approx((1 / cells).mean(), abs=0.02)
 
 
@@ -163,7 +163,7 @@ def test_ridge_is_scikit_learns():
     samples = Samples(RegressionTask(inputs=3, pairs=8, noise=0.5), 4)
     errors = np.zeros(8)
     for index in range(4):
-        drawn = samples.drawn(index)
+        drawn = samples.draw(index)
         x = np.c_[drawn["x"], np.ones(8)]
         errors[0] += drawn["clean"][0].item() ** 2 / 4
         for n in range(1, 8):
@@ -188,7 +188,7 @@ def test_regression_errors_of_frozen_and_dynamic_models(regression_model):
     with torch.no_grad():
         vectors = samples.batch(range(5))["vectors"]
         frozen = regression_model(vectors[:, 4:], frozen_context=regression_model.context(vectors)[:, 3]).logits[:, 0]
-    clean = torch.from_numpy(np.stack([samples.drawn(i)["clean"][2] for i in range(5)])).float()
+    clean = torch.from_numpy(np.stack([samples.draw(i)["clean"][2] for i in range(5)])).float()
     assert errors["frozen_2"][0] == pytest.approx((frozen - clean).square().mean().item(), rel=1e-5)
 
 

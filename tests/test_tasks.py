@@ -18,7 +18,7 @@ def test_arithmetic_text_has_the_papers_format():
     task = ArithmeticTask(tasks=3)
     samples = Samples(task, 50)
     for index in range(50):
-        drawn = samples.drawn(index)
+        drawn = samples.draw(index)
         text = task.text(drawn)
         assert len(text) == task.length == 3 * 4 * 15
         assert text.count("#") == 3
@@ -36,7 +36,7 @@ def test_arithmetic_cuts_as_the_papers_example_does():
     task = ArithmeticTask()
     assert task.example(12, 23, 35) == "012*023=+00035"
     assert task.example(12, 23, int(0.5 * 12 - 1.5 * 23)) == "012*023=-00028"
-    drawn = Samples(task).drawn(0)
+    drawn = Samples(task).draw(0)
     printed = [int(answer) for answer in re.findall(r"=([+-]\d+)", task.text(drawn))]
     exact = [a * x + b * y for (a, b), pairs in zip(drawn["coefficients"], drawn["numbers"]) for x, y in pairs]
     assert printed == [math.trunc(value) for value in exact]
@@ -47,7 +47,7 @@ def test_arithmetic_masks():
     task = ArithmeticTask(tasks=2, examples=3, digits=2)
     samples = Samples(task, 5)
     ids = samples[0]["input_ids"]
-    text = task.text(samples.drawn(0))
+    text = task.text(samples.draw(0))
     answers = "".join(np.array(list(text))[task.answer_mask().numpy()])
     assert re.fullmatch(r"([+-]\d{4}){6}", answers)
     assert task.example_of().bincount().tolist() == [24, 24, 24]
@@ -71,7 +71,7 @@ def test_items_depend_on_seed_split_and_index_alone(task):
 
 def test_regression_interleaves_x_and_y():
     samples = Samples(RegressionTask(inputs=5, outputs=2, pairs=7, layout="separate"))
-    item, drawn = samples[1], samples.drawn(1)
+    item, drawn = samples[1], samples.draw(1)
     assert item["vectors"].shape == (14, 7)
     torch.testing.assert_close(item["vectors"][0::2, :5], torch.from_numpy(drawn["x"]).float())
     torch.testing.assert_close(item["vectors"][1::2, 5:], torch.from_numpy(drawn["y"]).float())
@@ -84,7 +84,7 @@ def test_regression_interleaves_x_and_y():
 def test_regression_may_share_features():
     """Each of x and y from the first feature on, as vectors that are padded one by one."""
     samples = Samples(RegressionTask(inputs=5, outputs=2, pairs=7))
-    item, drawn = samples[1], samples.drawn(1)
+    item, drawn = samples[1], samples.draw(1)
     assert item["vectors"].shape == (14, 5)
     torch.testing.assert_close(item["vectors"][0::2], torch.from_numpy(drawn["x"]).float())
     torch.testing.assert_close(item["vectors"][1::2, :2], torch.from_numpy(drawn["y"]).float())
@@ -97,7 +97,7 @@ def test_mixture_joins_two_documents():
     samples = Samples(Joined(task, 32, (tuple(documents),)))
     cuts = set()
     for index in range(200):
-        drawn = samples.drawn(index)
+        drawn = samples.draw(index)
         ids, cut = drawn["ids"], drawn["cut"]
         assert len(ids) == 32
         parts = set(ids[:cut]), set(ids[cut:])
@@ -108,7 +108,7 @@ def test_mixture_joins_two_documents():
     assert cuts == set(range(10, 20))
     assert len(Samples(Joined(task.replace(single=True), 32, (tuple(documents),)))[0]["input_ids"].unique()) == 1
     both = Samples(Joined(task, 32, (tuple(documents[:2]), tuple(documents[3:]))))
-    share = np.mean([4 in both.drawn(index)["ids"][:5] for index in range(400)])
+    share = np.mean([4 in both.draw(index)["ids"][:5] for index in range(400)])
     assert 0.4 < share < 0.6  # a source of one document is as often drawn as one of two
     with pytest.raises(ValueError, match="two documents"):
         Joined(task, 32, (tuple(documents[:1]),))

@@ -94,7 +94,7 @@ def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> 
     else:
         generator = np.random.default_rng(0)
         tried, counted = (task.draw_coefficients(generator, draws) for _ in range(2))
-    queries = np.concatenate([samples.drawn(i)["numbers"].reshape(-1, 2) for i in range(min(count, len(samples)))])
+    queries = np.concatenate([samples.draw(i)["numbers"].reshape(-1, 2) for i in range(min(count, len(samples)))])
     right = 0.0
     for query in queries:
         values, votes = np.unique(np.trunc(tried @ query), return_counts=True)
@@ -221,7 +221,7 @@ def run(subject: Subject) -> Result:
         starts = range(0, task.length, task.task_length)
         ranges = [(start, start + task.half_length, start + task.task_length) for start in starts]
         variation = [context_variation(y, slice(a, b), slice(b, c)) for a, b, c in ranges]
-        hidden = torch.from_numpy(np.concatenate([samples.drawn(i)["coefficients"] for i in range(len(ids))]))
+        hidden = torch.from_numpy(np.concatenate([samples.draw(i)["coefficients"] for i in range(len(ids))]))
         probes = {place: linear_probe(probe_features(y, task, place).flatten(0, 1), hidden) for place in PLACES}
         numbers |= {"variation": float(np.mean(variation)), "probe": probes}
         lines.append(

@@ -32,7 +32,7 @@ def ridge_errors(samples: Samples, count: int = 256) -> np.ndarray:
     """
     task: RegressionTask = samples.task
     errors, count = np.zeros(task.pairs), min(count, len(samples))
-    for drawn in map(samples.drawn, range(count)):
+    for drawn in map(samples.draw, range(count)):
         x = np.concatenate([drawn["x"], np.ones((task.pairs, 1))], 1)
         for n in range(task.pairs):
             gram = x[:n].T @ x[:n] + task.noise**2 * np.eye(x.shape[1])
@@ -51,7 +51,7 @@ def regression_errors(model: Any, samples: Samples, freeze_after: Sequence[int] 
         of the context.
     """
     vectors = samples.batch(range(len(samples)))["vectors"]
-    clean = torch.from_numpy(np.stack([samples.drawn(i)["clean"] for i in range(len(samples))])).float()
+    clean = torch.from_numpy(np.stack([samples.draw(i)["clean"] for i in range(len(samples))])).float()
 
     def errors(predictions: Tensor, start: int) -> np.ndarray:
         return (predictions[:, 0::2] - clean[:, start:]).square().mean((0, 2)).numpy()

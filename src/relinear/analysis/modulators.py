@@ -276,7 +276,7 @@ def _alphas(modules: Mapping[str, Any]) -> list[Chart]:
             continue
         names = list(dict.fromkeys(module for _, module in alphas))
         spread = max(0.02, max(abs(alpha - 1) for alpha in alphas.values()))
-        look: dict[str, Any] = {"what": "alpha", "diverging": True, "written": len(depth) < 25}
+        look: dict[str, Any] = {"what": "alpha", "diverging": True, "annotated": len(depth) < 25}
         table = [[alphas.get((layer, module)) for module in names] for layer in depth]
         layers = [f"layer {layer}" for layer in depth]
         heat = Heat(values=table, x=names, y=layers, bounds=(1 - spread, 1 + spread), **look)

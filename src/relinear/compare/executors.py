@@ -75,7 +75,7 @@ class Processes(_Waiting):
         """Return what the function returns in a process of its own; its exceptions are raised here.
 
         Raises:
-            ChildProcessError: if somebody or the system killed the process.
+            ChildProcessError: if the process was killed.
         """
         receive, send = _CONTEXT.Pipe(duplex=False)
         variables = dict(os.environ) | _QUIET | environment()

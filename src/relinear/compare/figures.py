@@ -21,7 +21,7 @@ LOSS = "validation loss (nats per token)"
 def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
     """Validation loss against training tokens, mean over seeds, with the band from the lowest to the highest seed.
 
-    ``ngram`` (of ``results.json``) is a line across: what counting comes to with as many tokens.
+    ``ngram`` (of ``results.json``) is a horizontal line: the loss of n-grams with as many tokens.
     """
     shown: list[Series] = []
     bounds: list[tuple[float, float]] = []
@@ -184,7 +184,7 @@ def budgets(
     return [Panel(shown, bottom, Axis(title=f"validation loss less {reference}'s"), [Guide(y=0)])]
 
 
-def sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget]) -> list[Panel]:
+def file_sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget]) -> list[Panel]:
     """Return the loss of the stored models by the bytes of their files, and the bits that each entry chose there."""
     losses: list[Series] = []
     bits: list[Series] = []

@@ -167,8 +167,8 @@ def paper_table(table: PaperTable, cell: Callable[[str, str], Cell], palette: Ma
     """Return a table of the paper with our columns behind its own; ``cell`` gives that of an entry and a measure."""
     rows = []
     for name, row in table.rows.items():
-        places = [(each, row.measure) if row.measure else (row.entry, each) for each in table.ours.values()]
-        ours = [cell(entry, measure) if entry else Cell("–") for entry, measure in places]
+        keys = [(each, row.measure) if row.measure else (row.entry, each) for each in table.ours.values()]
+        ours = [cell(entry, measure) if entry else Cell("–") for entry, measure in keys]
         cells: list[Cell | str] = [name, *map(_printed, row.paper.split()), *ours]
         rows.append(Row(cells, row.entry, palette.get(row.entry or "")))
     return Table([table.head, *table.paper, *(f"here: {name}" for name in table.ours)], rows)

@@ -90,7 +90,7 @@ def results_section(directory: str | Path) -> Section:
         "pareto": figures.pareto(entries, palette),
         "speeds": figures.speeds(entries, palette),
         "budgets": figures.budgets(entries, palette, results.get("budgets"), results.get("reference")),
-        "sizes": figures.sizes(entries, palette, results.get("sizes") or []),
+        "sizes": figures.file_sizes(entries, palette, results.get("sizes") or []),
         "tuning": figures.tuning(entries, palette),
     }
     charts = [
@@ -310,13 +310,13 @@ def _operators(results: Results, palette: Mapping[str, str]) -> Table:
     head = ["entry", "operators", "parameters", "FLOPs / token", *(["off the target"] if matched else [])]
     rows = []
     for entry in results["entries"]:
-        sizes = [Cell(text, value) for value, text in _costs(entry, "{:,}".format)]
+        costs = [Cell(text, value) for value, text in _costs(entry, "{:,}".format)]
         off = entry["size_mismatch"]
         mismatch = "not matched" if off is None else f"{100 * off:+.2f} %"
         cells: list[Cell | str] = [
             entry["name"],
             entry["operators"],
-            *sizes,
+            *costs,
             *([Cell(mismatch, off)] if matched else []),
         ]
         rows.append(Row(cells, entry["name"], palette[entry["name"]]))

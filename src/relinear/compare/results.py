@@ -97,9 +97,9 @@ def _mean_stored(stored: list[Stored]) -> Stored | None:
 
 def seed_run(seed: int, result: Any, losses: np.ndarray) -> SeedRun:
     """Return what ``results.json`` says of a final run, from its ``TrainResult`` and losses by block."""
-    found: Any = {"seed": seed, "block_losses": [round(float(loss), 5) for loss in losses]}
-    found |= {name: value for name, value in result.to_dict().items() if name in SeedRun.__annotations__}
-    return found | {"curve": _curve(result.curve)}
+    run: Any = {"seed": seed, "block_losses": [round(float(loss), 5) for loss in losses]}
+    run |= {name: value for name, value in result.to_dict().items() if name in SeedRun.__annotations__}
+    return run | {"curve": _curve(result.curve)}
 
 
 def _stated(config: Config) -> str:
@@ -215,9 +215,9 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
     def where(key: str) -> list[str]:
         return [name for name, tuning in tuned.items() if tuning.get(key)]
 
-    moved = [name for name, found in tuned.items() if found.get("full_length", {}).get("moved")]
-    shares = [f"{name} {found['warmup_ratio']:g}" for name, found in tuned.items() if "warmup_ratio" in found]
-    counts = {name: _tried(found) for name, found in tuned.items()}
+    moved = [name for name, row in tuned.items() if row.get("full_length", {}).get("moved")]
+    shares = [f"{name} {row['warmup_ratio']:g}" for name, row in tuned.items() if "warmup_ratio" in row]
+    counts = {name: _tried(row) for name, row in tuned.items()}
     sentences = [
         ("The best learning rate lies at the edge of the grid for {}: widen the grid.", where("edge")),
         ("The best initialisation lies at the edge of its grid for {}: widen the grid.", where("initializer_edge")),

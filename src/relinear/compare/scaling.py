@@ -1,6 +1,6 @@
 """Loss against compute over sizes: a power law for every entry, and where, if at all, it crosses the dense ones.
 
-Every width is a comparison of its own, in ``sizes/WIDTH/``. Beside the entries of the recipe there are always a
+Every width is a comparison of its own, in ``sizes/WIDTH/``. With the entries of the recipe there are always a
 narrower and a shallower dense model: an operator that loses to one of them saves nothing.
 """
 

@@ -36,8 +36,8 @@ def _file_sizes(value: Any) -> Any:
         if wrong := [size for size in budgets if not isinstance(size, int)]:
             raise ValueError(f"{wrong[0]!r} is no size of a file; write 500KB or 1.5MB")
         return budgets
-    found = size_in_bytes(value) if isinstance(value, str) else None
-    return value if found is None else round(found)
+    in_bytes = size_in_bytes(value) if isinstance(value, str) else None
+    return value if in_bytes is None else round(in_bytes)
 
 
 def _or_default(default: Any) -> BeforeValidator:
@@ -245,7 +245,7 @@ class CompareSettings(Settings):
         seeds: a run of every entry for each.
         tune: None trains all at ``train.learning_rate`` (or the entry's own); ``true`` takes the defaults.
         reference: the entry that the gaps of the others are stated against, with intervals; None states none.
-        ngram: longest n-grams of the Kneser-Ney model that stands beside the entries as a reference; "auto" takes 5
+        ngram: longest n-grams of the Kneser-Ney model that is shown with the entries as a reference; "auto" takes 5
             for bytes and 3 for other tokens, None (or ``false``) leaves it out, and so does a synthetic task.
         speed: how throughput is measured.
     """

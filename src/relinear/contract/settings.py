@@ -35,10 +35,10 @@ def size_in_bytes(text: Any) -> float | None:
 
     k, M and G are thousands, Ki, Mi and Gi powers of 1,024.
     """
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kKMG]?)(i?)B)?\s*", str(text))
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kKMG]?)(i?)B)?\s*", str(text))
+    if match is None:
         return None
-    return float(found[1]) * (1024 if found[3] else 1000) ** ("", "K", "M", "G").index((found[2] or "").upper())
+    return float(match[1]) * (1024 if match[3] else 1000) ** ("", "K", "M", "G").index((match[2] or "").upper())
 
 
 class Settings(BaseModel):

@@ -63,7 +63,7 @@ def _task_corpus(task: Task, settings: DataSettings) -> Corpus:
 
         def texts(split: str, size: int) -> Callable[[], Iterator[str]]:
             samples = Samples(task, size, settings.seed, split)
-            return lambda: (task.text(samples.drawn(index)) for index in range(len(samples)))
+            return lambda: (task.text(samples.draw(index)) for index in range(len(samples)))
 
         sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES}
         key = [task.to_dict(), settings.seed]

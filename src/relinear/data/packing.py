@@ -73,7 +73,7 @@ class PackedData:
     """Hold the data that a run trains and evaluates on.
 
     train, validation: blocks of tokens, or samples of a task.
-    tokenizer: a Hugging Face tokenizer, to be saved beside the model; None for a task of vectors.
+    tokenizer: a Hugging Face tokenizer, to be saved with the model; None for a task of vectors.
     vocab_size: entries the embedding needs; None for a task of vectors.
     description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; what was not read.
     """

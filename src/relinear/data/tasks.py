@@ -76,14 +76,14 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return self.size
 
-    def drawn(self, index: int) -> dict[str, Any]:
+    def draw(self, index: int) -> dict[str, Any]:
         """Return sample ``index`` as the task draws it, with what is hidden from a model."""
         if not 0 <= index < self.size:
             raise IndexError(f"sample {index} of {self.size}")
         return self.task.draw(np.random.default_rng([self.seed, zlib.crc32(self.split.encode()), index]))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.task.encode(self.drawn(index))
+        return self.task.encode(self.draw(index))
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the samples ``indices``, stacked."""

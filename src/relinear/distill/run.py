@@ -71,7 +71,7 @@ def distill_(
         mapping, layers, exclude, filter_fn: which layers become what, as in ``replace_``.
         data: texts (``iter_texts``, a list, a generator), or tensors or mappings of token ids such as
             ``prepare_data(...).train``. Read no further than ``tokens + validation_tokens``.
-        tokenizer: of the model, needed for texts; saved beside the model.
+        tokenizer: of the model, needed for texts; saved with the model.
         settings: ``DistillSettings`` or a mapping of its fields.
         out_dir: where state, report and the finished model are kept; None keeps nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``: ``model`` becomes ``model.<time>``. Else it

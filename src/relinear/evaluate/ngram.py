@@ -16,12 +16,12 @@ _DISCOUNTS = (0.5, 1.0, 1.5)
 class _Order:
     """All n-grams of one length: codes in ascending order, and what their contexts leave to shorter ones.
 
-    grams: code of every n-gram seen; kept: its count less the discount.
+    grams: code of every n-gram seen; backoff: its count less the discount.
     contexts: code of every context; totals: its counts; spare: what discounts took off them.
     """
 
     grams: np.ndarray
-    kept: np.ndarray
+    backoff: np.ndarray
     contexts: np.ndarray
     totals: np.ndarray
     spare: np.ndarray
@@ -37,10 +37,10 @@ class _Order:
 
     def interpolate(self, codes: np.ndarray, shorter: np.ndarray, vocab_size: int) -> np.ndarray:
         """Probability of the last token of each n-gram after the others, given that by n-grams one shorter."""
-        kept = np.where(*_look_up(self.grams, codes, self.kept), 0.0)
+        backoff = np.where(*_look_up(self.grams, codes, self.backoff), 0.0)
         seen, totals = _look_up(self.contexts, codes // vocab_size, self.totals)
         _, spare = _look_up(self.contexts, codes // vocab_size, self.spare)
-        return np.where(seen, (kept + spare * shorter) / totals, shorter)
+        return np.where(seen, (backoff + spare * shorter) / totals, shorter)
 
 
 def _look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -93,7 +93,7 @@ def _check(kind: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bo
         # by name: kernels ask for this module themselves
         samples = importlib.import_module("relinear.kernels.triton.samples")
         sample = samples.SAMPLES[kind]
-        errors = [samples.largest_error(sample, given, dtype, device) for given in sample.given]
+        errors = [samples.largest_error(sample, arguments, dtype, device) for arguments in sample.given]
     except torch.OutOfMemoryError as error:
         return f"no memory to check it: {_first_line(error)}", False
     except Exception as error:  # of whatever kind: compilers and drivers raise their own

@@ -47,12 +47,12 @@ _CGT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_fu
 
 
 def _cgt(
-    kind: str, layers: int, widths: tuple[int, int], heads: tuple[int, int], positions: int, **others: Any
+    kind: str, layers: int, widths: tuple[int, int], heads: tuple[int, int], positions: int, **further: Any
 ) -> _Preset:
     """A CGT of l = ``context_layer``: widths and heads of x and of y."""
     settings = {"n_layer": layers, "n_positions": positions, "rank": 4, "n_embd": widths[0], "n_head": heads[0]}
     settings |= {"context_size": widths[1], "context_heads": heads[1]}
-    return _Preset(kind, _CGT | settings | others)
+    return _Preset(kind, _CGT | settings | further)
 
 
 def _gpt2_ccl(width: int, heads: int) -> _Preset:

@@ -169,7 +169,7 @@ class SharedContext(ContextOwner):
         Args:
             source: token ids (B, T), or embeddings (B, T, H), as ``config.source`` says.
             valid: (B, T) False at padding, which must not enter the memory; None if there is none.
-            state: (B, C) after the tokens before; None at the start.
+            state: (B, C) after the tokens before; None before the first.
             starts: (B, T) or (1, T) True where a document begins, which the memory of the one before must not enter.
 
         Returns:

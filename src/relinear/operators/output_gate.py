@@ -60,9 +60,9 @@ class OutputGate(WrapperConfig):
     """Gate the outputs of a projection by its inputs (Qiu et al., 2025).
 
     The paper is "Gated attention for large language models". y = base(x) * sigmoid(W_g x) with a W_g as large as the
-    projection. Put on "all-linear" it is the ALL-Gate baseline of the Transponder paper. It starts near y = base(x) / 2
-    and cannot start as the identity: a sigmoid is 1 nowhere. The gate on the attention's output, before the output
-    projection, is ``SDPAGate``.
+    projection. Put on "all-linear" it is the ALL-Gate baseline of the Transponder paper. A fresh one is near
+    y = base(x) / 2 and never the identity: a sigmoid is 1 nowhere. The gate on the attention's output, before the
+    output projection, is ``SDPAGate``.
 
     Args:
         base: operator inside; None keeps the layer that is there.

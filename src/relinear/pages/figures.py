@@ -36,7 +36,7 @@ class Series:
         texts: what is seen when a point is pointed at: (N,), or one for all; "" for its numbers.
         mode: "line" (with markers), "plain" (a line alone), "points", or "steps".
         hollow, size, opacity, dashed: how it is drawn.
-        label: at the line's end or beside the point, in drawn figures; "" leaves it to the legend.
+        label: at the line's end or next to the point, in matplotlib figures; "" leaves it to the legend.
         legend: whether the legend names it.
     """
 
@@ -60,7 +60,7 @@ class Series:
 class Heat:
     """A map: ``values`` (rows, columns) from above, with the names of columns and rows, each once.
 
-    ``surface`` is the stem of its picture as a surface, "" for none; ``written`` puts the numbers into the cells.
+    ``surface`` is the stem of its picture as a surface, "" for none; ``annotated`` puts the numbers into the cells.
     """
 
     values: Sequence[Sequence[float | None]]
@@ -69,7 +69,7 @@ class Heat:
     bounds: tuple[float, float]
     what: str
     diverging: bool = False
-    written: bool = False
+    annotated: bool = False
     surface: str = ""
 
 

@@ -181,7 +181,7 @@ def _map(axes: Any, heat: Heat) -> Any:
         table, cmap="RdBu_r" if heat.diverging else "Blues", vmin=low, vmax=high, aspect="auto", interpolation="nearest"
     )
     axes.grid(False)
-    if heat.written:
+    if heat.annotated:
         for (row, column), value in np.ndenumerate(table):
             if math.isfinite(value):
                 ink = "white" if abs(value - (low + high) / 2) > 0.35 * (high - low) else "black"

@@ -242,17 +242,17 @@ class _Form(NamedTuple):
 
 def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
     """Of all tensors in the files, by their heads alone."""
-    forms: dict[str, _Form] = {}
+    tensors: dict[str, _Form] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
             with writing(file), safe_open(file, "np") as stored:
                 parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  it is no mapping
-                forms |= {key: _Form.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
+                tensors |= {key: _Form.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
-    return forms
+    return tensors
 
 
 def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
@@ -349,10 +349,10 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             raise
     if wrong := list(_not_finite(model.config.to_dict())):
         raise ValueError(f"{directory}: config.json has {', '.join(wrong)}; give a number, as the original has it")
-    found = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
+    reported = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
     if getattr(model.config, "quantization_config", None) is None or config_record(model.config) is not None:
-        found["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
-    problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in found.items() if keys]
+        reported["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
+    problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in reported.items() if keys]
     if problems and auto_class is None and _has_another_head(model):
         _check_task(directory, model.config.to_dict())
     if problems:
@@ -422,12 +422,12 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
     if (stored := relinear_record(config.get("quantization_config"))) is not None:
         check_record(stored)
-    forms, layers = _stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
+    tensors, layers = _stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
     # every model builds so many layers, which takes hours where it is damaged; other sizes may be unused
-    if forms and isinstance(layers, int) and layers > max(len(forms), 1_000):
+    if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(
-            f"{path}: num_hidden_layers={shown(layers)}, but the files of weights hold {len(forms):,} tensors; restore "
-            "it from a copy"
+            f"{path}: num_hidden_layers={shown(layers)}, but the files of weights hold {len(tensors):,} tensors; "
+            "restore it from a copy"
         )
 
 

@@ -93,17 +93,17 @@ def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, 
             layers += 1
             parameters += before.get(name, dense_size(module))
             continue
-        own = [p for p in module.parameters(recurse=reason is None) if reason != _FUSED or p.ndim > 1]
-        fresh = {id(p): p.numel() for p in own if id(p) not in seen}
+        matrices = [p for p in module.parameters(recurse=reason is None) if reason != _FUSED or p.ndim > 1]
+        fresh = {id(p): p.numel() for p in matrices if id(p) not in seen}
         seen |= set(fresh)
-        if reason is None and own and not any(id(p) in fresh for p in own if p.ndim > 1):
+        if reason is None and matrices and not any(id(p) in fresh for p in matrices if p.ndim > 1):
             reason = _TIED
         if reason is None:
             reason = OUTPUT_HEAD if id(module) in outputs else reasons.get(name) or _looked_up(model, name)
-        names, sizes = groups.setdefault((reason, type(module).__name__), ([], []))
+        names, counts = groups.setdefault((reason, type(module).__name__), ([], []))
         names.append(name)
-        sizes.append(sum(fresh.values()))
-    left = (Left(reason, kind, tuple(names), sum(sizes)) for (reason, kind), (names, sizes) in groups.items())
+        counts.append(sum(fresh.values()))
+    left = (Left(reason, kind, tuple(names), sum(counts)) for (reason, kind), (names, counts) in groups.items())
     return Coverage(layers, parameters, tuple(sorted(left, key=lambda entry: -entry.parameters)))
 
 

@@ -156,8 +156,8 @@ def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[
             "the model has to be trained again. init='from_weight' starts from the weights, where an operator can be "
             "fitted; relinear.distill_ and relinear.compress fit operators to what layers do"
         )
-    sizes = Counter((r.config, r.in_features, r.out_features, module_parameters(r.target.module)) for r in replaced)
-    for (config, in_features, out_features, before), count in sizes.items():
+    counts = Counter((r.config, r.in_features, r.out_features, module_parameters(r.target.module)) for r in replaced)
+    for (config, in_features, out_features, before), count in counts.items():
         after = module_parameters(config.build(in_features, out_features, device="meta"))
         if after > _LARGER * before:
             yield (

@@ -39,7 +39,7 @@ _HOW_TO_LOAD = (
 class SavedConfig(PreTrainedConfig):
     """Read a ``config.json`` that ``write_config`` wrote, as the stock config that it describes (``LlamaConfig``, ...).
 
-    ``AutoConfig`` calls it, by the model type once relinear is imported, else through the loader beside the checkpoint.
+    ``AutoConfig`` calls it, by the model type once relinear is imported, else through the loader in the checkpoint.
 
     Examples:
         >>> _ = relinear.save_pretrained(relinear.from_preset("tiny"), "out")

@@ -120,8 +120,8 @@ def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: I
     return {index % count for index in wanted}
 
 
-def _no_match(pattern: str, found: Iterable[tuple[nn.Module, list[str]]]) -> ValueError:
-    modules = {name: module for module, names in found for name in names if name}
+def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> ValueError:
+    modules = {name: module for module, names in named for name in names if name}
     hit = next((name for name in modules if matches(pattern, name)), None) if pattern != ALL_LINEAR else None
     if hit is not None:
         return ValueError(

@@ -155,7 +155,7 @@ def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[No
     """Run ``model`` through torch.compile within a ``with`` block: its decoder layers and its loss, else all of it.
 
     Layers of one kind share one compilation, so this is ready several times sooner than compiling the model as a whole,
-    and as fast in the end; what is left out (embedding, last norm, head) are single operations. Modules are compiled in
+    and as fast in the end; the rest (embedding, last norm, head) are single operations. Modules are compiled in
     place, not wrapped: names in checkpoints stay as they are.
 
     Args:

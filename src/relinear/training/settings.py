@@ -42,18 +42,18 @@ class FitSettings(Settings):
             settings fix (a rank, the width of a context) keep the rate: it does not grow with the model.
         parametrization: "standard", or "mup", the maximal update parametrisation for Adam: the standard deviation that
             matrices start from and their learning rates fall with their fan-in such that a rate that is best at one
-            width is about best at others (see ``docs/training.md``). ``fit`` takes the start as it is in the model.
+            width is about best at others (see ``docs/training.md``). ``fit`` keeps the initialisation of the model.
         parametrization_base_width: the width of the model (``hidden_size``) at which "mup" is the standard.
         dtype: "bfloat16" computes in bf16 with fp32 weights (autocast), "pure_bfloat16" holds weights and optimiser
             states in bf16 as well, "auto" is "bfloat16" where the processor has units for it, else "float32".
-        compile: run the model through ``torch.compile``; costs a minute at the start, pays off over long runs. On a GPU
+        compile: run the model through ``torch.compile``; costs a minute at first, pays off over long runs. On a GPU
             "reduce-overhead" replays each step as CUDA graphs, without the time that launching kernels takes.
         gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
         seed: of the model's initialisation, of the order of the data, and of the noise that the model draws. On several
             ranks each has a stream of its own.
         threads: CPU threads; one makes runs repeat to the last bit, None leaves torch's choice.
         device: "auto" is the GPU where there is one.
-        eval_every: steps between evaluations; 0 evaluates only at the start and the end.
+        eval_every: steps between evaluations; 0 evaluates only before the first step and at the end.
         log_every: steps between rows of metrics.
         save_every: steps between checkpoints; 0 saves none, None every tenth of the run, but not more often than every
             100 steps.

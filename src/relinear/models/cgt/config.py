@@ -40,7 +40,7 @@ class CGTConfig(GPT2Config):
             grows with depth, and every pre-LN model normalises where it is read out, so this is on by default.
         modulated: False holds T at the identity, the control of what y brings: it is computed and changes nothing.
         variational: the VAE form (Appendix A.1): y is drawn around its mean in training and is its mean in evaluation.
-        input_features, output_features: for ``CGTForRegression``: sizes of the vectors that take the place of tokens
+        input_features, output_features: for ``CGTForRegression``: sizes of the vectors that replace tokens
             and of the predictions. None for language models.
         vector_input: how vectors enter a ``CGTForRegression``: ``learned``, by a linear map, or ``padded`` with zeros
             to the width of the model, as in the paper.

@@ -150,7 +150,7 @@ class CGTObjective(ObjectiveConfig):
         profile: zeta_C = zeta_D: ``constant``, ``linear``, ``quadratic``, ``second_half``, or ``kernel``, which derives
             it from the prior's kernel (Appendix A.3).
         kl: beta_y of the VAE form; needs a model with ``variational=True``.
-        kl_reduction: what beta_y weighs beside the loss per token: ``mean``, the KL per token and component;
+        kl_reduction: the KL that beta_y weighs: ``mean``, the KL per token and component;
             ``components``, the KL per token (the evidence bound); ``sum``, the KL of the sequence, as Eq. 2 is written.
             beta_y of one is beta_y / E, or beta_y / (T E), of the mean. The paper's 0.01, "virtually non-existent",
             fits the mean.
