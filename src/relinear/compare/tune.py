@@ -123,7 +123,7 @@ def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Search[_Be
 def _descend(grid: Sequence[float], initial: float, moves: int, along: Along) -> Search[_Best]:
     """Move from ``initial`` to the better neighbour, up to ``moves`` times; beyond its ends the grid continues.
 
-    Values nearer to an ``initial`` off the grid than a fourth of the grid's step are skipped. Where training diverges at
+    Values nearer to an ``initial`` off the grid than a fourth of its step are skipped. Where training diverges at
     ``initial`` and next to it, the search goes down, if need be to the grid's lowest value.
     """
     apart = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))

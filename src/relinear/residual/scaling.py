@@ -31,7 +31,7 @@ class _Scale(nn.Module):
 
 @register
 class ReZero(ResidualConfig):
-    """Initialise sub-blocks as the identity: x_{i+1} = x_i + alpha_i F(x_i), alpha_i = 0 (Bachlechner et al., 2021).
+    """Weigh sub-blocks by a learnt alpha, 0 at first: x_{i+1} = x_i + alpha_i F(x_i) (Bachlechner et al., 2021, Eq. 2).
 
     At first the model is embedding, final norm and head ("ReZero is all you need"). As in the paper's Transformer, both
     sub-blocks of a layer share one alpha, and there is no normalisation inside the layers.
