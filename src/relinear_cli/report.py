@@ -28,10 +28,14 @@ def command(
         bool, typer.Option("--analyze", help="First look into the trained models of RUN, one of every entry.")
     ] = False,
     csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Also the table in numbers, and FILE-curves.")
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Also the table in numbers, and FILE-curves.", show_default="none"),
     ] = None,
     latex: Annotated[
-        Path | None, typer.Option("--latex", metavar="FILE", help="Also the table with its intervals, for booktabs.")
+        Path | None,
+        typer.Option(
+            "--latex", metavar="FILE", help="Also the table with its intervals, for booktabs.", show_default="none"
+        ),
     ] = None,
     overwrite: Annotated[
         bool,
