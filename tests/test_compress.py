@@ -365,17 +365,6 @@ def test_plan_can_be_edited_and_given_back(tmp_path) -> None:
         CompressPlan.load(edited, tiny())
 
 
-def test_a_plan_of_narrower_mlps_is_refused(tmp_path) -> None:
-    name = "model.layers.1.mlp.down_proj"
-    narrow = {"operator": None, "parameters": 1024, "parameters_before": 2048, "nats": 0.1}
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"format": 1, "others": 0, "layers": {name: narrow}}))
-    with pytest.raises(ValueError, match="yet counts fewer parameters: MLPs are no longer made narrower"):
-        CompressPlan.load(path, tiny())
-    path.write_text(json.dumps({"layers": {name: narrow | {"parameters": 2048}}}))
-    assert CompressPlan.load(path, tiny()).replaced == {}
-
-
 def test_a_plan_for_other_layers_is_refused(tmp_path) -> None:
     compress(tiny(), tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path, plan_only=True)
     with pytest.raises(ValueError, match="which targets= and exclude= leave alone"):
