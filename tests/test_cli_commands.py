@@ -285,6 +285,7 @@ def test_what_a_recipe_says_of_entries_goes_with_them(monkeypatch, tmp_path, cap
         raise ValueError("enough")
 
     monkeypatch.setattr(importlib.import_module("relinear.compare.run"), "compare", compare)
+    monkeypatch.setattr("relinear.compare.requirements.compare_requirements", lambda *_, **__: {})
     two = ["-o", "dense", "-o", "hdpl:rank=16,blocks=8", "--out", str(tmp_path)]
     for name in ("quick", "hdpl-claims", "ccl-parameters"):
         assert main(["compare", "--recipe", name, *two]) == 2
