@@ -222,6 +222,8 @@ def check(capfd, arguments, words):
 @pytest.mark.parametrize("case", CASES)
 def test_one_message_and_nothing_written(case, tmp_path, text, saved, capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if case == "NaN loss":  # a run that begins says first what it takes
+        monkeypatch.setattr("relinear.compare.requirements.training_requirements", lambda *_: {})
     arguments, words = CASES[case]
     out = tmp_path / "out"
     names = {"{text}": str(text), "{out}": str(out), "{tmp}": str(tmp_path), "{saved}": str(saved)}
