@@ -76,7 +76,7 @@ def check_joins(folder: Path, other: Path, *, same_entry: bool) -> None:
     if same_entry:
         keys += ["steps", "batch_size", "accumulation", "learning_rate", "model", "model_overrides"]
         keys += ["schedule", "warmup_steps", "warmup_ratio"]
-    ours, theirs = (TrainSettings.completed(read_json(one / "run.json")["settings"]) for one in (folder, other))
+    ours, theirs = (TrainSettings.upgraded(read_json(one / "run.json")["settings"]) for one in (folder, other))
     unlike = [f"{key} is {ours[key]}, there {theirs[key]}" for key in keys if ours[key] != theirs[key]]
     if unlike:
         sys.exit(f"{folder} cannot stand beside {other}: {'; '.join(unlike)}")

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from relinear.compression.calibrate import Calibration
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.operator import is_linear
+from relinear.contract.operator import is_replaceable
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "self_sampled": False}
 
@@ -38,7 +38,7 @@ def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
 
     found: dict[int, dict[str, torch.nn.Module]] = {}
     for name, module in model.named_modules():
-        if is_linear(module) and (index := layer_index(model, name)) is not None:
+        if is_replaceable(module) and (index := layer_index(model, name)) is not None:
             found.setdefault(index, {})[name] = module
     return found
 

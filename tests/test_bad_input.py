@@ -22,7 +22,7 @@ from relinear.contract.config import UnknownSettingError, nearest, parse_setting
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
-from relinear.models import model_place
+from relinear.models import locate_model
 from relinear.models.cgt import CGTModel
 
 LOW = relinear.LowRank(rank=2)
@@ -609,17 +609,17 @@ def test_what_transformers_hands_to_a_cgt_is_no_unknown_argument():
 @pytest.mark.parametrize("name", ["tiny", "gpt2", "owner/name"])
 def test_names_of_models(name, tmp_path):
     places = {"tiny": "preset", "gpt2": "hub", "owner/name": "hub"}
-    assert model_place(name) == places[name]
-    assert model_place(str(tmp_path)) == "directory"
+    assert locate_model(name) == places[name]
+    assert locate_model(str(tmp_path)) == "directory"
 
 
 def test_a_preset_that_is_a_directory_too_is_not_guessed_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    assert model_place("tiny") == "preset"
+    assert locate_model("tiny") == "preset"
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    refused(lambda: model_place("tiny"), "'tiny'", "write ./tiny")
-    assert model_place("./tiny") == model_place("tiny", presets=False) == "directory"
+    refused(lambda: locate_model("tiny"), "'tiny'", "write ./tiny")
+    assert locate_model("./tiny") == locate_model("tiny", presets=False) == "directory"
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def test_a_preset_that_is_a_directory_too_is_not_guessed_at(tmp_path, monkeypatc
     ids=brief,
 )
 def test_names_of_no_model(name, words):
-    refused(lambda: model_place(name), *words, error=(ValueError, OSError))
+    refused(lambda: locate_model(name), *words, error=(ValueError, OSError))
 
 
 @pytest.fixture

@@ -75,6 +75,6 @@ def test_what_another_user_has_above_a_cache_is_named_with_what_to_do(tmp_path, 
 
 def test_a_broken_plug_in_is_named(monkeypatch, capsys):
     point = metadata.EntryPoint("btt", "no_such_module:BTT", plugins.GROUPS["operator"])
-    monkeypatch.setattr(plugins, "offered", lambda family: {"btt": point} if family == "operator" else {})
+    monkeypatch.setattr(plugins, "entry_points", lambda family: {"btt": point} if family == "operator" else {})
     assert main(["doctor"]) == 1
     assert any(line[0] == "FAILS" and "no_such_module" in line[2] for line in lines(capsys))

@@ -74,7 +74,7 @@ def test_a_recipe_as_it_was_recorded_is_read_again():
     kept = {key: value for key, value in written["train"].items() if key != "steps"}
     again = CompareSettings.load(written | {"train": kept})
     assert again.settings_of("dense") == found.settings_of("dense")
-    assert CompareSettings.completed({key: value for key, value in written.items() if key != "speed"}) == written
+    assert CompareSettings.upgraded({key: value for key, value in written.items() if key != "speed"}) == written
 
 
 def test_warm_up_may_be_longer_than_the_default_number_of_steps():

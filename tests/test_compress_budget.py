@@ -11,7 +11,7 @@ from compress_helpers import modules, tiny, tokens
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Budget
 from relinear.compression.report import write_page
-from relinear.contract.operator import is_linear
+from relinear.contract.operator import is_replaceable
 
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "candidates": ("low_rank",)}
 SETTINGS |= {"evaluate": False, "self_sampled": False}
@@ -167,7 +167,7 @@ def test_every_operator_names_sizes_that_fit() -> None:
     assert relinear.Monarch(blocks=20).candidates(32, 16) == []
     assert [c.rank for c in relinear.PivotedLowRank(rank=1).candidates(64, 32)][-1] == 30
     assert relinear.Monarch(blocks=4).candidates(32, 16) == [relinear.Monarch(blocks=4)]
-    assert is_linear(LOW(rank=1).candidates(4096, 4096)[0].build(4096, 4096, device="meta"))
+    assert is_replaceable(LOW(rank=1).candidates(4096, 4096)[0].build(4096, 4096, device="meta"))
 
 
 def test_the_candidates_are_read_under_the_key_of_0_2() -> None:

@@ -7,7 +7,7 @@ import relinear
 import relinear.operators.low_rank
 from conftest import make_tiny_llama
 from relinear.activations import Patch, intervene
-from relinear.activations.hook_points import Gated
+from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.testing import Case
 from relinear.training import Progress, fit
@@ -47,7 +47,7 @@ def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() ->
 
 
 def test_a_module_with_taps_is_read_through_its_hooks() -> None:
-    class OldGate(Gated, torch.nn.Module):
+    class OldGate(HasHookPoints, torch.nn.Module):
         def tap_sizes(self):
             return {"gate": 3}
 

@@ -17,7 +17,7 @@ import relinear
 from cases import CASES
 from relinear import residual
 from relinear.contract.attachment import AttachmentConfig
-from relinear.hf.config_record import record
+from relinear.hf.config_record import make_record
 from tiny_models import make_family
 
 HEADS = {
@@ -158,7 +158,7 @@ def test_a_language_model_under_another_head(causal, change, family, head, tmp_p
     loaded.save_pretrained(tmp_path)
     again = relinear.from_pretrained(tmp_path, auto_class=HEADS[head])
     check_same(again, model)
-    assert record(again) == record(loaded)
+    assert make_record(again) == make_record(loaded)
 
 
 @pytest.mark.parametrize(("change", "family", "head"), matrix(FAST, ATTACHMENTS | OPERATORS))
@@ -173,16 +173,16 @@ def test_a_head_with_operators_in_its_body(change, family, head, tmp_path):
         relinear.from_pretrained(tmp_path / "own", auto_class=HEADS[head]),
     ):
         check_same(loaded, model)
-        assert record(loaded) == record(model)
+        assert make_record(loaded) == make_record(model)
         assert loaded.state_dict().keys() == model.state_dict().keys()
     built = HEADS[head].from_config(AutoConfig.from_pretrained(tmp_path / "auto"))
-    assert record(built) == record(model)
+    assert make_record(built) == make_record(model)
     built.load_state_dict(model.state_dict())
     check_same(built, model)
     for directory in ("auto", "own", "body"):
         body = AutoModel.from_pretrained(tmp_path / directory)
         check_same(body, model)
-        assert record(body) == record(model.base_model)
+        assert make_record(body) == make_record(model.base_model)
 
 
 def test_every_kind_is_tried():

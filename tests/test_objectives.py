@@ -164,6 +164,6 @@ class Now(Settings):
 
 def test_settings_of_earlier_versions_are_completed_with_defaults():
     saved = Before().model_dump(mode="json")
-    assert Now.completed(saved) == {"rate": 0.5, "extra": [3]}  # what was written holds, though the default changed
+    assert Now.upgraded(saved) == {"rate": 0.5, "extra": [3]}  # what was written holds, though the default changed
     for strange in ({"rate": 0.5, "gone": 1}, None, 3):
-        assert Now.completed(strange) == strange
+        assert Now.upgraded(strange) == strange

@@ -164,7 +164,7 @@ weight = torch.randn(48, 32, dtype=torch.float64)
 inputs, outputs = torch.randn(99, 32).double() * torch.arange(1, 33), torch.randn(99, 48).double()
 moments = CalibrationStatistics(inputs.T @ inputs / 99, outputs.T @ outputs / 99)
 linear = linear_of(weight)
-for kind in sorted(plugins.offered("operator")):
+for kind in sorted(plugins.entry_points("operator")):
     config = OperatorConfig.read(kind)
     if config.fits_weight:
         first = config.candidates(32, 48)[0]

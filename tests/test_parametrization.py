@@ -182,7 +182,7 @@ def test_settings_written_before_there_was_a_choice_are_the_standard():
     saved = TrainSettings().model_dump(mode="json")
     for name in ("parametrization", "parametrization_base_width"):
         del saved[name]
-    assert TrainSettings.completed(saved)["parametrization"] == "standard"
+    assert TrainSettings.upgraded(saved)["parametrization"] == "standard"
 
 
 def test_entries_of_a_comparison_take_it_from_the_recipe_or_have_their_own():

@@ -109,7 +109,7 @@ def test_a_checkpoint_says_which_package_it_needs(package, tmp_path, monkeypatch
 
 def test_a_broken_package_is_one_warning_that_names_it(package) -> None:
     with pytest.warns(UserWarning, match="outside_broken.*outside-package.*broken by its author") as told:
-        assert plugins.find("operator", "outside_broken") is None
+        assert plugins.load("operator", "outside_broken") is None
     assert len(told) == 1
     with pytest.raises(ValueError, match="unknown operator kind 'outside_brokn'; did you mean 'outside_broken'"):
         OperatorConfig.from_dict({"kind": "outside_brokn"})
@@ -122,7 +122,7 @@ def test_modules_are_named_on_the_command_line_for_every_process(package, capsys
     assert "unknown operator kind 'outside_scale'" in capsys.readouterr().err
     assert main(["inspect", "tiny", "-r", "q_proj=outside_scale", "--import", "outside_package"]) in (None, 0)
     assert "Scale" in capsys.readouterr().out
-    assert "outside_package" in registry.environment()[plugins.VARIABLE].split(",")
+    assert "outside_package" in registry.worker_environment()[plugins.VARIABLE].split(",")
     assert main(["inspect", "tiny", "--import"]) == 2
     assert "--import takes the name of a module" in capsys.readouterr().err
     assert main(["inspect", "tiny", "--import", "nosuchmodule"]) == 2

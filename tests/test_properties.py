@@ -293,7 +293,7 @@ def test_settings_of_a_run_are_read_as_they_are_written(values, tmp_path_factory
     path = tmp_path_factory.mktemp("recipes") / "train.yaml"
     path.write_text(yaml.safe_dump(loaded.model_dump(mode="json")))
     assert TrainSettings.load(read_yaml(path)) == loaded
-    assert TrainSettings.completed(loaded.model_dump(mode="json")) == loaded.model_dump(mode="json")
+    assert TrainSettings.upgraded(loaded.model_dump(mode="json")) == loaded.model_dump(mode="json")
     set_one_by_one = apply_overrides({}, {key: value for key, value in values.items() if key != "operators"})
     assert TrainSettings.load(set_one_by_one | {"operators": values["operators"]}) == loaded
 
@@ -315,9 +315,9 @@ def test_recipes_with_other_settings_are_read_as_they_are_written(name, train, s
         told(refused)
         return
     written = loaded.model_dump(mode="json")
-    assert CompareSettings.completed(json.loads(json.dumps(written))) == written
+    assert CompareSettings.upgraded(json.loads(json.dumps(written))) == written
     del written["match"]["tolerance"], written["speed"]  # as a version wrote it that did not know them
-    completed = CompareSettings.completed(written)
+    completed = CompareSettings.upgraded(written)
     assert "speed" in completed
     assert "tolerance" in completed["match"]
     assert {key for key in completed if completed[key] != loaded.model_dump(mode="json")[key]} <= {"match", "speed"}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import relinear
 from relinear.compression.budget import stored_bytes
 from relinear.contract.inference import build_for_inference
-from relinear.hf.vocabulary import entries_of, most_positions
+from relinear.hf.vocabulary import max_positions, vocab_size_of
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
 from relinear.system.timing import Timing, interleave
@@ -41,10 +41,10 @@ def measure_speed(original: Any, compressed: Any, batch: int, text: Tensor | Non
     """
     build_for_inference(compressed)
     contenders = {"original": original, "compressed": compressed}
-    longest = most_positions(compressed) or 1 << 30
+    longest = max_positions(compressed) or 1 << 30
     tokens = min(PREFILL_TOKENS, longest)
     if text is None:
-        vocabulary = entries_of(compressed.get_input_embeddings())
+        vocabulary = vocab_size_of(compressed.get_input_embeddings())
         text = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0))
     ids = text[:, :tokens].repeat(-(-batch // len(text)), 1)[:batch].to(next(compressed.parameters()).device)
     decoded = max(1, min(DECODED_TOKENS, longest - 8))

@@ -68,6 +68,7 @@ _RENAMED = {
     ("relinear.activations.interventions", "Edit"): "Intervention",
     ("relinear.activations.interventions", "Replace"): "Patch",
     ("relinear.activations.hook_points", "LatentTap"): "ActivationHook",
+    ("relinear.activations.hook_points", "Gated"): "HasHookPoints",
     ("relinear.activations.hook_points", "Site"): "HookPoint",
     ("relinear.activations.hook_points", "sites"): "hook_points",
 }

@@ -72,7 +72,7 @@ def analyze_saved(
 
     from relinear.analysis.analyses import Subject, analyze, known_analyses, tokens_of
     from relinear.analysis.report import RECORD
-    from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+    from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
     from relinear.system.run_folder import RunFolder
     from relinear_cli.progress import watch
 
@@ -91,7 +91,7 @@ def analyze_saved(
     loaded = load_model(model) if loaded is None else loaded
     second = None if control is None else load_model(control)
     if text.fewer:
-        text = dataclasses.replace(text, length=min(text.length, most_positions(loaded) or text.length))
+        text = dataclasses.replace(text, length=min(text.length, max_positions(loaded) or text.length))
     for one in (loaded, second):
         if one is not None:
             if reader is not None:

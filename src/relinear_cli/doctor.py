@@ -129,12 +129,12 @@ def _caches() -> Iterator[_Finding]:
 def _plugins() -> Iterator[_Finding]:
     from relinear.contract import plugins
 
-    offered = [(family, *one) for family in plugins.GROUPS for one in plugins.offered(family).items()]
+    offered = [(family, *one) for family in plugins.GROUPS for one in plugins.entry_points(family).items()]
     for family, name, point in offered:
         where = f"{family} {name} of {point.dist.name if point.dist else point.value}"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            plugin = plugins.find(family, name)
+            plugin = plugins.load(family, name)
         if plugin is None:
             yield FAILS, "plug-in", f"{where}: {caught[-1].message if caught else 'it is None'}"
         else:

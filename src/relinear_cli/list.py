@@ -85,7 +85,7 @@ def listed(what: str) -> dict[str, Any]:
         template = "{0.model_type}, width {0.hidden_size}, {0.num_hidden_layers} layers, {0.vocab_size:,} tokens"
         return {preset: template.format(preset_config(preset)) for preset in preset_names()}
     if what == "recipes":
-        offered = {name: plugins.find("recipe", name) for name in plugins.offered("recipe")}
+        offered = {name: plugins.load("recipe", name) for name in plugins.entry_points("recipe")}
         files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | offered
         return {name: str(read_yaml(path).get("description", "")) for name, path in files.items() if path is not None}
     if what == "papers":
@@ -95,8 +95,8 @@ def listed(what: str) -> dict[str, Any]:
     if what == "tasks":
         return {kind.replace("_", "-"): task for kind, task in Task.kinds().items()}
     family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(what, AttachmentConfig)
-    for name in plugins.offered(family.family):
-        plugins.find(family.family, name)
+    for name in plugins.entry_points(family.family):
+        plugins.load(family.family, name)
     return relinear.residual.residual_methods() if what == "residual" else dict(sorted(family.kinds().items()))
 
 

@@ -217,15 +217,15 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 
 
 def find_model(name: str, *, presets: bool = True) -> str:
-    """``models.model_place``; a damaged directory, or a Hub name without a network, is refused at once."""
+    """``models.locate_model``; a damaged directory, or a Hub name without a network, is refused at once."""
     from relinear.data.sources import hub_in_reach
-    from relinear.models import is_fetched, missing_directory, model_place
+    from relinear.models import is_cached, locate_model, missing_directory
     from relinear.surgery.checkpoint import check_files
 
-    source = model_place(name, presets=presets)
+    source = locate_model(name, presets=presets)
     if source == "directory":
         check_files(Path(name).expanduser())
-    if source == "hub" and not is_fetched(name) and not hub_in_reach():
+    if source == "hub" and not is_cached(name) and not hub_in_reach():
         raise FileNotFoundError(f"{missing_directory(name)}; and the Hugging Face Hub cannot be reached")
     return source
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import relinear
 from conftest import make_tiny_llama
 from relinear.compare.run import compare
-from relinear.contract.operator import is_linear
+from relinear.contract.operator import is_replaceable
 from relinear.data.tokenizers import train_bpe
 from relinear.distill.run import distill_
 from relinear.training import TrainSettings, train, trainer  # noqa: F401
@@ -110,7 +110,9 @@ def _compress_by(heal: str, plan: str, reader: str, bits: float | None = None) -
             relinear.compress(model, _ids(20), plan_only=True, **shared)
             shown.touch()
         if plan == "given":
-            found = [name for name, module in model.named_modules() if is_linear(module) and "layers.1" not in name]
+            found = [
+                name for name, module in model.named_modules() if is_replaceable(module) and "layers.1" not in name
+            ]
             layers = {name: {"operator": operator} for name in found if name != "lm_head"}
             given["plan_file"] = out.with_name(f"plan-of-{out.name}.json")
             given["plan_file"].write_text(json.dumps({"layers": layers}))

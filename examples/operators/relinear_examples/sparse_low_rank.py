@@ -63,7 +63,7 @@ class SparseLowRankLinear(StructuredLinear):
         rest, down, up = with_low_rank(weight, self.config.rank, sparse)
         return {"down": down, "up": up, "values": rest.flatten()[self.places]}
 
-    def wrong_values(self, values):
+    def problem_with_values(self, values):
         """Say what is wrong with a table of places that is loaded."""
         places = values.get("places")
         if not isinstance(places, Tensor) or places.is_meta or places.shape != self.places.shape:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.operator import Operator, is_linear, linear_features
+from relinear.contract.operator import Operator, is_replaceable, linear_features
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Latent(NamedTuple):
         return torch.exp(0.5 * self.logvar)
 
 
-def point(value: Tensor) -> Latent:
+def as_latent(value: Tensor) -> Latent:
     """Return a value (..., R) that nothing is drawn for: a latent whose sigma is 0."""
     return Latent(value, value, torch.full_like(value, -math.inf))
 
@@ -67,7 +67,7 @@ class ActivationHook:
         return latent.z
 
 
-class Gated:
+class HasHookPoints:
     """A module with gates, or other values by name: its forward passes each through ``_hooked``.
 
     Comes first among the bases. Where ``_is_intervened`` is False the hooks only read, and the forward may take its
@@ -98,14 +98,14 @@ class Gated:
 
     def _hooked(self, name: str, value: Tensor) -> Tensor:
         hook = None if self._activation_hooks is None else self._activation_hooks.get(name)
-        return value if hook is None else hook(point(value))
+        return value if hook is None else hook(as_latent(value))
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()  # a copy has no hooks
         return {**state, "_activation_hooks": None}
 
 
-class LatentOperator(Gated, Operator):
+class LatentOperator(HasHookPoints, Operator):
     """An operator with a latent. Its forward calls ``self._latent_hook``, unless it is None, and decodes the result."""
 
     hook_kind = LATENT
@@ -129,7 +129,7 @@ class LatentOperator(Gated, Operator):
 
 @dataclasses.dataclass(eq=False)
 class HookPoint:
-    """Name a place for one hook: the value ``name`` of a module, of ``size`` dimensions; ``kind`` is latent, gate ...
+    """A place for one hook: the value ``name`` of a module, of ``size`` dimensions; ``kind`` is latent, gate ...
 
     ``hook()`` is the one that is there; ``put(None)`` removes it without a trace.
     """
@@ -157,7 +157,7 @@ class _OutputHook:
         self.hook = hook
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return self.hook(point(output))
+        return self.hook(as_latent(output))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"hook": ActivationHook()}
@@ -187,9 +187,9 @@ def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoi
     for full, module in model.named_modules():
         name = full.replace("_orig_mod.", "").removesuffix("_orig_mod")
         here: list[HookPoint] = []
-        if isinstance(module, Gated):
+        if isinstance(module, HasHookPoints):
             here += [HookPoint(module, gate, size, module.hook_kind) for gate, size in module.hook_sizes().items()]
-        if outputs and name and is_linear(module):
+        if outputs and name and is_replaceable(module):
             here += [_OutputPoint(module, OUTPUT, linear_features(module)[1], OUTPUT)]
         points |= {".".join(filter(None, (name, point.name))): point for point in here}
     return points

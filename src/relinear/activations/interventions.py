@@ -39,7 +39,7 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
 
 
 @contextlib.contextmanager
-def _hooked(
+def _with_hooks(
     points: Mapping[str, HookPoint], interventions=(), observers=(), gives=None, intervened: Any = None
 ) -> Iterator[Any]:
     """Add interventions and observers, by the names of hook points, for the length of a block (as ``gives``); nests."""
@@ -108,7 +108,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         torch.Size([1, 8, 4])
     """
     record, points = Latents(), _latent_points(model)
-    return _hooked(points, observers={name: [_Recorder(record, name)] for name in points}, gives=record)
+    return _with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, gives=record)
 
 
 def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
@@ -120,7 +120,7 @@ def observe_hook_points(
     points: Mapping[str, HookPoint], observer: Callable[[str, Latent], None]
 ) -> AbstractContextManager[None]:
     """Return the same for any hook points of a model, by the names they have in ``points``."""
-    return _hooked(points, observers={name: [lambda l, name=name: observer(name, l)] for name in points})
+    return _with_hooks(points, observers={name: [lambda l, name=name: observer(name, l)] for name in points})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,7 +348,7 @@ def intervene(
     check_model(model, "intervene")
     points = hook_points(model, outputs=True)
     chosen = _by_hook_point(model, points, interventions)
-    return _hooked({name: points[name] for name in chosen}, interventions=chosen, intervened=model)
+    return _with_hooks({name: points[name] for name in chosen}, interventions=chosen, intervened=model)
 
 
 def _by_hook_point(

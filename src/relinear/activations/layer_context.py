@@ -27,23 +27,23 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def weak(value: Any) -> Any:
+def weak_ref(value: Any) -> Any:
     """A weak reference; the value itself for a compiled graph, which cannot follow one nor outlive its forward."""
     return value if torch.compiler.is_compiling() else weakref.ref(value)
 
 
-def strong(reference: Any) -> Any:
-    """Return what ``weak`` was given, or None if that is gone."""
+def deref(reference: Any) -> Any:
+    """Return what ``weak_ref`` was given, or None if that is gone."""
     return reference() if isinstance(reference, weakref.ref) else reference
 
 
-def check_hands_over(model: nn.Module) -> None:
+def check_reaches_layers(model: nn.Module) -> None:
     """Raise ValueError, saying why, if no value can be handed to every layer of ``model``; changes nothing."""
     for index, layer in enumerate(decoder_layers(model)):
         attention_of(index, layer)
 
 
-def hand_over(
+def install_layer_context(
     model: nn.Module, key: str, make: Callable[[Any, dict[str, Any]], Any], deliver: Callable[[int, Any], None]
 ) -> None:
     """Hook a decoder and its layers up.
@@ -56,16 +56,16 @@ def hand_over(
             end. Both must be module-level functions or bound methods that ``deepcopy`` carries over.
     """
     runner = decoder(model)
-    forward = _Forward(key, runner, make, deliver)
+    forward = _DecoderHooks(key, runner, make, deliver)
     runner.register_forward_pre_hook(forward.start, with_kwargs=True)
     runner.register_forward_hook(forward.finish)
     for index, layer in enumerate(decoder_layers(model)):
-        entry = _Entry(key, index, layer, deliver)
+        entry = _LayerHooks(key, index, layer, deliver)
         layer.register_forward_pre_hook(entry.enter_layer, with_kwargs=True)
         attention_of(index, layer).register_forward_pre_hook(entry.enter_attention, with_kwargs=True)
 
 
-class _Forward:
+class _DecoderHooks:
     """The hooks of the decoder."""
 
     def __init__(self, key: str, runner: nn.Module, make: Callable[..., Any], deliver: Callable[..., None]) -> None:
@@ -77,7 +77,7 @@ class _Forward:
     def start(self, runner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs = dict(zip(self.names, args)) | kwargs
         value = self.make(runner, inputs)
-        setattr(_running, self.key, weak(value))  # the arguments alone keep it alive
+        setattr(_running, self.key, weak_ref(value))  # the arguments alone keep it alive
         return (), inputs | {self.key: value}
 
     def finish(self, runner: nn.Module, args: tuple, output: Any) -> None:
@@ -85,12 +85,12 @@ class _Forward:
         self.deliver(-1, None)
 
 
-class _Entry:
+class _LayerHooks:
     """The hooks of one layer and of its attention."""
 
     def __init__(self, key: str, index: int, layer: nn.Module, deliver: Callable[[int, Any], None]) -> None:
         self.key, self.index, self.layer, self.deliver = key, index, layer, deliver
-        self.words = key.removeprefix("relinear_")
+        self.label = key.removeprefix("relinear_")
         self.takes_keywords = takes_keywords(layer)
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -98,13 +98,13 @@ class _Entry:
             keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
             if keywords.get("use_reentrant") is True:  # what stands in for the function may answer anything
                 raise ValueError(
-                    f"reentrant gradient checkpointing runs backward through the {self.words} once for every layer and "
+                    f"reentrant gradient checkpointing runs backward through the {self.label} once for every layer and "
                     'cannot be right; use model.gradient_checkpointing_enable({"use_reentrant": False})'
                 )
         kwargs = dict(kwargs)
         value = kwargs.pop(self.key, None)
         if value is None:
-            value = strong(getattr(_running, self.key, None))
+            value = deref(getattr(_running, self.key, None))
         if value is not None:
             self.deliver(self.index, value)
             if self.takes_keywords:
@@ -119,7 +119,7 @@ class _Entry:
         elif self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
             raise ValueError(
                 f"{type(self.layer).__name__} hands no further keyword arguments on to its attention, so that under "
-                f"gradient checkpointing it would be run again without its {self.words}; call "
+                f"gradient checkpointing it would be run again without its {self.label}; call "
                 "model.gradient_checkpointing_disable()"
             )
         return args, kwargs

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relinear.activations.layer_context import check_hands_over, hand_over, strong, weak
+from relinear.activations.layer_context import check_reaches_layers, deref, install_layer_context, weak_ref
 from relinear.contract.modules import unwrapped
 from relinear.contract.operator import Operator
 from relinear.hf.model_layout import decoder, decoder_layers, takes_keywords
@@ -83,7 +83,7 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     Raises:
         ValueError: if there is no context, its width differs, or its tokens are not those of ``x``.
     """
-    value = strong(_carrier.block)
+    value = deref(_carrier.block)
     if value is None:
         value = _carrier.manual
     if value is None:
@@ -172,7 +172,7 @@ def check_carries_context(model: Any) -> nn.Module:
     if context_owner(model) is not None:
         raise ValueError(f"{name} has a context manager already; a model has one, shared by all conditioned layers")
     base = decoder(model)
-    check_hands_over(model)
+    check_reaches_layers(model)
     if not hasattr(base, "get_input_embeddings"):
         raise ValueError(f"{type(base).__name__} runs the layers of {name} and does not say how tokens are embedded")
     if not takes_keywords(base):
@@ -202,7 +202,7 @@ class ContextOwner(nn.Module):
     def install(self, base: nn.Module) -> None:
         """Register this module on ``base`` and hook it up; ``check_carries_context`` must have passed."""
         base.add_module(OWNER_NAME, self)
-        hand_over(base, _KEY, self._context, _enter_block)
+        install_layer_context(base, _KEY, self._context, _enter_block)
 
     def _context(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         if getattr(base, "_is_replica", False):
@@ -214,4 +214,4 @@ class ContextOwner(nn.Module):
 
 
 def _enter_block(index: int, value: Tensor | None) -> None:
-    _carrier.block = None if value is None else weak(value)
+    _carrier.block = None if value is None else weak_ref(value)

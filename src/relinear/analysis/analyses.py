@@ -105,12 +105,12 @@ def applying(model: Any) -> list[str]:
 
 def known_analyses() -> list[str]:
     """Return the names of all analyses: relinear's, and those that other packages offer."""
-    return [*ANALYSES, *(name for name in plugins.offered("analysis") if name not in ANALYSES)]
+    return [*ANALYSES, *(name for name in plugins.entry_points("analysis") if name not in ANALYSES)]
 
 
 def analysis(name: str) -> Any:
     """Return the module of an analysis."""
-    return import_module(f"relinear.analysis.{name}") if name in ANALYSES else plugins.find("analysis", name)
+    return import_module(f"relinear.analysis.{name}") if name in ANALYSES else plugins.load("analysis", name)
 
 
 def analyze(

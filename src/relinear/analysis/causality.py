@@ -12,7 +12,7 @@ from relinear.contract.modes import evaluating, watching
 from relinear.contract.operator import check_model
 from relinear.hf.model_layout import layer_index
 from relinear.hf.next_token_check import precision_of
-from relinear.hf.vocabulary import most_positions
+from relinear.hf.vocabulary import max_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CausalityReport:
 
     @property
     def causal(self) -> bool:
-        """Whether nothing saw the future."""
+        """Return whether nothing saw the future."""
         return self.module is None
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def check_causality(
     vocabulary = _vocabulary(model)
     generator = torch.Generator().manual_seed(seed)
     if inputs is None:
-        limit = most_positions(model) or tokens
+        limit = max_positions(model) or tokens
         inputs = torch.randint(vocabulary, (1, min(tokens, limit)), generator=generator)
     if inputs.ndim != 2 or inputs.shape[0] != 1 or inputs.shape[1] < 2:
         raise ValueError(f"inputs must be token ids of shape (1, T) with T >= 2, got {tuple(inputs.shape)}")

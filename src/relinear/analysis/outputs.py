@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Result, Subject, layer_row, short_name
 from relinear.analysis.effective_rank import decay_panel, decays, effective_rank, singular_values
 from relinear.contract.modes import evaluating, watching
-from relinear.contract.operator import embeds, is_linear, linear_features, named_operators
+from relinear.contract.operator import embeds, is_replaceable, linear_features, named_operators
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 from relinear.training.run import initial_values
@@ -125,7 +125,7 @@ def run(subject: Subject) -> Result:
     for name in moved.keys() & numbers[subject.name]:
         numbers[subject.name][name]["update"] = moved[name]
     if subject.control is not None:
-        others = {name: m for name, m in subject.control.named_modules() if name in layers and is_linear(m)}
+        others = {name: m for name, m in subject.control.named_modules() if name in layers and is_replaceable(m)}
         if others:
             numbers[subject.control_name] = output_statistics(subject.control, others, subject.ids)
     lines = []

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field
 
 from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, measure_roofline, phase_of
 from relinear.bench.peers import PEERS
-from relinear.contract.config import environment as environment_of_kinds
+from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
@@ -130,7 +130,7 @@ def _child(settings: BenchSettings, *, tuned: bool, on_progress: ProgressCallbac
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(int(tuned)), str(out)]
         # the profiler behind peak memory tells of every start and stop unless it is asked not to
-        environment = {"KINETO_LOG_LEVEL": "99", **os.environ, **environment_of_kinds()}
+        environment = {"KINETO_LOG_LEVEL": "99", **os.environ, **worker_environment()}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -170,7 +170,7 @@ def run_bench(
         out_dir,
         *("bench", "bench.json", ("bench.png", "bench.svg")),
         earlier={"bench.json": ("settings", "machine", "roofline", "rows")},
-        settings_of=lambda record: BenchSettings.completed(record.get("settings")),
+        settings_of=lambda record: BenchSettings.upgraded(record.get("settings")),
     )
     record = folder.check(stated, overwrite=overwrite)
     with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):

@@ -80,9 +80,9 @@ class Engine:
     """Carries out rounds of runs, and says how far they are.
 
     Args:
-        executor: where.
+        executor: runs the calls.
         at_once: how many runs go on at once there, as far as is known, for the time that is left.
-        on_progress: called.
+        on_progress: called with a ``Progress`` about once a second.
     """
 
     def __init__(self, executor: Executor, at_once: int, on_progress: ProgressCallback) -> None:

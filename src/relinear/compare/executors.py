@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relinear.contract import plugins
-from relinear.contract.config import environment
+from relinear.contract.config import worker_environment
 from relinear.system.allocator import tune_allocator
 from relinear.system.signals import Terminated
 
@@ -78,7 +78,7 @@ class Processes(_Waiting):
             ChildProcessError: if the process was killed.
         """
         receive, send = _CONTEXT.Pipe(duplex=False)
-        variables = dict(os.environ) | _QUIET | environment()
+        variables = dict(os.environ) | _QUIET | worker_environment()
         process = _CONTEXT.Process(target=_serve, args=(send, variables, self._log, function, arguments))
         with self._starting:
             if self._ended:

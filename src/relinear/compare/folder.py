@@ -39,7 +39,7 @@ def comparison_folder(out_dir: str | Path) -> RunFolder:
         *("compare", RUN, (RESULTS, SCALE, SPEED, NGRAM, TUNING, RUNS, BUDGETS, SIZES, "plots")),
         earlier={RUN: ("format", "recipe", "entries")},
         free=("description",),
-        settings_of=lambda record: CompareSettings.completed(recipe_of(record)),
+        settings_of=lambda record: CompareSettings.upgraded(recipe_of(record)),
     )
 
 

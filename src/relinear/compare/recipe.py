@@ -154,10 +154,10 @@ def find_recipe(name: str | Path) -> Path:
                 return candidate
     if path.exists():
         return path  # a folder, say: reading it tells
-    if (other := plugins.find("recipe", path.name.removesuffix(".yaml"))) is not None:
+    if (other := plugins.load("recipe", path.name.removesuffix(".yaml"))) is not None:
         return Path(other)
     known = sorted(
-        set(plugins.offered("recipe"))
+        set(plugins.entry_points("recipe"))
         | {file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")}
     )
     raise FileNotFoundError(f"no recipe {str(name)!r}; {nearest(path.stem, known)}")

@@ -47,7 +47,7 @@ from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
 from relinear.deprecated import with_new_columns
-from relinear.models import model_place, preset_config, preset_names
+from relinear.models import locate_model, preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import available_cores
 from relinear.system.progress import ProgressCallback, no_progress
@@ -129,7 +129,7 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
     if path.is_file() and not overwrite:
         return with_new_columns(read_json(path))
     for name in recipe.entries:
-        model_place(recipe.settings_of(name).model)
+        locate_model(recipe.settings_of(name).model)
         _check_tunable(recipe, name)
         if recipe.settings_of(name).data != recipe.train.data:
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, mode
 
 from relinear.compare.recipe import apply_overrides, read_yaml
 from relinear.contract.config import nearest, parse_setting
-from relinear.contract.settings import Different, Patterns, PositiveInt, Seed, Settings, size_in_bytes
+from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
 from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
@@ -50,11 +50,11 @@ def _listed(value: Any) -> Any:
 
 
 _ASCENDING = AfterValidator(lambda values: tuple(sorted(values)))
-_Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Different, _ASCENDING]
-_Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Different, _ASCENDING]
+_Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Unique, _ASCENDING]
+_Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Unique, _ASCENDING]
 _Tokens = Annotated[PositiveInt, BeforeValidator(_tokens)]
-_FileSizes = Annotated[tuple[PositiveInt, ...], Field(min_length=1), Different, _ASCENDING]
-_Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1), Different, _ASCENDING]
+_FileSizes = Annotated[tuple[PositiveInt, ...], Field(min_length=1), Unique, _ASCENDING]
+_Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1), Unique, _ASCENDING]
 
 
 def _operator(value: Any) -> Any:
@@ -111,7 +111,7 @@ class Entry(Settings):
 
     @property
     def dense(self) -> bool:
-        """Whether nothing of relinear is in it."""
+        """Return whether nothing of relinear is in it."""
         return not self.operator and not any(self.operators.values()) and not self.attachments
 
     @property
@@ -199,7 +199,7 @@ class Sizes(Settings):
         tokens_per_parameter: budget of every size, by the parameters of the dense model; None takes the recipe's.
     """
 
-    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=4), Different, _ASCENDING]
+    widths: Annotated[tuple[PositiveInt, ...], Field(min_length=4), Unique, _ASCENDING]
     tokens_per_parameter: PositiveFloat | None = None
 
 
@@ -256,23 +256,23 @@ class CompareSettings(Settings):
     target: Patterns = ("all-linear",)
     train: Annotated[_SharedTrainSettings, BeforeValidator(_as_written)] = _SharedTrainSettings()
     tokens: _Tokens | None = None
-    budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Different, _ASCENDING] | None = None
+    budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Unique, _ASCENDING] | None = None
     sizes: Annotated[Sizes | None, BeforeValidator(_widths)] = None
     match: Annotated[Match, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = Match()
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1), Different, BeforeValidator(_listed)] = (0,)
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1), Unique, BeforeValidator(_listed)] = (0,)
     tune: Annotated[Tune | None, _or_default({})] = None
     speed: Speed = Speed()
     reference: str | None = None
     ngram: Annotated[Literal["auto"] | PositiveInt | None, _or_default("auto")] = "auto"
 
     @classmethod
-    def completed(cls, saved: Any) -> Any:
+    def upgraded(cls, saved: Any) -> Any:
         """As in every other settings, but for the default of ``train.steps``, which is none beside another budget."""
         train = saved.get("train") if isinstance(saved, Mapping) else None
         if not isinstance(train, Mapping):
-            return super().completed(saved)
+            return super().upgraded(saved)
         for values in (saved, {**saved, "train": {key: value for key, value in train.items() if key != "steps"}}):
-            completed = super().completed(values)
+            completed = super().upgraded(values)
             if completed is not values:
                 return completed
         return saved

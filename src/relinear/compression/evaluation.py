@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from relinear.evaluate.losses import token_losses
-from relinear.hf.vocabulary import most_positions
+from relinear.hf.vocabulary import max_positions
 from relinear.system.confidence import half_width
 
 #: tokens of a passage that is continued, and of its continuation
@@ -125,7 +125,7 @@ def _repeated(model: Any, passages: Tensor, tokenizer: Any) -> float:
 
 
 def _longest(model: Any) -> int:
-    return most_positions(model) or 1 << 30
+    return max_positions(model) or 1 << 30
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:

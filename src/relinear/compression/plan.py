@@ -16,7 +16,7 @@ from relinear.contract.operator import (
     Operator,
     OperatorConfig,
     is_embedding,
-    is_linear,
+    is_replaceable,
     linear_features,
 )
 from relinear.surgery.summary import module_parameters
@@ -130,7 +130,7 @@ class CompressPlan:
         rows = read_layers(path)
         for name, layer in rows.items():
             module = modules.get(name)
-            if not (is_linear(module) or is_embedding(module)) or isinstance(module, Operator):
+            if not (is_replaceable(module) or is_embedding(module)) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
             try:
                 operator_text = layer.get("operator")

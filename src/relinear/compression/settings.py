@@ -122,7 +122,7 @@ class CompressSettings(Settings):
 
     @property
     def by_bytes(self) -> bool:
-        """Whether stored bytes are the budget, so that the result is saved at no more than half precision."""
+        """Return whether stored bytes are the budget, so that the result is saved at no more than half precision."""
         return self.keep is None
 
     def bytes_of(self, original: int) -> float:

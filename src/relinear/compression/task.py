@@ -19,7 +19,7 @@ from relinear.contract.modes import evaluating
 from relinear.contract.operator import Operator, OperatorConfig, check_finite, linear_features
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
-from relinear.hf.vocabulary import check_length_fits, entries_of
+from relinear.hf.vocabulary import check_length_fits, vocab_size_of
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
@@ -154,14 +154,14 @@ def check_model(model: Any, sequence_length: int) -> None:
             raise ValueError(f"{kind}: {name} has no values (it is on the meta device, or off-loaded); load the model")
     check_finite(model)
     check_predicts_next_token(model, "compress")
-    ids = torch.arange(min(sequence_length, CHECKED_TOKENS))[None] % entries_of(model.get_input_embeddings())
+    ids = torch.arange(min(sequence_length, CHECKED_TOKENS))[None] % vocab_size_of(model.get_input_embeddings())
     with evaluating(model):
         LayerByLayer(model).check(ids.to(next(model.parameters()).device))
 
 
 def check_ids(ids: Tensor, model: Any, what: str) -> None:
     """Raise ValueError unless token ids (N, T) are ones that ``model`` embeds."""
-    entries = entries_of(model.get_input_embeddings())
+    entries = vocab_size_of(model.get_input_embeddings())
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{what}: token ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < entries:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from relinear.contract.config import Config
-from relinear.contract.modules import mark_initialized_, say_adapters_leave_out, train_new_parameters, unwrapped
+from relinear.contract.modules import mark_initialized_, train_new_parameters, unwrapped, warn_adapters_omit
 
 #: attribute of a model, and of its base model, which may be saved alone: the list of settings, one for both
 _ATTRIBUTE = "_relinear_attachments"
@@ -43,7 +43,7 @@ class AttachmentConfig(Config):
         raise TypeError(f"{type(self).__name__} does not say how it is attached")
 
     def for_part(self, model: nn.Module) -> Self | None:
-        """What of this concerns ``model``, the base of a model that has it, or one with another head; None: nothing."""
+        """Return the settings to rebuild on ``model``, a part of the original or with another head; None to skip."""
         return self
 
     def apply_(self, model: nn.Module) -> None:
@@ -66,7 +66,7 @@ class AttachmentConfig(Config):
             mark_initialized_(inside.get_submodule(name))
         if inside is not model:
             train_new_parameters(inside, known)
-            say_adapters_leave_out(str(self), added)
+            warn_adapters_omit(str(self), added)
 
 
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
@@ -80,8 +80,8 @@ def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
 # Parts and their hooks
 
 
-def kw_like(module: nn.Module) -> dict[str, Any]:
-    """``{"device", "dtype"}`` of a module's parameters, for new ones."""
+def factory_kwargs_like(module: nn.Module) -> dict[str, Any]:
+    """Return ``{"device", "dtype"}`` of a module's parameters, for new ones."""
     reference = next(p for p in module.parameters() if p.is_floating_point())
     return {"device": reference.device, "dtype": reference.dtype}
 
@@ -92,7 +92,7 @@ def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> N
     owner.add_module(name, part.train(owner.training).requires_grad_(trained))
 
 
-class ResidualAdd:
+class ResidualHooks:
     """Give a part of a model x, which an earlier module reads, and y, which a later one reads or returns, by hooks.
 
     The part is ``owner.name``, looked up at every call, so that PEFT may wrap it; its ``forward(x, y)`` returns what
@@ -104,31 +104,31 @@ class ResidualAdd:
         self.owner, self.name = owner, name
         self.x: Tensor | None = None
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def save_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook, with keywords, of the module that reads x."""
         self.x = args[0] if args else kwargs["hidden_states"]
 
-    def taken(self) -> Tensor:
+    def pop_input(self) -> Tensor:
         """Return x, which is forgotten here."""
         x, self.x = self.x, None
-        assert x is not None, "the module that is to be seen before this one has not run"
+        assert x is not None, "ResidualHooks: the module that reads x did not run before the one that returns y"
         return x
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def replace_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Forward hook of the module that returns y."""
-        return met(module, output, self.taken(), getattr(self.owner, self.name))
+        return apply_to_output(module, output, self.pop_input(), getattr(self.owner, self.name))
 
-    def before(self, module: nn.Module, args: tuple) -> tuple[Any, ...]:
+    def replace_input(self, module: nn.Module, args: tuple) -> tuple[Any, ...]:
         """Forward pre-hook of the module that reads y."""
-        return (getattr(self.owner, self.name)(self.taken(), args[0]), *args[1:])
+        return (getattr(self.owner, self.name)(self.pop_input(), args[0]), *args[1:])
 
     def __getstate__(self) -> dict[str, Any]:
         # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
         return self.__dict__ | {"x": None}
 
 
-def met(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
-    """``output`` of ``module``, a tensor y or a tuple that starts with one, with y replaced by ``part(x, y)``.
+def apply_to_output(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
+    """Return ``output`` of ``module``, a tensor y or a tuple that starts with one, with ``part(x, y)`` for y.
 
     Raises:
         ValueError: if y is not of the shape of x (of the first, where x are several), over which it would be stretched.

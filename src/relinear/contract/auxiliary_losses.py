@@ -1,6 +1,6 @@
 """Auxiliary losses: collected from the operators after a forward pass and added to the model's loss, once.
 
-An operator notes one value for every token it sees. Which of them count is settled here, where the arguments of the
+An operator records one value for every token it sees. Which of them count is settled here, where the arguments of the
 forward pass are known: the tokens whose prediction the model's own loss counts. The operators need no mask for that,
 and neither gradient checkpointing nor compilation can hand them the mask of another forward.
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.contract.config import shown
@@ -72,7 +73,7 @@ def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Whether the labels of ``model`` are its inputs, of which each token predicts the next; so unless it says not."""
+    """Return whether the labels of ``model`` are its inputs, each predicting the next; so unless it says not."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     # Not by the property ``loss_function``, which logs where a type is unknown: no compiler follows that.
@@ -109,7 +110,7 @@ def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | Non
         counted = _targets(inputs, shifted)
         if counted is not None and counted.ndim == 2:
             if shifted and inputs.get("shift_labels") is None:
-                counted = nn.functional.pad(counted, (0, 1))  # the last token predicts nothing
+                counted = F.pad(counted, (0, 1))  # the last token predicts nothing
             if shape is None or counted.shape == shape:
                 return counted
         mask = inputs.get("attention_mask")

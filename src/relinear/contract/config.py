@@ -38,12 +38,12 @@ _LARGEST = 2**29
 MOST_LAYERS = 1_000
 
 
-def Bounds(minimum: int, most: int = _LARGEST) -> Any:
-    """Return what ``Annotated[int, Bounds(1)]`` says of a setting: its least value and its largest."""
-    return Field(ge=minimum, le=most)
+def IntRange(minimum: int, maximum: int = _LARGEST) -> Any:
+    """Return the range of an integer setting, for ``Annotated[int, IntRange(1)]``."""
+    return Field(ge=minimum, le=maximum)
 
 
-Count = Annotated[int, Bounds(1)]
+Count = Annotated[int, IntRange(1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
 
@@ -82,8 +82,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3, most: int = _LISTED
 
 
 def readable(error: ValidationError, name: str = "") -> str:
-    """What pydantic found in the users' words, one fault a line: where (in ``name``), what it must be, what it
-    got, what is near."""
+    """Return pydantic's errors as text, one per line: location (in ``name``), requirement, value, suggestion."""
     lines = []
     faults = error.errors(include_url=False)
     # a list with a wrong value also counts as one that is too short
@@ -143,7 +142,7 @@ def register(cls: C) -> C:
     return cls
 
 
-def environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Return what a process that is started has to be told, so that it knows the kinds that are known here."""
     return plugins.environment(cls for kinds in _REGISTRY.values() for cls in kinds.values())
 
@@ -198,10 +197,10 @@ class Config:
         values = dict(values)
         kind = values.pop("kind", None)
         if isinstance(kind, str) and kind not in cls.kinds():
-            plugins.find(cls.family, kind)
+            plugins.load(cls.family, kind)
         known = cls.kinds()
         if not isinstance(kind, str) or kind not in known:
-            names = {**known, **plugins.offered(cls.family)}
+            names = {**known, **plugins.entry_points(cls.family)}
             hint = f"{nearest(str(kind), names)} (relinear list {cls.family}s shows all)"
             raise UnknownKindError(f"unknown {cls.family} kind {shown(kind)}; {hint}")
         target = known[kind]
@@ -278,7 +277,7 @@ def _decode(value: Any) -> Any:
     return value
 
 
-def first_settings(config: Config) -> dict[str, Any] | None:
+def without_later_settings(config: Config) -> dict[str, Any] | None:
     """``config.to_dict()`` as it was before there was what is in ``formerly``; None where that means another."""
     values = config.to_dict()
     for field in dataclasses.fields(config):
@@ -288,7 +287,7 @@ def first_settings(config: Config) -> dict[str, Any] | None:
                 return None
             del values[field.name]
         elif isinstance(value, Config):
-            inner = first_settings(value)
+            inner = without_later_settings(value)
             if inner is None:
                 return None
             values[field.name] = {"family": value.family} | inner

@@ -51,7 +51,7 @@ class ParameterCache:
                     state = self._state = None
                 elif key in values:
                     return values[key]
-        if not self.opens():
+        if not self.is_usable():
             return None
         if state is None:
             # before the computation, so that a change during it is seen afterwards
@@ -61,8 +61,8 @@ class ParameterCache:
             value = state[2][key] = compute()
         return value
 
-    def opens(self) -> bool:
-        """Whether there may be values at all: not of parameters on meta (offloaded), of a subclass, or under vmap, nor
+    def is_usable(self) -> bool:
+        """Return whether values may be cached: not of parameters on meta (offloaded), of a subclass, or under vmap, nor
         where a parametrisation stands in for one, which may depend on what is no parameter."""
         parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
         return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
@@ -107,9 +107,9 @@ class CachingModule(nn.Module):
     _comparing_cache: ComparingCache | None = None
 
     def cache_parameters(self, cache: bool) -> None:
-        """Start with an empty cache, where it ``opens``, or stop."""
+        """Start with an empty cache, where it ``is_usable``, or stop."""
         new_cache = ParameterCache(self)
-        self.parameter_cache = new_cache if cache and new_cache.opens() else None
+        self.parameter_cache = new_cache if cache and new_cache.is_usable() else None
         self._comparing_cache = None
         if self.parameter_cache is not None:
             self.build_kernels()
@@ -117,8 +117,8 @@ class CachingModule(nn.Module):
     def build_kernels(self) -> None:
         """Have the compiled kernels built that inference runs, where they are not there yet."""
 
-    def always_cached(self, parameter: Tensor) -> ParameterCache | None:
-        """``parameter_cache``, or outside of ``for_inference_`` one that compares the parameters before each use.
+    def cache_or_compare(self, parameter: Tensor) -> ParameterCache | None:
+        """Return ``parameter_cache``, or outside of ``for_inference_`` one that compares parameters before each use.
 
         Beside exponentials of matrices it takes no time to compare the few parameters that they come from. On a GPU it
         would, as that waits for the device.

@@ -26,7 +26,7 @@ def stock_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in around and not part.endswith("_wrapped_module"))
 
 
-def say_adapters_leave_out(what: str, module_names: list[str]) -> None:
+def warn_adapters_omit(what: str, module_names: list[str]) -> None:
     """Warn that PEFT's adapter checkpoint will not hold ``what``, which is now in the model, and say what to do."""
     parts = sorted({stock_name(name).rpartition(".")[2] for name in module_names})
     warnings.warn(

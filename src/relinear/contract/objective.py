@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import share_of_batch
@@ -16,7 +16,7 @@ Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, 
 def kl_terms(logits: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
     """Compute the terms (..., V) whose sum over V is KL(softmax(wanted / tau) || softmax(logits / tau)), in float32."""
     student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, wanted))
-    return torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none")
+    return F.kl_div(student, teacher, log_target=True, reduction="none")
 
 
 class ObjectiveConfig(Config):

@@ -12,6 +12,7 @@ from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
@@ -183,6 +184,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     name_in_model: str = ""
     from_moments = RenamedHook("fit_to_calibration")
     fit_moments_ = RenamedHook("fit_to_statistics_")
+    wrong_values = RenamedHook("problem_with_values")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -244,15 +246,15 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows (..., in_features) of ``to_dense()`` at token ids (...): what an embedding gives."""
-        return nn.functional.embedding(ids, self.to_dense())
+        return F.embedding(ids, self.to_dense())
 
     def dense_bias(self) -> Tensor | None:
         """Return the additive bias that goes with ``to_dense``, or None."""
         return self.bias
 
     @torch.no_grad()
-    def dense_in_float32(self) -> tuple[Tensor, Tensor | None]:
-        """``to_dense()`` and ``dense_bias()``, multiplied out in float32 at least and cast back to the own dtype."""
+    def dense_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Return ``to_dense()`` and ``dense_bias()``, computed in float32 at least and cast back to the own dtype."""
         dtype = next(self.parameters()).dtype
         # A copy, so that the operator stays as it is.
         wide = self if dtype in (torch.float32, torch.float64) else deepcopy(self).float()
@@ -345,8 +347,8 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """
         return 0, 0
 
-    def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
-        """What is wrong with values that are to be loaded, by name, in words; None where any of this shape will do.
+    def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
+        """Return what is wrong with values that are to be loaded, by name; None where any of this shape will do.
 
         For what would compute something else in silence, as a table of indices that is damaged.
         """
@@ -354,7 +356,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         tensors = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        wrong = self.wrong_values(tensors)
+        wrong = self.problem_with_values(tensors)
         if wrong is None:
             super()._load_from_state_dict(state_dict, prefix, *arguments)
         else:
@@ -443,7 +445,7 @@ def is_conv1d(module: Any) -> bool:
     return _class_name(module) == _CONV1D
 
 
-def is_linear(module: Any) -> bool:
+def is_replaceable(module: Any) -> bool:
     """Return whether ``module`` can be replaced: exactly nn.Linear, one of transformers' ``_STOCK``, or an operator.
 
     Other subclasses of nn.Linear cannot: they may compute something else.
@@ -504,7 +506,7 @@ def plain_linear(operator: Operator) -> nn.Module:
     if operator.config.conditioned:
         raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
     reference = next(operator.parameters())
-    weight, bias = operator.dense_in_float32()
+    weight, bias = operator.dense_weight_and_bias()
     if weight.ndim != 2:
         raise NotLinearError(f"{operator.config.kind} has one matrix per token")
     if bias is not None and operator.bias is None:

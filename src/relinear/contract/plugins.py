@@ -30,14 +30,14 @@ GROUPS = {
 }
 
 
-def offered(family: str) -> dict[str, metadata.EntryPoint]:
+def entry_points(family: str) -> dict[str, metadata.EntryPoint]:
     """Return what installed packages offer of a family ("operator", "attachment", "objective", ...), by name."""
     return {point.name: point for point in metadata.entry_points(group=GROUPS[family])}
 
 
-def find(family: str, name: str) -> Any:
+def load(family: str, name: str) -> Any:
     """Load what a package offers under a name; None where none does, or where it fails, with a warning that says so."""
-    point = offered(family).get(name)
+    point = entry_points(family).get(name)
     if point is None:
         return None
     try:

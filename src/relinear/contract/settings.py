@@ -25,7 +25,7 @@ def _refuse_twice(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 #: of a list: no value is in it twice
-Different = AfterValidator(_refuse_twice)
+Unique = AfterValidator(_refuse_twice)
 #: of names of modules; one alone may be given as it is
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
@@ -77,7 +77,7 @@ class Settings(BaseModel):
             raise ValueError(f"{name}: {readable(error)}") from None
 
     @classmethod
-    def completed(cls, saved: Any) -> Any:
+    def upgraded(cls, saved: Any) -> Any:
         """Return settings that an earlier version wrote (``model_dump(mode="json")``), as this version writes them.
 
         What they lack takes its default, so that two runs can be held against each other although settings have been

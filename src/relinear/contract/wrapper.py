@@ -36,7 +36,7 @@ class WrapperConfig(OperatorConfig):
 
     @property
     def conditioned(self) -> bool:  # type: ignore[override]
-        """Whether the wrapped operator reads the context."""
+        """Return whether the wrapped operator reads the context."""
         return self.base is not None and self.base.conditioned
 
     @property
@@ -46,7 +46,7 @@ class WrapperConfig(OperatorConfig):
 
     @property
     def fits_weight(self) -> bool:  # type: ignore[override]
-        """Whether the wrapped layer can be fitted to a weight."""
+        """Return whether the wrapped layer can be fitted to a weight."""
         return self.base is None or self.base.fits_weight
 
     def check_shape(self, in_features: int, out_features: int) -> None:

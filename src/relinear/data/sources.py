@@ -300,7 +300,7 @@ def _column(where: str, rows: Any, wanted: str | None) -> str:
 
 
 def _holds_messages(feature: Any) -> bool:
-    """Whether a feature is a list of messages, or of mappings whose keys differ between rows."""
+    """Return whether a feature is a list of messages, or of mappings whose keys differ between rows."""
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
     return {"role", "content"} <= set(inner) if isinstance(inner, dict) else type(inner).__name__ == "Json"
 

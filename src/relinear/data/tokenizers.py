@@ -12,7 +12,7 @@ from relinear.contract.config import shown
 from relinear.data.chat import Closed, encodable, spoken
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS
-from relinear.hf.model_source import exists, is_fetched, is_path
+from relinear.hf.model_source import exists, is_cached, is_path
 from relinear.system.text import cut
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -140,7 +140,7 @@ def _why_none(name: str) -> str:
         return "one that is trained anew has other tokens than those that are asked for"
     if is_path(name):
         return "there is no such folder"
-    fetched = is_fetched(name) or is_fetched(name, file="tokenizer_config.json")
+    fetched = is_cached(name) or is_cached(name, file="tokenizer_config.json")
     return "" if fetched or hub_in_reach() else "it was not fetched before, and the Hugging Face Hub cannot be reached"
 
 

@@ -17,10 +17,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.config import first_settings
+from relinear.contract.config import without_later_settings
 from relinear.contract.modes import evaluating
 from relinear.contract.modules import stock_name
-from relinear.contract.operator import Operator, OperatorConfig, is_linear
+from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.distill.fit import Course, Pairs, Within, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillReport, LayerFit
@@ -106,7 +106,7 @@ def distill_(
             out_dir,
             *("distill", "distill.json", ("layers", "recorded", "model", "report.json")),
             earlier={"distill.json": ("fingerprint", "settings", "done")},
-            settings_of=lambda record: DistillSettings.completed(record.get("settings")),
+            settings_of=lambda record: DistillSettings.upgraded(record.get("settings")),
         )
         folder.check(stated, overwrite=overwrite)
     if not whole.replacements:
@@ -172,7 +172,7 @@ def _as_written(whole: Plan, state: Mapping[str, Any]) -> list[list]:
             return []
         return [stored] if known == configs else []
     # the first version did not write them down
-    first = [[name, first_settings(config)] for name, config in configs]
+    first = [[name, without_later_settings(config)] for name, config in configs]
     now = [[name, config.to_dict()] for name, config in configs]
     return [now] if any(values is None for _, values in first) else [now, first]
 
@@ -304,7 +304,7 @@ class _Run:
         modules = {
             name: module
             for name, module in self.model.named_modules()
-            if is_linear(module)
+            if is_replaceable(module)
             and name not in replaced
             and matches(pattern, name)
             and layer_index(self.model, name) == index

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, without_padding
-from relinear.contract.config import Bounds, Count, check_value
+from relinear.contract.config import Count, IntRange, check_value
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import check_model
 from relinear.data.tokenizers import encode, text_start
 from relinear.evaluate.losses import token_losses
-from relinear.hf.next_token_check import check_numbers, check_predicts_next_token
-from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+from relinear.hf.next_token_check import check_no_nan, check_predicts_next_token
+from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def perplexity(
             labels = torch.stack([labels for _, labels in batch]).to(device)
             logits = model(input_ids=ids, use_cache=False).logits
             losses = token_losses(logits, labels)
-            check_numbers(model, losses, "perplexity")
+            check_no_nan(model, losses, "perplexity")
             total += losses.double().sum().item()
             count += int((labels[:, 1:] != IGNORED_LABEL).sum())
     if not count:
@@ -156,7 +156,7 @@ def lambada(
     rows = list(_lambada_rows(texts))[:max_examples]
     if not rows:
         raise ValueError("LAMBADA needs at least one text")
-    longest = most_positions(model)
+    longest = max_positions(model)
     examples = [_split_last_word(tokenizer, row, longest) for row in rows]
     examples.sort(key=lambda example: len(example[0]))
     right, total = 0, 0.0
@@ -170,7 +170,7 @@ def lambada(
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             for row, (tokens, word) in zip(logits, batch, strict=True):
                 scores = row[len(tokens) - word - 1 : len(tokens) - 1].float()
-                check_numbers(model, scores, "lambada")
+                check_no_nan(model, scores, "lambada")
                 target = torch.tensor(tokens[-word:], device=device)
                 right += bool((scores.argmax(-1) == target).all())
                 total += F.cross_entropy(scores, target, reduction="sum").item()
@@ -237,8 +237,8 @@ def _evaluating(model: nn.Module) -> Iterator[torch.device]:
 
 def _sequence_length(model: nn.Module, wanted: int | None) -> int:
     if wanted is None:
-        return min(1024, most_positions(model) or 1024)
-    check_value("sequence_length", wanted, Annotated[int, Bounds(2)])
+        return min(1024, max_positions(model) or 1024)
+    check_value("sequence_length", wanted, Annotated[int, IntRange(2)])
     check_length_fits(wanted, model)
     return wanted
 

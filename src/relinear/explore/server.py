@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_address(name: str) -> bool:
-    """Whether a host is named by its address: no name server can make that point elsewhere."""
+    """Return whether a host is named by its address: no name server can make that point elsewhere."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

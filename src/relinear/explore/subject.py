@@ -23,7 +23,7 @@ from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_hook_points, index_folder, index_units, read_index, values_of
-from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, most_positions
+from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
 from relinear.system.private_cache import check_all_private, check_private
 from relinear.system.progress import ProgressCallback, no_progress
 
@@ -72,7 +72,7 @@ class Subject:
 
     def positions(self) -> int:
         """Return the most tokens that the model reads."""
-        return most_positions(self.model) or 1 << 20
+        return max_positions(self.model) or 1 << 20
 
     def encode(self, text: str, new: int = 0) -> Tensor:
         """(T,) token ids of ``text``. Raises ValueError for none, or for more than there is room for with ``new``."""

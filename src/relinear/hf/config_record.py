@@ -18,7 +18,7 @@ LOADER = "configuration_relinear"  # the module beside a checkpoint by which pro
 FORMAT_VERSION = 1
 
 
-def record(model: nn.Module) -> dict[str, Any] | None:
+def make_record(model: nn.Module) -> dict[str, Any] | None:
     """Return the exact names and settings of the operators and attachments of ``model``; None without any."""
     operators = {stock_name(name): operator.config.to_dict() for name, operator in named_operators(model)}
     attached = [config.to_dict() for config in attachments(model)]
@@ -39,12 +39,12 @@ def refuse_quantized(model: Any) -> None:
         raise ValueError(f"the model is quantized ({method}); dequantize it first: model.dequantize()")
 
 
-def config_record(config: Any) -> dict[str, Any] | None:
+def record_in_config(config: Any) -> dict[str, Any] | None:
     """Return the record in ``config.quantization_config``; None where there is none, or another method's."""
-    return relinear_record(getattr(config, "quantization_config", None))
+    return parse_record(getattr(config, "quantization_config", None))
 
 
-def relinear_record(setting: Any) -> dict[str, Any] | None:
+def parse_record(setting: Any) -> dict[str, Any] | None:
     """``setting``, a ``quantization_config`` in either of its forms, as a record of ours; None if it is not one."""
     if _method(setting) != METHOD:
         return None
@@ -79,8 +79,8 @@ def sync_record(model: nn.Module) -> None:
         operator.name_in_model = name
     if getattr(model, "config", None) is None:
         return
-    values = record(model)
-    if values != config_record(model.config):
+    values = make_record(model)
+    if values != record_in_config(model.config):
         is_whole = getattr(model, "base_model", model) is not model
         config: Any = _config_of_its_own(model, whole) if is_whole else model.config
         if values is not None:

@@ -1,6 +1,6 @@
 """The anatomy of a model: its decoder layers, which of them a name lies in, and what lies in a layer.
 
-This is the one place that knows how families of decoders name their parts. Layers are found by what they are (the list
+Knows how families of decoders name layers, attention and norms. Layers are found by what they are (the list
 of as many modules as the config names), not by what they are called, so ``model.layers``, ``transformer.h``,
 ``model.decoder.layers`` and ``base_model.model.model.layers`` of a PEFT model are all the same to it.
 """
@@ -196,7 +196,7 @@ class SubBlock(NamedTuple):
         return getattr(self.owner, self.norm_name)
 
 
-def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
+def _layers_at(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
     """The decoder layers of these indices (negative ones count from the end), in order; all of them by default."""
     stack = decoder_layers(model)
     wanted = list(range(len(stack)) if layers is None else layers)
@@ -216,10 +216,10 @@ def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[Su
     Raises:
         ValueError: if a layer is another one (parallel, sandwich norms, scaled), or an index is out of range.
     """
-    return [block for index, layer in _chosen(model, layers) for block in _blocks(index, layer, True)]
+    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, True)]
 
 
-def paths(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
+def unnormalised_sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
     """Attention and MLP of every decoder layer, or of ``layers``, whose outputs reach the stream as they are.
 
     That takes pre-norm layers and parallel ones, x + attention(norm(x)) + mlp(norm(x)), also where the output is
@@ -228,7 +228,7 @@ def paths(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBloc
     Raises:
         ValueError: if an output is normalised on its way, or holds the stream already; or an index is out of range.
     """
-    return [block for index, layer in _chosen(model, layers) for block in _blocks(index, layer, False)]
+    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, False)]
 
 
 def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
@@ -236,7 +236,7 @@ def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
     children = dict(layer.named_children())
     norms = {name for name in children if "norm" in name or name.startswith("ln")}
     norm_pair = next((pair for pair in _NORM_PAIRS if norms >= {*pair}), None)
-    reason = _unlike(layer, norms, norm_pair, plain)
+    reason = _reason_not_added(layer, norms, norm_pair, plain)
     if reason is not None:
         needed = (
             "this works on the pre-norm layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
@@ -253,7 +253,7 @@ def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
     ]
 
 
-def _unlike(layer: Any, norms: set[str], norm_pair: Any, plain: bool) -> str | None:
+def _reason_not_added(layer: Any, norms: set[str], norm_pair: Any, plain: bool) -> str | None:
     """Return why the outputs of a layer's sub-blocks are not added unchanged to the stream, or None."""
     children = dict(layer.named_children())
     for child in children.values():

@@ -18,7 +18,7 @@ _WITHOUT_OWNER = frozenset(
 )
 
 
-def saved_place(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None) -> Literal["directory", "hub"]:
+def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None) -> Literal["directory", "hub"]:
     """Return where the saved model ``name`` is to be had, as far as can be told without a network.
 
     Args:
@@ -42,7 +42,7 @@ def saved_place(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None
         return "directory"
     if is_path(name):
         raise FileNotFoundError(missing_directory(name))
-    if "/" in name or name in _WITHOUT_OWNER or is_fetched(name, cache_dir):
+    if "/" in name or name in _WITHOUT_OWNER or is_cached(name, cache_dir):
         return "hub"
     near, what = (f"; {nearest(name, known)}", "no preset, ") if known else ("", "")
     raise ValueError(
@@ -52,20 +52,20 @@ def saved_place(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None
 
 
 def is_path(name: str) -> bool:
-    """Whether ``name`` is written as a path, and not as a name of the Hub."""
+    """Return whether ``name`` is written as a path, and not as a name of the Hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def exists(path: Path) -> bool:
-    """Whether something is there; for a name that is too long for a file nothing is."""
+    """Return whether something is there; for a name that is too long for a file nothing is."""
     try:
         return path.exists()
     except OSError:
         return False
 
 
-def is_fetched(name: str, cache_dir: Any = None, file: str = "config.json") -> bool:
-    """Whether the Hub's client has kept a model of this name (in ``cache_dir``; by default where it keeps all)."""
+def is_cached(name: str, cache_dir: Any = None, file: str = "config.json") -> bool:
+    """Return whether the Hub's client has kept a model of this name (in ``cache_dir``, or where it keeps all)."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import check_finite, check_model
-from relinear.hf.vocabulary import most_positions
+from relinear.hf.vocabulary import max_positions
 
 _NEEDED = "needs a causal language model, one that AutoModelForCausalLM loads"
 _TOKENS = 8
@@ -46,7 +46,7 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
         raise ValueError(f"{kind} is an encoder-decoder; {user} {_NEEDED}")
     if (wanted := getattr(model, "main_input_name", "input_ids")) != "input_ids":
         raise ValueError(f"{kind} reads {wanted}, not tokens; {user} {_NEEDED}")
-    length = min(_TOKENS, most_positions(model) or _TOKENS)
+    length = min(_TOKENS, max_positions(model) or _TOKENS)
     ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
     ids[:, 1 : length // 2 : 2] = 1
     other = ids.clone()
@@ -58,7 +58,7 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
             return
         if logits is None or logits.shape[:-1] != ids.shape:
             raise ValueError(f"{kind} returns no logits of each token; {user} {_NEEDED}")
-        check_numbers(model, logits, user)
+        check_no_nan(model, logits, user)
         moved = (_logits(inside, other) - logits).float()[:, : length // 2].abs().max()
     if moved > rounding_bound(model, logits):
         raise ValueError(
@@ -67,7 +67,7 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
         )
 
 
-def check_numbers(model: Any, values: Tensor, user: str) -> None:
+def check_no_nan(model: Any, values: Tensor, user: str) -> None:
     """Raise ValueError if ``values`` of ``model`` have a NaN, by the name of a weight that is not finite if one is."""
     if bool(values.isnan().any()):
         check_finite(model)

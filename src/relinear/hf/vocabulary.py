@@ -19,14 +19,14 @@ def token_tables(model: nn.Module) -> list[nn.Embedding]:
     return [table for table in tables if table is not None]
 
 
-def entries_of(table: Any) -> int:
+def vocab_size_of(table: Any) -> int:
     """Return how many tokens an embedding knows; an adapter around one shows its weight alone."""
     return getattr(table, "num_embeddings", None) or table.weight.shape[0]
 
 
 def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
     """Raise ValueError if ``base`` knows more tokens than ``table``, the embedding that ``part`` has of them."""
-    known = entries_of(base.get_input_embeddings())
+    known = vocab_size_of(base.get_input_embeddings())
     if known > table.num_embeddings:
         raise ValueError(
             f"the model's vocabulary has grown to {known}, the {part} knows {table.num_embeddings} tokens; "
@@ -43,7 +43,7 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     entries = getattr(embeddings, "num_embeddings", None)
     if entries is None or not hasattr(tokenizer, "get_vocab"):
-        return  # whatever they are, they have their own ways
+        return  # not a Hugging Face tokenizer or embedding: nothing to check
     special = set(tokenizer.all_special_ids) - {tokenizer.eos_token_id}
     ids = [index for index in tokenizer.get_vocab().values() if index not in special]
     if ids and max(ids) >= entries:
@@ -54,7 +54,7 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
         )
 
 
-def most_positions(model: Any) -> int | None:
+def max_positions(model: Any) -> int | None:
     """Return the most tokens that ``model`` reads at once, by its config; None where that states no end."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
@@ -62,7 +62,7 @@ def most_positions(model: Any) -> int | None:
 
 def check_length_fits(length: int, model: Any) -> None:
     """Raise ValueError if texts of ``length`` tokens are longer than what ``model`` reads."""
-    positions = most_positions(model)
+    positions = max_positions(model)
     if positions is not None and length > positions:
         more = "lower sequence_length, or build the model with a larger max_position_embeddings"
         raise ValueError(f"texts of {length} tokens are too long for this model, which reads {positions}; {more}")

@@ -66,7 +66,7 @@ def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
         tokens = ((1 << key[0]) - 1) // operator.in_features
         if not prefers(operator.in_features, operator.out_features, x.dtype, tokens):
             return None
-        weight, bias = cache.get("dense", operator.dense_in_float32)
+        weight, bias = cache.get("dense", operator.dense_weight_and_bias)
         return lambda x: linear(x, weight, bias)
 
     run = cache.get(key, product)

@@ -1,12 +1,12 @@
 """Models: named sizes of stock Hugging Face models, and the one model that is no surgery on them."""
 
-from relinear.hf.model_source import is_fetched as is_fetched
+from relinear.hf.model_source import is_cached as is_cached
 from relinear.hf.model_source import missing_directory as missing_directory
 from relinear.models.heads import HeadBias as HeadBias
 from relinear.models.heads import ReadoutScale as ReadoutScale
 from relinear.models.presets import draw_as_torch_ as draw_as_torch_
 from relinear.models.presets import from_preset as from_preset
+from relinear.models.presets import locate_model as locate_model
 from relinear.models.presets import model_folder as model_folder
-from relinear.models.presets import model_place as model_place
 from relinear.models.presets import preset_config as preset_config
 from relinear.models.presets import preset_names as preset_names

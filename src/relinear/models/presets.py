@@ -10,9 +10,9 @@ import torch
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import nearest, shown
-from relinear.contract.operator import is_linear, linear_features
+from relinear.contract.operator import is_replaceable, linear_features
 from relinear.hf.config_record import sync_record
-from relinear.hf.model_source import saved_place
+from relinear.hf.model_source import locate_checkpoint
 from relinear.models.heads import HeadBias
 from relinear.system.text import cut
 
@@ -195,7 +195,7 @@ def draw_as_torch_(model: Any) -> None:
         model: a stock model; layers other than linear ones stay as they are.
     """
     for module in model.modules():
-        if is_linear(module):
+        if is_replaceable(module):
             bound = 1 / math.sqrt(linear_features(module)[0])
             for parameter in module.parameters(recurse=False):
                 torch.nn.init.uniform_(parameter, -bound, bound)
@@ -204,7 +204,7 @@ def draw_as_torch_(model: Any) -> None:
         table.weight.copy_(head.weight)
 
 
-def model_place(name: str, *, presets: bool = True) -> Literal["preset", "directory", "hub"]:
+def locate_model(name: str, *, presets: bool = True) -> Literal["preset", "directory", "hub"]:
     """Return where the model ``name`` is to be had, as far as can be told without a network.
 
     Args:
@@ -212,12 +212,12 @@ def model_place(name: str, *, presets: bool = True) -> Literal["preset", "direct
         presets: whether a preset would do.
 
     Raises:
-        ValueError, FileNotFoundError, NotADirectoryError: as ``core.places.saved_place``, if it can be none of these.
+        ValueError, FileNotFoundError, NotADirectoryError: as ``locate_checkpoint``, if it can be none of these.
         ValueError: it is a preset and a directory with a model, too.
     """
     known = preset_names() if presets else []
     if not isinstance(name, str) or name not in known:
-        return saved_place(name, presets=known)
+        return locate_checkpoint(name, presets=known)
     if isfile(Path(name, "config.json")):
         raise ValueError(f"{name!r} is a preset and a directory with a model: write ./{name}, or leave for the preset")
     return "preset"

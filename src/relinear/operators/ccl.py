@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import Gated
+from relinear.activations.hook_points import HasHookPoints
 from relinear.activations.shared_context import current_context
-from relinear.contract.config import MOST_LAYERS, Bounds, Count, NonNegative, check_divides, register
+from relinear.contract.config import MOST_LAYERS, Count, IntRange, NonNegative, check_divides, register
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
@@ -26,7 +26,7 @@ from relinear.operators.fused_inference import FusedInference, Kernel
 _OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
 
 
-class CCLLinear(FusedInference, Gated, Operator):
+class CCLLinear(FusedInference, HasHookPoints, Operator):
     """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, the gates sigmoids of a network of the context.
 
     Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
@@ -303,7 +303,7 @@ class CCL(OperatorConfig):
     basis_gate: bool = True
     output_gate: bool = True
     gate_bias: bool = True
-    gate_depth: Annotated[int, Bounds(0, MOST_LAYERS)] = 1
+    gate_depth: Annotated[int, IntRange(0, MOST_LAYERS)] = 1
     gate_width: Count | None = None
     norm: bool = True
     composition: Literal["gates", "remixing", "selection"] = "gates"
@@ -330,12 +330,12 @@ class CCL(OperatorConfig):
 
     @property
     def conditioned(self) -> bool:  # type: ignore[override]
-        """Whether any gate reads the context."""
+        """Return whether any gate reads the context."""
         return self.basis_gate or self.output_gate
 
     @property
     def fits_weight(self) -> bool:  # type: ignore[override]
-        """Whether a given weight can be taken over: not through a LayerNorm, nor by a part of the basis."""
+        """Return whether a given weight can be taken over: not through a LayerNorm, nor by a part of the basis."""
         return not self.norm and self.composition != "selection"
 
     @property

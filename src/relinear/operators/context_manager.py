@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from relinear.activations.shared_context import ContextOwner, check_carries_context, conditioned_operators
-from relinear.contract.attachment import AttachmentConfig, kw_like
+from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, register, shown
 from relinear.contract.operator import check_features
 from relinear.hf.model_layout import is_checkpointing
@@ -332,5 +332,5 @@ class ContextManager(AttachmentConfig):
         base = check_carries_context(model)
         table = base.get_input_embeddings()
         width = getattr(table, "embedding_dim", 0) or table.in_features
-        owner = SharedContext(self, table.num_embeddings, width, **kw_like(table))
+        owner = SharedContext(self, table.num_embeddings, width, **factory_kwargs_like(table))
         owner.train(base.training).install(base)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import linear as affine
 
 from relinear.activations.interventions import Latent, LatentOperator
 from relinear.contract.config import Count, NonNegative, check_divides, register
@@ -112,7 +112,7 @@ class HDPLLinear(FusedInference, LatentOperator):
 
     def _log_variance(self, x: Tensor, mu: Tensor) -> Tensor:
         """Return log sigma^2 (..., R), -inf where there is no noise."""
-        return torch.full_like(mu, -math.inf) if self.logvar is None else affine(x, *self.logvar())
+        return torch.full_like(mu, -math.inf) if self.logvar is None else F.linear(x, *self.logvar())
 
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
         config = self.config
@@ -142,7 +142,7 @@ class HDPLLinear(FusedInference, LatentOperator):
         blocks, down, up = reference.hdpl_fit(weight, self.config.blocks, pairs)
         self.blocks.copy_(blocks)
         self.mu.weight[: 2 * pairs].copy_(torch.cat([down, -down]))
-        self.decoder.weight.copy_(nn.functional.pad(torch.cat([up, -up], 1), (0, self.config.rank - 2 * pairs)))
+        self.decoder.weight.copy_(F.pad(torch.cat([up, -up], 1), (0, self.config.rank - 2 * pairs)))
         self.mu.bias.zero_()
         if self.logvar is not None:
             self.logvar.weight.zero_()
@@ -202,11 +202,9 @@ class HDPL(OperatorConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.noise and self.bound != "clamp":
-            raise ValueError(
-                f"bound={self.bound!r} has a meaning with noise=True only: without noise there is no posterior to bound"
-            )
+            raise ValueError(f"bound={self.bound!r} needs noise=True: without noise there is no posterior to bound")
         if self.free_nats is not None and self.bound != "free_bits":
-            raise ValueError(f"free_nats={self.free_nats} has a meaning with bound='free_bits' only")
+            raise ValueError(f"free_nats={self.free_nats} needs bound='free_bits'")
 
     @property
     def free_nats_per_dim(self) -> float:

@@ -7,13 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import Gated
+from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import register
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.output_gate import gate_of, output_gate
 
 
-class _Gate(Gated, nn.Module):
+class _Gate(HasHookPoints, nn.Module):
     """W_g of one projection: ``weight`` (O, I). A module of its own, so that PEFT's ``modules_to_save`` can name it.
 
     The gates can be read and changed as ``channel``.

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig, ResidualAdd, add_part, kw_like, met
+from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, apply_to_output, factory_kwargs_like
 from relinear.contract.config import layer_indices, register
-from relinear.hf.model_layout import SubBlock, paths
+from relinear.hf.model_layout import SubBlock, unnormalised_sub_blocks
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
 _NAME = "relinear_modulator"
@@ -17,7 +17,7 @@ _NAME = "relinear_modulator"
 
 def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of a sub-block: scale what it returns by gates of what it reads."""
-    return met(module, output, args[0] if args else kwargs["hidden_states"], getattr(module, _NAME))
+    return apply_to_output(module, output, args[0] if args else kwargs["hidden_states"], getattr(module, _NAME))
 
 
 @register
@@ -60,7 +60,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
 
     def _targets(self, model: nn.Module) -> list[SubBlock]:
         wanted = {"attention": self.attention, "mlp": self.mlp}
-        return [path for path in paths(model, self.layers) if wanted[path.role]]
+        return [path for path in unnormalised_sub_blocks(model, self.layers) if wanted[path.role]]
 
     def check(self, model: nn.Module) -> None:
         for path in self._targets(model):
@@ -77,11 +77,11 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         for path in self._targets(model):
             module = path.module
-            add_part(module, _NAME, build_modulator(self, width, width, **kw_like(module)), module)
+            add_part(module, _NAME, build_modulator(self, width, width, **factory_kwargs_like(module)), module)
             # prepended: a residual method that reads this sub-block's output must see it modulated
             if self.reads == "normed" or path.norm_name is None:
                 module.register_forward_hook(modulate_output, prepend=True, with_kwargs=True)
             else:
-                residual_add = ResidualAdd(module, _NAME)
-                getattr(path.owner, path.norm_name).register_forward_pre_hook(residual_add.enter, with_kwargs=True)
-                module.register_forward_hook(residual_add.leave, prepend=True)
+                hooks = ResidualHooks(module, _NAME)
+                getattr(path.owner, path.norm_name).register_forward_pre_hook(hooks.save_input, with_kwargs=True)
+                module.register_forward_hook(hooks.replace_output, prepend=True)

@@ -69,7 +69,7 @@ class PivotedLowRankLinear(RankLinear):
         roles = super().param_roles()
         return roles | {"mix": roles["mix"]._replace(fan_in_short=self.config.rank)}
 
-    def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
+    def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
         order = values.get("order")
         if not isinstance(order, Tensor) or order.is_meta or order.shape != self.order.shape:
             return None

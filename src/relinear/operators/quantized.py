@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.config import Bounds, Count, register
+from relinear.contract.config import Count, IntRange, register
 from relinear.contract.operator import Operator, OperatorConfig, ParamRole, dense_weight
 from relinear.functional import quantized as reference
 from relinear.functional.rounding import (
@@ -170,7 +170,7 @@ class QuantizedLinear(FusedInference, Operator):
         """Scales are gains: they sum over nothing, and a decay would shrink the weights that stay."""
         return dict.fromkeys(super().param_roles(), ParamRole(weight_decay=False))
 
-    def wrong_values(self, values: Mapping[str, Tensor]) -> str | None:
+    def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.is_meta:
                 continue
@@ -206,7 +206,7 @@ class Quantized(OperatorConfig):
     kind: ClassVar[str] = "quantized"
     module_class = QuantizedLinear
 
-    bits: Annotated[int, Bounds(2, 8)] = 4
+    bits: Annotated[int, IntRange(2, 8)] = 4
     group: Count = 64
     symmetric: bool = False
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relinear.clifford.blades import MAX_DIMENSION
 from relinear.clifford.tables import device_table
-from relinear.contract.config import MOST_LAYERS, Bounds, Count, NonNegative, check_choice, register
+from relinear.contract.config import MOST_LAYERS, Count, IntRange, NonNegative, check_choice, register
 from relinear.contract.inference import ParameterCache
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, ParamRole
 from relinear.contract.parameters import are_parameters
@@ -171,7 +171,7 @@ class RotorLinear(Operator):
         parameters = are_parameters(self, "slope") and all(are_parameters(s, "mix", "slopes") for s in self.hidden)
         if not parameters or any(s.cache_for(x) is None for s in self._sums()):
             return None
-        return self.always_cached(self.entry.left)
+        return self.cache_or_compare(self.entry.left)
 
     def _network_tensors(self) -> tuple[Any, ...]:
         """Return the arguments of ``rotor_network`` but inputs and bias."""
@@ -235,7 +235,7 @@ class RotorLinear(Operator):
         """Take the nearest sum of Kronecker products, where the settings are one (see ``Rotor.fits_weight``)."""
         size = self.entry.window
         if not self.config.fits_weight or self.in_features != size or self.out_features != size:
-            super().fit_(weight)
+            raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
         left, right = reference.nearest_kronecker(weight, *self.entry.factor_sizes, self.config.width)
         assert self.entry.right is not None
         nn.init.zeros_(self.entry.left)  # terms beyond the L^2 that suffice for any matrix
@@ -333,7 +333,7 @@ class Rotor(OperatorConfig):
     }
 
     width: Count = 3
-    depth: Annotated[int, Bounds(0, MOST_LAYERS)] = 2
+    depth: Annotated[int, IntRange(0, MOST_LAYERS)] = 2
     rotors: Literal["double", "single"] = "double"
     basis: Literal["spinor", "blade"] = "spinor"
     terms: Literal["rotor", "multivector", "kronecker"] = "rotor"
@@ -343,7 +343,7 @@ class Rotor(OperatorConfig):
     scale: bool = False
     init_std: Annotated[float, Field(gt=0)] = 0.02  # equal rotors would stay equal
     lr_multiplier: NonNegative = 1.0
-    seed: Annotated[int, Bounds(0, 2**63 - 1)] = 0
+    seed: Annotated[int, IntRange(0, 2**63 - 1)] = 0
     inner: Annotated[str | int, SkipValidation] = "both"
     windows: Literal["wrapped", "spread"] = "wrapped"
     activate_entry: bool = False
@@ -397,7 +397,7 @@ class Rotor(OperatorConfig):
 
     @property
     def linear(self) -> bool:
-        """Whether the layer is a linear map of its input."""
+        """Return whether the layer is a linear map of its input."""
         return self.depth == 0 or (self.activation == "none" and not self.normalize)
 
     @property

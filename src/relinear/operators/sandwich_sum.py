@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear import clifford
@@ -98,7 +99,7 @@ class SandwichSum(CachingModule):
 
     @property
     def exponentiates(self) -> bool:
-        """Whether the factors are exact exponentials of the parameters."""
+        """Return whether the factors are exact exponentials of the parameters."""
         return self.config.terms == "rotor" and self.config.power_iterations is None
 
     def bivectors(self) -> dict[str, Tensor]:
@@ -221,7 +222,7 @@ class SandwichSum(CachingModule):
             return None
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.parameters())):
             return None
-        return self.always_cached(self.left)
+        return self.cache_or_compare(self.left)
 
     def _inference(
         self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
@@ -230,7 +231,7 @@ class SandwichSum(CachingModule):
         layer = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
         if device.type == "cpu" and prefers_dense(self.factored_cost(tokens, dtype), *layer):
             weight = cache.get(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
-            return lambda x: torch.nn.functional.linear(x, weight)
+            return lambda x: F.linear(x, weight)
         left, right = self._cached_factors(cache, dtype)
         terms, _, inputs = self.counts
         alone = terms == inputs == left.shape[3] == 1 and self.in_features == self.window
@@ -243,7 +244,7 @@ class SandwichSum(CachingModule):
 
         def direct(x: Tensor) -> Tensor:
             matrices = x.reshape(-1, columns)
-            outputs = [a @ torch.nn.functional.linear(matrices, b).view(-1, rows, middle) for a, b in pairs]
+            outputs = [a @ F.linear(matrices, b).view(-1, rows, middle) for a, b in pairs]
             if len(outputs) == 1:
                 return outputs[0].view(*x.shape[:-1], -1)
             windows = torch.stack([y.view(-1, self.window) for y in outputs], 1)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import Gated
+from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import Config, Count, check_choice, register
 from relinear.contract.inference import CachingModule
 from relinear.contract.operator import NotLinearError
@@ -45,7 +45,7 @@ class _Alphas(nn.Module):
 _BIASES = ("down_bias", "scalar_down_bias", "channel_bias", "scalar_bias")
 
 
-class Modulator(Gated, CachingModule, _Alphas):
+class Modulator(HasHookPoints, CachingModule, _Alphas):
     """Gates in (0, 2) that read the layer's input: z -> z * channel gate * scalar gate (Eq. 4, 5, 9, 10).
 
     Parameters: ``down`` A (R, I), shared by both gates; ``channel_up`` (O, R) and ``scalar_up`` (1, R), the two B;

@@ -8,17 +8,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import Gated
-from relinear.contract.attachment import AttachmentConfig, ResidualAdd, add_part, kw_like
+from relinear.activations.hook_points import HasHookPoints
+from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, factory_kwargs_like
 from relinear.contract.config import register
-from relinear.contract.operator import check_features, is_linear, linear_features
+from relinear.contract.operator import check_features, is_replaceable, linear_features
 from relinear.hf.model_layout import SubBlock, sub_blocks
 
 _GATE = "relinear_gate"
 _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")
 
 
-class _Gate(Gated, nn.Module):
+class _Gate(HasHookPoints, nn.Module):
     """W_theta: ``weight`` (H, D) for a gate a head, (H C, D) for a gate a channel; y is (..., H C).
 
     The gates can be read and changed as ``head`` or ``channel``.
@@ -91,26 +91,28 @@ class SDPAGate(AttachmentConfig):
             projection = _output_projection(block)
             channels, width = linear_features(getattr(block.module, projection))[0], config.hidden_size
             gates = config.num_attention_heads if self.per == "head" else channels
-            gate = _Gate(width, gates, channels, kw_like(block.module))
+            gate = _Gate(width, gates, channels, factory_kwargs_like(block.module))
             add_part(block.module, _GATE, gate, block.module)
-            block.module.register_forward_pre_hook(_BeforeProjection(block.module, projection).enter, with_kwargs=True)
+            block.module.register_forward_pre_hook(
+                _BeforeProjection(block.module, projection).save_input, with_kwargs=True
+            )
 
 
-class _BeforeProjection(ResidualAdd):
+class _BeforeProjection(ResidualHooks):
     """Gate the input of the output projection, also where an operator or a LoRA replaces it."""
 
     def __init__(self, owner: nn.Module, projection: str) -> None:
         super().__init__(owner, _GATE)
         self.projection = projection
         self.hooked = getattr(owner, projection)
-        self.handle = self.hooked.register_forward_pre_hook(self.before)
+        self.handle = self.hooked.register_forward_pre_hook(self.replace_input)
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        super().enter(module, args, kwargs)
+    def save_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super().save_input(module, args, kwargs)
         projection = getattr(self.owner, self.projection)
         if projection is not self.hooked:  # PEFT has wrapped it, or taken its wrapper away
             self.handle.remove()
-            self.hooked, self.handle = projection, projection.register_forward_pre_hook(self.before)
+            self.hooked, self.handle = projection, projection.register_forward_pre_hook(self.replace_input)
 
 
 def _attentions(model: nn.Module) -> list[SubBlock]:
@@ -121,7 +123,7 @@ def _output_projection(block: SubBlock) -> str:
     """Its name in the attention."""
     for name in _OUTPUT_PROJECTIONS:
         module = getattr(block.module, name, None)
-        if isinstance(module, nn.Module) and is_linear(module):
+        if isinstance(module, nn.Module) and is_replaceable(module):
             return name
     raise ValueError(
         f"layer {block.layer}: {type(block.module).__name__} has no linear output projection named "

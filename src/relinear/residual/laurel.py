@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.layer_context import check_hands_over, hand_over
-from relinear.contract.attachment import ResidualAdd, add_part, kw_like, met
+from relinear.activations.layer_context import check_reaches_layers, install_layer_context
+from relinear.contract.attachment import ResidualHooks, add_part, apply_to_output, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.hf.model_layout import SubBlock, sub_blocks
-from relinear.residual.residual_add import PART, ResidualConfig, connect
+from relinear.residual.config import PART, ResidualConfig, connect
 
 _STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams
 
@@ -129,7 +129,7 @@ class LaurelRW(ResidualConfig):
     normalize: Literal["softmax", "sigmoid"] = "softmax"
 
     def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
-        return LaurelResidual(_width(block), self.normalize, None, kw_like(block.module))
+        return LaurelResidual(_width(block), self.normalize, None, factory_kwargs_like(block.module))
 
 
 @register
@@ -160,7 +160,7 @@ class LaurelLR(ResidualConfig):
 
     def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
         normalize = self.normalize if self.weights else None
-        return LaurelResidual(_width(block), normalize, self.rank, kw_like(block.module))
+        return LaurelResidual(_width(block), normalize, self.rank, factory_kwargs_like(block.module))
 
 
 class LaurelPreviousResidual(nn.Module):
@@ -220,22 +220,22 @@ class _Received:
         return {"by_layer": {}}
 
 
-class _PreviousResidualAdd(ResidualAdd):
+class _PreviousResidualHooks(ResidualHooks):
     """An addition to the residual stream that reads earlier streams, of those that its layer has received."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
         super().__init__(owner, PART)
         self.index, self.previous, self.received = index, previous, received
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def replace_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
         layer = self.index // 2
-        streams, x = self.received.by_layer[layer].by_index, self.taken()
+        streams, x = self.received.by_layer[layer].by_index, self.pop_input()
         streams[self.index] = x
         # layers may be on several devices
         seen = [streams[self.index - j].to(x.device) for j in range(min(self.previous, self.index + 1))]
         if self.index % 2:  # the layer's last use of them
             del self.received.by_layer[layer]
-        return met(module, output, seen, getattr(self.owner, self.name))
+        return apply_to_output(module, output, seen, getattr(self.owner, self.name))
 
 
 @register
@@ -263,15 +263,15 @@ class LaurelPA(ResidualConfig):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_hands_over(model)
+        check_reaches_layers(model)
         if self.rank is not None:
             _check_rank(self.rank, model)
 
     def attach(self, model: nn.Module) -> None:
         received = _Received()
-        hand_over(model, _STREAMS, _new_streams, received.receive)
+        install_layer_context(model, _STREAMS, _new_streams, received.receive)
         for index, block in enumerate(sub_blocks(model)):
             streams = min(self.previous, index + 1)
-            part = LaurelPreviousResidual(_width(block), self.rank, streams, kw_like(block.module))
+            part = LaurelPreviousResidual(_width(block), self.rank, streams, factory_kwargs_like(block.module))
             add_part(block.module, PART, part, block.module)
-            connect(block, _PreviousResidualAdd(block.module, index, self.previous, received))
+            connect(block, _PreviousResidualHooks(block.module, index, self.previous, received))

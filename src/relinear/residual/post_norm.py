@@ -12,7 +12,7 @@ from relinear.contract.config import register
 from relinear.contract.operator import Operator, is_conv1d
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.model_layout import SubBlock, decoder, sub_blocks
-from relinear.residual.residual_add import ResidualConfig, without_norm
+from relinear.residual.config import ResidualConfig, without_norm
 
 _FINAL_NORMS = ("norm", "ln_f", "final_layernorm")
 

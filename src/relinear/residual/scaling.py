@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.attachment import ResidualAdd, add_part, kw_like
+from relinear.contract.attachment import ResidualHooks, add_part, factory_kwargs_like
 from relinear.contract.config import register
 from relinear.hf.model_layout import sub_blocks
-from relinear.residual.residual_add import PART, ResidualConfig, connect, without_norm
+from relinear.residual.config import PART, ResidualConfig, connect, without_norm
 
 
 class _Scale(nn.Module):
@@ -56,10 +56,10 @@ class ReZero(ResidualConfig):
         for block in sub_blocks(model):
             owner = block.owner if self.shared else block.module
             if not hasattr(owner, PART):
-                add_part(owner, PART, _Scale(**kw_like(block.module)), block.module)
+                add_part(owner, PART, _Scale(**factory_kwargs_like(block.module)), block.module)
             if not self.keep_norms:
                 without_norm(block)
-            connect(block, ResidualAdd(owner, PART))
+            connect(block, ResidualHooks(owner, PART))
 
 
 def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:

@@ -12,7 +12,7 @@ from relinear.activations.shared_context import (
     conditioned_operators,
     current_context,
 )
-from relinear.contract.attachment import AttachmentConfig, kw_like
+from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, NonNegative, register
 from relinear.hf.model_layout import sub_blocks
 from relinear.hf.vocabulary import check_table_fits
@@ -101,7 +101,7 @@ class SecondEmbedding(AttachmentConfig):
         config: Any = model.config  # type: ignore[union-attr]
         width = config.get_text_config().hidden_size
         std = getattr(config, "initializer_range", 0.02) if self.std is None else self.std
-        owner = _Table(table.num_embeddings, self.dim or width, width, std, **kw_like(table))
+        owner = _Table(table.num_embeddings, self.dim or width, width, std, **factory_kwargs_like(table))
         owner.train(base.training).requires_grad_(next(table.parameters()).requires_grad).install(base)
         for block in sub_blocks(model):
             if block.role == "mlp":

@@ -10,7 +10,7 @@ from relinear.contract.config import nearest, shown
 from relinear.contract.operator import check_model
 from relinear.hf.config_record import refuse_quantized, sync_record
 from relinear.residual.attention_gate import SDPAGate
-from relinear.residual.residual_add import ResidualConfig
+from relinear.residual.config import ResidualConfig
 
 
 def residual_methods() -> dict[str, type[AttachmentConfig]]:
@@ -52,7 +52,7 @@ def residual_(model: nn.Module, method: str | AttachmentConfig) -> None:
         known = residual_methods()
         name, colon, settings = method.partition(":")
         kind = name.strip().replace("-", "_")
-        if kind not in known and plugins.find("attachment", kind) is None:
+        if kind not in known and plugins.load("attachment", kind) is None:
             raise ValueError(f"unknown residual method {shown(name)}; {nearest(kind, known)}")
         method = AttachmentConfig.read(kind + colon + settings)
     if not isinstance(method, AttachmentConfig):

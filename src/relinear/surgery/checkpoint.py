@@ -25,18 +25,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from relinear.contract.attachment import AttachmentConfig, attachments
 from relinear.contract.config import UnknownKindError, nearest, shown
-from relinear.contract.operator import OperatorConfig, check_model, is_embedding, is_linear, named_operators
+from relinear.contract.operator import OperatorConfig, check_model, is_embedding, is_replaceable, named_operators
 from relinear.hf.config_record import (
     FORMAT_VERSION,
     LOADER,
     METHOD,
-    config_record,
-    record,
-    relinear_record,
+    make_record,
+    parse_record,
     sync_record,
 )
 from relinear.hf.model_layout import named_in
-from relinear.hf.model_source import saved_place
+from relinear.hf.model_source import locate_checkpoint
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.card import CARD, is_own_card, write_card
 from relinear.surgery.packed import GROUP, check_packable, packed_shape, packed_state, unpacking
@@ -151,7 +150,7 @@ class RelinearQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, operator in named_operators(model):
-            wrong = operator.wrong_values(operator.state_dict())
+            wrong = operator.problem_with_values(operator.state_dict())
             if wrong is not None:
                 raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
         # Saved again, the body is called as this class calls it, and floats are floats.
@@ -180,19 +179,19 @@ def _saved_prefix(model: Any) -> str:
 
 
 def _has_another_head(model: Any) -> bool:
-    """Whether ``model`` is of another class than the one that was saved."""
+    """Return whether ``model`` is of another class than the one that was saved."""
     return _saved_as(model) != type(model).__name__
 
 
 def _layer_of(model: Any, name: str) -> nn.Module | None:
     """The layer ``name``; None if it is one of a head that ``model`` does not have, being for another task."""
     layer = named_in(model, name)
-    if layer is not None and (is_linear(layer) or is_embedding(layer)):
+    if layer is not None and (is_replaceable(layer) or is_embedding(layer)):
         return layer
     bodies = tuple(f"{prefix}." for prefix in (_saved_prefix(model), getattr(model, "base_model_prefix", "")) if prefix)
     if bodies and not name.startswith(bodies) and _has_another_head(model):
         return None
-    known = [key for key, module in model.named_modules() if is_linear(module)]
+    known = [key for key, module in model.named_modules() if is_replaceable(module)]
     raise ValueError(
         f"the checkpoint has an operator at {shown(name)}, but {type(model).__name__} has no linear layer there; "
         f"{nearest(name, known)}"
@@ -336,7 +335,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
         LowRank(rank=8)
     """
     name = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
-    if saved_place(name, cache_dir=kwargs.get("cache_dir")) == "directory":
+    if locate_checkpoint(name, cache_dir=kwargs.get("cache_dir")) == "directory":
         directory = Path(name).expanduser()
         check_files(directory)
     loader: Any = auto_class or transformers.AutoModelForCausalLM
@@ -350,7 +349,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
     if wrong := list(_not_finite(model.config.to_dict())):
         raise ValueError(f"{directory}: config.json has {', '.join(wrong)}; give a number, as the original has it")
     reported = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
-    if getattr(model.config, "quantization_config", None) is None or config_record(model.config) is not None:
+    if getattr(model.config, "quantization_config", None) is None or record_in_config(model.config) is not None:
         reported["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
     problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in reported.items() if keys]
     if problems and auto_class is None and _has_another_head(model):
@@ -420,7 +419,7 @@ def check_files(directory: Path) -> None:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
-    if (stored := relinear_record(config.get("quantization_config"))) is not None:
+    if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     tensors, layers = _stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
     # every model builds so many layers, which takes hours where it is damaged; other sizes may be unused
@@ -489,7 +488,7 @@ def save_pretrained(
         if bits is not None:
             config = copy.copy(model.config)
             none = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": {}, "attachments": []}
-            config.quantization_config = (record(model) or none) | {"packed": _packed(bits)}
+            config.quantization_config = (make_record(model) or none) | {"packed": _packed(bits)}
             config.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -498,7 +497,7 @@ def save_pretrained(
                 tokens = _special_tokens(model.generation_config, model, tokenizer)
                 write_json(generation, read_json(generation) | tokens)
         card = Path(directory) / CARD
-        if record(model) is not None and (is_own_card(card) or not card.exists()):
+        if make_record(model) is not None and (is_own_card(card) or not card.exists()):
             write_card(model, temporary)
     return Path(directory)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.operator import Operator, embeds, is_linear, linear_features
+from relinear.contract.operator import Operator, embeds, is_replaceable, linear_features
 from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own, reader_of_weight
 
 _TIED = "tied to the embedding"
@@ -120,7 +120,7 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]
         if id(module) in visited:
             return
         visited.add(id(module))
-        if isinstance(module, Operator) or is_linear(module):
+        if isinstance(module, Operator) or is_replaceable(module):
             yield name, module, _ADAPTER if adapter else None
             return
         if isinstance(module, nn.Linear):
@@ -135,7 +135,7 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]
 
 
 def _holds_matrices(module: nn.Module) -> bool:
-    """Whether a module that is no layer of torch's holds matrices as parameters of its own: fused experts, routers."""
+    """Return whether a module, none of torch's layers, has matrices as parameters: fused experts, routers."""
     if type(module).__module__.startswith("torch.") or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
         return False
     return any(p is not None and p.ndim > 1 and p.is_floating_point() for p in module._parameters.values())

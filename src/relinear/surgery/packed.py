@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from relinear.contract.config import Bounds, check_value
+from relinear.contract.config import IntRange, check_value
 from relinear.contract.modes import evaluating
 from relinear.contract.modules import unwrapped
 from relinear.contract.operator import named_operators
@@ -165,6 +165,6 @@ def unpacking(bits: int) -> WeightConverter:
 
 def check_packable(model: Any, bits: Any) -> None:
     """Raise ValueError unless ``bits`` are 2 to 8, and ``model`` is no PEFT model, whose adapters are saved alone."""
-    check_value("bits", bits, Annotated[int, Bounds(2, 8)])
+    check_value("bits", bits, Annotated[int, IntRange(2, 8)])
     if unwrapped(model) is not model:
         raise ValueError("bits store a whole model, and of a PEFT model the adapter is saved: merge it first")

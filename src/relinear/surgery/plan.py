@@ -11,7 +11,7 @@ from torch import nn
 from relinear.activations.shared_context import check_conditioned
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import check_choice, shown
-from relinear.contract.modules import say_adapters_leave_out, train_new_parameters, unwrapped
+from relinear.contract.modules import train_new_parameters, unwrapped, warn_adapters_omit
 from relinear.contract.operator import Init, Operator, OperatorConfig, check_finite, check_model, linear_features
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.config_record import refuse_quantized, sync_record
@@ -81,7 +81,7 @@ class Plan:
         if unwrapped(self.model) is not self.model and operators:
             if self.init == "fresh":
                 train_new_parameters(self.model, known)
-            say_adapters_leave_out(f"{len(operators)} operators", [r.name for r in self.replacements])
+            warn_adapters_omit(f"{len(operators)} operators", [r.name for r in self.replacements])
         for note in self.notes:
             warnings.warn(note, UserWarning, stacklevel=3)
         result = dataclasses.replace(summary(self.model, before=before, left=self.left), notes=self.notes)

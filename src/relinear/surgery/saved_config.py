@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from relinear.contract.config import shown
-from relinear.hf.config_record import LOADER, METHOD, config_record, without_loader
+from relinear.hf.config_record import LOADER, METHOD, record_in_config, without_loader
 from relinear.system.files import write_text
 
 _LOADER_TEXT = '''"""Lets programs that do not import relinear load this checkpoint, with trust_remote_code=True.
@@ -82,8 +82,8 @@ AutoConfig.register(METHOD, SavedConfig)
 
 
 def needs_loader(config: PreTrainedConfig) -> bool:
-    """Whether a model of this config can only be loaded by relinear: it has operators, or is a model of relinear's."""
-    return config_record(config) is not None or type(config).__module__.startswith("relinear.")
+    """Return whether only relinear can load a model of this config: it has operators, or is a model of relinear's."""
+    return record_in_config(config) is not None or type(config).__module__.startswith("relinear.")
 
 
 def as_in_memory_(config: PreTrainedConfig) -> None:
@@ -104,7 +104,7 @@ def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
     if known:
         values["auto_map"] = values.get("auto_map", {}) | {"AutoConfig": f"{LOADER}.{SavedConfig.__name__}"}
         write_text(path.with_name(f"{LOADER}.py"), _LOADER_TEXT)
-    if config_record(config) is not None:
+    if record_in_config(config) is not None:
         values["transformers_weights"] = _HOW_TO_LOAD
         if known:
             values |= {"model_type": METHOD, _BASE_TYPE: base}

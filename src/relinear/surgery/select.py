@@ -11,7 +11,7 @@ from torch import nn
 
 from relinear.contract.config import layer_indices, shown
 from relinear.contract.modules import BASE_LAYER, stock_name, unwrapped
-from relinear.contract.operator import Operator, is_embedding, is_linear
+from relinear.contract.operator import Operator, is_embedding, is_replaceable
 from relinear.hf.model_layout import layer_finder, output_head
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches, no_match
 
@@ -38,7 +38,7 @@ class Target:
 
 
 def _descends_from(module: Any, *names: str) -> bool:
-    """Whether ``module`` is of one of PEFT's classes; by name, so that nothing here imports PEFT."""
+    """Return whether ``module`` is of one of PEFT's classes; by name, so that nothing here imports PEFT."""
     return any(base.__name__ in names and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
@@ -128,7 +128,7 @@ def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> Val
             f"pattern {shown(pattern)} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
             "only nn.Linear, GPT-2's Conv1D and relinear operators can (not their subclasses)"
         )
-    linear = sorted({part for name, module in modules.items() if is_linear(module) for part in _suffixes(name)})
+    linear = sorted({part for name, module in modules.items() if is_replaceable(module) for part in _suffixes(name)})
     known = [*linear, ALL_LINEAR] if linear and pattern != ALL_LINEAR else linear
     close = difflib.get_close_matches(pattern[:_LONGEST_NAME], known, n=3, cutoff=0.3) or linear[:8]
     return no_match(pattern, close or ["none, no linear layer"])
@@ -176,7 +176,7 @@ def select_targets(
     left: dict[str, str] = {}
     table = _embedding(model)
     for module, names in targets.values():
-        if not is_linear(module) and module is not table:
+        if not is_replaceable(module) and module is not table:
             continue
         shown_names = [shown for name in names for shown in dict.fromkeys((name, stock_name(name)))]
         # an embedding is meant where it is named, not by patterns for linear layers

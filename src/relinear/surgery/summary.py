@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.modules import outermost
-from relinear.contract.operator import Operator, check_model, embeds, is_linear, linear_features
+from relinear.contract.operator import Operator, check_model, embeds, is_replaceable, linear_features
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 from relinear.surgery.tied import TiedHead
 from relinear.system.text import columns
@@ -156,7 +156,7 @@ def module_inactive(module: nn.Module) -> tuple[int, int]:
 def _dense_flops(module: Any) -> int:
     """Return the FLOPs a token of the dense layer of these sizes."""
     product = module.table if isinstance(module, TiedHead) else None if embeds(module) else module
-    return 2 * math.prod(linear_features(product)) if product is not None and is_linear(product) else 0
+    return 2 * math.prod(linear_features(product)) if product is not None and is_replaceable(product) else 0
 
 
 def summary(
@@ -181,8 +181,8 @@ def summary(
     """
     check_model(model, "summary")
     rows: list[Row] = []
-    for name, module in outermost(model, lambda m: is_linear(m) or (m is not model and _states_flops(m))):
-        shape = linear_features(module) if is_linear(module) else None
+    for name, module in outermost(model, lambda m: is_replaceable(m) or (m is not model and _states_flops(m))):
+        shape = linear_features(module) if is_replaceable(module) else None
         operator = str(module.config) if isinstance(module, Operator) else type(module).__name__
         size = (module_parameters(module), module_flops(module))
         dense = (dense_size(module) if shape else 0, _dense_flops(module))

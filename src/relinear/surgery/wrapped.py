@@ -22,7 +22,7 @@ from transformers.utils import is_peft_available
 from relinear.contract.config import shown
 from relinear.contract.operator import Operator, embeds
 from relinear.contract.wrapper import Wrapper
-from relinear.hf.config_record import config_record, record, relinear_record
+from relinear.hf.config_record import make_record, parse_record, record_in_config
 from relinear.hf.initialization import initialize_
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.checkpoint import RelinearConfig, rebuild_
@@ -115,7 +115,7 @@ def _resize_token_embeddings(
     for table in tables:
         model._get_resized_embeddings(table, resized.weight.shape[0], None, mean_resizing)
     other: Any = model.get_output_embeddings()
-    if other is not head and record(model) is not None:
+    if other is not head and make_record(model) is not None:
         head.weight, head.bias, head.out_features = other.weight, other.bias, other.out_features
         model.set_output_embeddings(head)
     return resized
@@ -127,8 +127,8 @@ def _record_of_this_model(model: Any) -> Iterator[None]:
     with operators has its config, not its operators; a part of a model calls its layers by other names, and may have a
     config of its own, and operators that only it knows.
     """
-    true_record = record(model)
-    if true_record == config_record(model.config):
+    true_record = make_record(model)
+    if true_record == record_in_config(model.config):
         yield
         return
     shared, copied = model.config, copy.copy(model.config)
@@ -148,7 +148,7 @@ _building: ContextVar[dict[str, Any] | None] = ContextVar("_building", default=N
 
 def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
     """A model from the config of a checkpoint has its operators, freshly initialised like the rest."""
-    asked = config_record(config)
+    asked = record_in_config(config)
     if asked is None or asked == _building.get():
         return original(cls, config, **kwargs)
     as_in_memory_(config)
@@ -166,7 +166,7 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
     stored = None if config is None else _stored_record(name, kwargs)
     if stored is not None and isinstance(config, str | os.PathLike):
         config = AutoConfig.from_pretrained(config)
-    if stored is None or stored == config_record(config):
+    if stored is None or stored == record_in_config(config):
         return original(cls, name, *args, config=config, **kwargs)
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(
@@ -174,7 +174,7 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
             "or give a config object"
         )
     other = getattr(config, "quantization_config", None)
-    if other is not None and relinear_record(other) is None:
+    if other is not None and parse_record(other) is None:
         raise ValueError(
             f"{name} holds relinear operators and cannot be loaded with {type(other).__name__} on top; load it without "
             "and quantize in place what is still dense (torchao.quantization.quantize_), or fold and save it first"
@@ -225,4 +225,4 @@ def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
         values, _ = PreTrainedConfig.get_config_dict(name, **where)
     except OSError:  # there is none: the caller's config is all there is
         return None
-    return relinear_record(values.get("quantization_config"))
+    return parse_record(values.get("quantization_config"))

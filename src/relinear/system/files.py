@@ -173,7 +173,7 @@ def read_text(path: str | Path, most: int = -1) -> str:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Have whatever is raised where ``path`` cannot be written, or read, be an OSError that has its name.
+    """Turn any I/O failure in the block into an OSError that names ``path``.
 
     torch, safetensors, SQLite and optuna have errors of their own for it, and Python's do not name an open file.
     """

@@ -14,7 +14,7 @@ _PATIENCE = 3.0
 
 
 class InUseError(ValueError):
-    """Say that another process uses a directory."""
+    """Another process uses the directory."""
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def _acquired(path: Path, fcntl: Any, patience: float) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether the open file is still the one at ``path``: its last holder removes it, another may have made it anew."""
+    """Return whether the open file is still at ``path``: its last holder removes it, another may have made it anew."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

@@ -38,7 +38,7 @@ class RunFolder:
         task: its name, such as "train".
         record: the file name of its record.
         names: what else the task writes at the top of the folder.
-        earlier: how records of versions 0.1 and 0.2 are known, which do not say who made them: file -> keys at its top.
+        earlier: how to recognise records of 0.1 and 0.2, which lack ``made_by``: file -> its top-level keys.
         free: settings that may differ when the task goes on.
         settings_of: takes from a record, of an earlier version too, its settings as this version writes them.
     """

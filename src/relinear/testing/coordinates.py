@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.contract.modes import watching
 from relinear.deprecated import RenamedHook
-from relinear.hf.model_layout import decoder_layers, paths
+from relinear.hf.model_layout import decoder_layers, unnormalised_sub_blocks
 
 #: what is measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")
@@ -102,7 +102,9 @@ def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         recorded.setdefault(kind, []).append(value.detach())
 
     modules = [(KINDS[0], layer) for layer in decoder_layers(model)]
-    modules += [(KINDS[1] if path.role == "attention" else KINDS[2], path.module) for path in paths(model)]
+    modules += [
+        (KINDS[1] if path.role == "attention" else KINDS[2], path.module) for path in unnormalised_sub_blocks(model)
+    ]
     with watching(modules, record):
         yield recorded
 

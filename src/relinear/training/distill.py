@@ -13,7 +13,7 @@ from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
 from relinear.contract.config import register, shown
 from relinear.contract.modes import evaluating
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
-from relinear.models.presets import model_folder, model_place
+from relinear.models.presets import locate_model, model_folder
 from relinear.surgery.checkpoint import from_pretrained
 
 
@@ -38,7 +38,7 @@ class Distill(ObjectiveConfig):
 
     def check(self) -> None:
         """Raise ValueError or OSError where there is no such teacher."""
-        model_place(self.teacher, presets=False)
+        locate_model(self.teacher, presets=False)
 
     def prepare(self, model: nn.Module) -> Objective:
         """Return the loss against the teacher, which is loaded here and moved to the model's device at its first batch.

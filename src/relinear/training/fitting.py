@@ -174,8 +174,8 @@ def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[No
     config: Any = torch._dynamo.config
     # At the default of 8, code that meets its ninth shape or mode silently runs uncompiled.
     changes: dict[str, Any] = {"recompile_limit": max(config.recompile_limit, 64)}
-    # What operators note of a forward (auxiliary losses, measurements) is read before the backward, so checkpointing
-    # need not note it again; without this, layers that note anything run uncompiled under checkpointing.
+    # What operators record of a forward (auxiliary losses, metrics) is read before the backward, so checkpointing
+    # need not record it again; without this, layers that record anything run uncompiled under checkpointing.
     if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
     modules: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] or [model]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from relinear.contract.operator import Operator, is_conv1d, is_linear
+from relinear.contract.operator import Operator, is_conv1d, is_replaceable
 from relinear.contract.parameter_roles import ParamRole, StatedFans
 from relinear.hf.model_layout import output_head
 from relinear.models import ReadoutScale
@@ -178,7 +178,7 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
         initialized = role._replace(init_law="constant" if start == "config" else "fan_in")
         parameters[name].mul_(initialized.init_std_scale(ratio))
     if start == "torch":
-        biases = [m.bias for m in model.modules() if is_linear(m) and m.bias is not None]
+        biases = [m.bias for m in model.modules() if is_replaceable(m) and m.bias is not None]
         for parameter in [*biases, *([table.weight] if head is not None else [])]:
             parameter.mul_(math.sqrt(ratio))
     if tied:

@@ -18,7 +18,7 @@ from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tasks import RegressionTask, task_of
 from relinear.hf.vocabulary import check_length_fits
-from relinear.models import draw_as_torch_, from_preset, model_place, preset_names
+from relinear.models import draw_as_torch_, from_preset, locate_model, preset_names
 from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.packed import gradient_moments
 from relinear.surgery.plan import attach_, plan
@@ -61,7 +61,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     model = _stock_model(settings, vocab_size)
     _check_fit(model, settings, vocab_size)
     ratio = width_ratio(model, settings)
-    if model_place(settings.model) == "preset":
+    if locate_model(settings.model) == "preset":
         scale_stock_(model, ratio, settings.model_start)
     if ratio != 1:
         check_readout(model, ratio)
@@ -79,7 +79,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
 
 def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
     name = settings.model
-    if model_place(name) == "preset":
+    if locate_model(name) == "preset":
         overrides = {} if vocab_size is None else {"vocab_size": vocab_size}
         model = from_preset(name, **overrides | settings.model_overrides)
         if settings.model_start == "torch":
@@ -92,7 +92,7 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
 def _check_model(settings: TrainSettings) -> None:
     """Find out what is wrong with the choice of the model before data are read: this takes a moment, they may not."""
     name = settings.model
-    source = model_place(name)
+    source = locate_model(name)
     if source == "preset":
         with torch.device("meta"):
             _check_memory(build_model(settings))
@@ -191,7 +191,7 @@ def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = F
         *("train", "run.json", ("model", *FILES)),
         earlier={"run.json": ("status", "settings", "machine", "model", "data")},
         free=FREE,
-        settings_of=lambda record: TrainSettings.completed(record.get("settings")),
+        settings_of=lambda record: TrainSettings.upgraded(record.get("settings")),
     )
     record = None if overwrite else folder.read()
     if record is not None and record.get("status") != "done":

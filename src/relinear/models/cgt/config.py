@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from transformers import AutoConfig, GPT2Config
 
-from relinear.contract.config import Bounds, Count, UnknownSettingError, check_choice, check_value, nearest, shown
+from relinear.contract.config import Count, IntRange, UnknownSettingError, check_choice, check_value, nearest, shown
 from relinear.hf.config_record import without_loader
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
@@ -113,7 +113,7 @@ class CGTConfig(GPT2Config):
                 f"input_features={self.input_features} cannot be padded to the x stream's n_embd={self.n_embd}; make "
                 'n_embd at least as large, or use vector_input="learned"'
             )
-        check_value("context_layer", self.context_layer, Annotated[int, Bounds(0)])
+        check_value("context_layer", self.context_layer, Annotated[int, IntRange(0)])
         if self.context_layer >= self.n_layer:
             raise ValueError(
                 f"context_layer={self.context_layer} leaves no layer to modulate in a model of n_layer={self.n_layer}; "

@@ -18,7 +18,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from relinear.activations.hook_points import Gated
+from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import UnknownSettingError, nearest, shown
 from relinear.contract.modes import evaluating
 from relinear.functional.cgt import moving_average
@@ -104,7 +104,7 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
             initialization.zeros_(module.context_log_variance.weight)
 
 
-class CGTModel(Gated, CGTPreTrainedModel):
+class CGTModel(HasHookPoints, CGTPreTrainedModel):
     """The two streams, the context between them, and the modulated layers (CGT, Section 3.1 and Appendix B.1).
 
     Below layer l the x stream depends on x alone; y sees both. From layer l on only x is processed, and every attention

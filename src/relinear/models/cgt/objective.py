@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL
-from relinear.contract.config import Bounds, Count, NonNegative, register
+from relinear.contract.config import Count, IntRange, NonNegative, register
 from relinear.contract.objective import GuidedTraining as GuidedTraining
 from relinear.contract.objective import ObjectiveConfig
 from relinear.models.cgt import losses
@@ -178,7 +178,7 @@ class CGTObjective(ObjectiveConfig):
     kl_reduction: Literal["mean", "components", "sum"] = "mean"
     aux_context: Literal["sample", "mean"] = "sample"
     matching: NonNegative = 0.0
-    matching_positions: Annotated[int, Bounds(2)] = 16
+    matching_positions: Annotated[int, IntRange(2)] = 16
     moments: NonNegative = 0.0
     kernel: Literal["rbf", "exponential", "estimation"] = "rbf"
     kernel_scale: float = 0.1

@@ -146,7 +146,7 @@ def _stock_state(model: Any) -> dict[str, Tensor]:
 
 
 def _is_stock(name: str) -> bool:
-    """Whether a parameter belongs to the x stream, whose names are GPT-2's."""
+    """Return whether a parameter belongs to the x stream, whose names are GPT-2's."""
     return "context" not in name and "modulate_" not in name
 
 

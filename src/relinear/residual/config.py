@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig, ResidualAdd, add_part, attachments
+from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, attachments
 from relinear.contract.operator import swap_hooks
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 from relinear.hf.model_layout import SubBlock, sub_blocks
@@ -45,13 +45,13 @@ class ResidualConfig(AttachmentConfig):
         blocks = sub_blocks(model)
         for index, block in enumerate(blocks):
             add_part(block.module, PART, self.residual_part(block, index, len(blocks)), block.module)
-            connect(block, ResidualAdd(block.module, PART))
+            connect(block, ResidualHooks(block.module, PART))
 
 
-def connect(block: SubBlock, residual_add: ResidualAdd) -> None:
-    """Register the hooks of ``residual_add`` on the norm, as it now is, and on the sub-block."""
-    block.norm.register_forward_pre_hook(residual_add.enter, with_kwargs=True)
-    block.module.register_forward_hook(residual_add.leave)
+def connect(block: SubBlock, hooks: ResidualHooks) -> None:
+    """Register ``hooks`` on the norm, as it now is, and on the sub-block."""
+    block.norm.register_forward_pre_hook(hooks.save_input, with_kwargs=True)
+    block.module.register_forward_hook(hooks.replace_output)
 
 
 def without_norm(block: SubBlock) -> nn.Module:
