@@ -3,7 +3,7 @@
 from relinear.compare.tune import Trials
 from relinear.system.files import write_json
 from relinear.training import TrainResult
-from relinear.training.run import read_outcome
+from relinear.training.run import read_final_loss
 
 VOCABULARY = 258
 
@@ -46,9 +46,9 @@ def trials_in(folder, evaluate, prefix=""):
 def made(runs):
     """What carries out the runs of ``trials_in``, unless they have ended."""
     for evaluate, place in runs:
-        if read_outcome(place) is None:
+        if read_final_loss(place) is None:
             loss = evaluate()
             result = TrainResult(loss, None, None, 0, 0, None, 0, {}, 1, None, []).to_dict()
             ended = {"status": "done", "result": result} if loss is not None else {"status": "failed", "diverged": True}
             write_json(place / "run.json", {"settings": {}} | ended)
-    return [read_outcome(place) for _, place in runs]
+    return [read_final_loss(place) for _, place in runs]

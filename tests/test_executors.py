@@ -16,7 +16,7 @@ import pytest
 from compare_helpers import losses, small
 from conftest import mostly_slow
 from relinear.compare import executors
-from relinear.compare.executors import Processes, executor_at
+from relinear.compare.executors import ProcessExecutor, executor_at
 from relinear.compare.run import compare
 from relinear_cli.errors import is_user_error
 
@@ -69,7 +69,7 @@ def kill(number):
 
 
 def test_a_call_is_a_process_of_its_own():
-    with Processes(2) as executor:
+    with ProcessExecutor(2) as executor:
         numbers = {executor.submit(os.getpid).result() for _ in range(2)} | {os.getpid()}
         assert len(numbers) == 3
         assert list(executor.map(int, ["1", "2"])) == [1, 2]
@@ -77,7 +77,7 @@ def test_a_call_is_a_process_of_its_own():
             executor.submit(int, "x").result()
         with pytest.raises(RuntimeError, match=r"ended without a result .*: 3"):
             executor.submit(os._exit, 3).result()
-    processes = Processes()
+    processes = ProcessExecutor()
     processes.end()
     with pytest.raises(KeyboardInterrupt):
         processes.call(os.getpid)

@@ -15,8 +15,8 @@ import pytest
 from relinear.compare.folder import read_losses
 from relinear.compare.recipe import read_yaml
 from relinear.data.packing import PackedDataset
-from relinear.system.files import atomic_path, read_json, writing
-from relinear.system.lock import only_process_in
+from relinear.system.files import atomic_path, os_errors_named, read_json
+from relinear.system.lock import exclusive
 from relinear.training.fitting import remove_checkpoints
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks, preloads and locks")
@@ -49,16 +49,16 @@ def test_faults_in_every_command(tmp_path):
 
 
 def test_errors_without_a_name_get_it(tmp_path, monkeypatch):
-    with pytest.raises(OSError, match=r"some/file") as caught, writing("some/file"):
+    with pytest.raises(OSError, match=r"some/file") as caught, os_errors_named("some/file"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.filename == "some/file"
-    with pytest.raises(OSError, match="else") as caught, writing("some/file"):
+    with pytest.raises(OSError, match="else") as caught, os_errors_named("some/file"):
         raise OSError(errno.EIO, "Input/output error", "else")
     with pytest.raises(OSError, match=r"Input.*'.*a\.json'"), atomic_path(tmp_path / "a.json") as temporary:
         raise OSError(errno.EIO, "Input/output error", str(temporary))
     error = RuntimeError("An exception is raised during the commit")
     error.__cause__ = sqlite3.OperationalError("database or disk is full")
-    with pytest.raises(OSError, match=r"optuna\.db"), writing(tmp_path / "optuna.db"):
+    with pytest.raises(OSError, match=r"optuna\.db"), os_errors_named(tmp_path / "optuna.db"):
         raise error
 
     def fails(*arguments, **kwargs):
@@ -108,7 +108,7 @@ def test_a_lock_whose_file_cannot_be_removed_is_free(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "unlink", fail)
     for _ in range(2):  # a handle that stayed open would hold it against this process
-        with only_process_in(tmp_path / "out", 0.1):
+        with exclusive(tmp_path / "out", 0.1):
             pass
 
 

@@ -19,8 +19,8 @@ from relinear.compare.run import compare
 from relinear.data import DataSettings, iter_texts
 from relinear.distill.run import distill_
 from relinear.system import lock
-from relinear.system.files import check_manifest, read_json, write_manifest, writing
-from relinear.system.lock import only_process_in
+from relinear.system.files import check_manifest, os_errors_named, read_json, write_manifest
+from relinear.system.lock import exclusive
 from relinear.system.signals import Terminated
 from relinear.training import FitSettings, fit, train
 from relinear_cli.main import main
@@ -40,7 +40,7 @@ def held(tmp_path, monkeypatch):
     ready = context.Event()
 
     def hold():
-        with only_process_in(tmp_path / "out"):
+        with exclusive(tmp_path / "out"):
             ready.set()
             time.sleep(100)
 
@@ -88,20 +88,20 @@ def test_a_killed_holder_leaves_nothing_behind(held):
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
     assert (out / lock.LOCK).exists()
-    with only_process_in(out):
+    with exclusive(out):
         pass
     assert list(out.iterdir()) == []
 
 
 @linux
 def test_a_folder_that_cannot_be_made_is_not_tried_for_ever():
-    with pytest.raises(FileNotFoundError, match="/proc/none"), only_process_in("/proc/none/out", patience=0):
+    with pytest.raises(FileNotFoundError, match="/proc/none"), exclusive("/proc/none/out", patience=0):
         pass
 
 
 @linux
 def test_folders_made_for_a_lock_go_again_where_nothing_came_into_them(tmp_path):
-    with pytest.raises(ValueError, match="no use"), only_process_in(tmp_path / "a" / "b"):
+    with pytest.raises(ValueError, match="no use"), exclusive(tmp_path / "a" / "b"):
         raise ValueError("no use")
     assert list(tmp_path.iterdir()) == []
 
@@ -162,13 +162,13 @@ def test_a_full_disk_is_an_error_in_words(tmp_path, capfd, corpus):
 
 def test_what_libraries_say_of_a_full_disk():
     said = "Error while serializing: I/O error: No space left on device (os error 28)"
-    with pytest.raises(OSError, match="No space left on device") as caught, writing("some/file"):
+    with pytest.raises(OSError, match="No space left on device") as caught, os_errors_named("some/file"):
         raise RuntimeError(said)
     assert caught.value.errno == errno.ENOSPC
-    with pytest.raises(OSError, match=r"No space left on device .*data/0") as caught, writing("some/file"):
+    with pytest.raises(OSError, match=r"No space left on device .*data/0") as caught, os_errors_named("some/file"):
         raise RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/0")
     assert caught.value.errno == errno.ENOSPC
-    with pytest.raises(RuntimeError, match="another fault"), writing("some/file"):
+    with pytest.raises(RuntimeError, match="another fault"), os_errors_named("some/file"):
         raise RuntimeError("another fault")
 
 

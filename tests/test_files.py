@@ -12,7 +12,7 @@ from conftest import make_tiny_llama
 from relinear.compression.checksums import Streams
 from relinear.system import files
 from relinear.system.files import atomic_path, write_text
-from relinear.system.lock import only_process_in
+from relinear.system.lock import exclusive
 
 FIXTURES = Path(__file__).parent / "fixtures" / "v0.1"
 
@@ -83,10 +83,10 @@ def test_states_between_layers_are_whole_or_not_there(tmp_path):
 
 def test_a_link_to_what_is_not_there_yet_becomes_a_folder_there(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
-    with only_process_in(tmp_path / "out") as folder:
+    with exclusive(tmp_path / "out") as folder:
         write_text(folder / "a.txt", "a")
         write_text(folder / ".lock", "of a package manager")
-    with only_process_in(tmp_path / "out"):
+    with exclusive(tmp_path / "out"):
         assert (tmp_path / "out" / ".lock").read_text() == "of a package manager"
     assert (tmp_path / "out" / ".lock").is_file()
     assert (tmp_path / "disk" / "out" / "a.txt").read_text() == "a"

@@ -23,7 +23,7 @@ from relinear.contract.operator import OperatorConfig
 from relinear.explore import server as explore_server
 from relinear.hf.model_source import missing_directory
 from relinear.surgery.patterns import check_patterns, matches
-from relinear.system.files import writing
+from relinear.system.files import os_errors_named
 from relinear.training import FitSettings, TrainSettings, fit
 from relinear_cli.errors import one_message
 from relinear_cli.main import main
@@ -91,7 +91,7 @@ def test_none_is_a_word_where_a_setting_takes_words(text, name):
     [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/report.html"), sqlite3.OperationalError("disk is full")],
 )
 def test_a_full_disk_is_told_in_one_form(error):
-    with pytest.raises(OSError) as caught, writing("out/report.html"):
+    with pytest.raises(OSError) as caught, os_errors_named("out/report.html"):
         raise error
     assert re.fullmatch(r"out/report.html: No space left on device.*; .* Make room .*", one_message(caught.value))
 
@@ -202,7 +202,7 @@ def test_the_first_evaluation_is_bounded(tmp_path):
 
 
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch):
-    monkeypatch.setattr("relinear.training.trainer._QUIET", -1.0)
+    monkeypatch.setattr("relinear.training.trainer._REPORT_AFTER_S", -1.0)
     told = []
     settings = FitSettings(steps=1, batch_size=2, eval_start_tokens=32, save_every=0)
     fit(make_tiny_llama(), (_Validation(4), _Validation(40)), settings, on_progress=told.append)

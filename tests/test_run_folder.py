@@ -16,7 +16,7 @@ from conftest import make_tiny_llama, mostly_slow
 from relinear.bench import run as bench
 from relinear.data.tokenizers import load_tokenizer
 from relinear.pages.page import GENERATOR
-from relinear.system.lock import only_process_in
+from relinear.system.lock import exclusive
 from relinear.system.run_folder import RunFolder, differences, overwriting, set_aside
 from relinear.training import fit, train
 from relinear.training.fitting import remove_checkpoints
@@ -171,7 +171,7 @@ def check_cell(state: str, action: str, tmp_path, monkeypatch, settings=SETTINGS
     if state == "read-only":
         refuse_files_in(folder, monkeypatch)
     monkeypatch.setattr("relinear.system.lock._PATIENCE", 0.0)
-    with only_process_in(folder) if state == "in use" else contextlib.nullcontext():
+    with exclusive(folder) if state == "in use" else contextlib.nullcontext():
         if action == "run again":
             with contextlib.suppress(ValueError, OSError):
                 work(place, settings)
@@ -208,9 +208,9 @@ def test_records_of_earlier_versions_may_be_other_files(tmp_path):
     folder = RunFolder(tmp_path, "compress", "compress.json", ("plan.json", "calibration"), **how)
     put(tmp_path / "plan.json", json.dumps({"layers": [MINE], "title": "My house"}))
     with pytest.raises(ValueError, match=r"has plan\.json, and no record"):
-        folder.claim()
+        folder.check_ours()
     put(tmp_path / "calibration" / "fingerprint.json", json.dumps({"fingerprint": "0"}))
-    assert folder.claim() == {}
+    assert folder.check_ours() == {}
     with folder.open({}):
         assert folder.read()["made_by"] == "relinear"
 

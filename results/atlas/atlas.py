@@ -32,7 +32,7 @@ from relinear.hf.model_layout import layer_finder, model_name
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import write_json
-from relinear.system.machine import circumstances
+from relinear.system.machine import provenance
 from relinear.system.text import columns
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compress"))
@@ -53,7 +53,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     task, path = Task(model, modules, counted, given.out, lambda phase, done, total: None), given.out / "atlas.json"
     settings = {name: getattr(given, name) for name in ("layers", "shares", "steps", "tokens", "sequence_length")}
     stated = {"operators": [config.to_dict() for config in menu], "settings": settings}
-    record = {"model": model_name(model), **stated, **circumstances(), "layers": {}}
+    record = {"model": model_name(model), **stated, **provenance(), "layers": {}}
     if path.is_file():
         record = json.loads(path.read_text(encoding="utf-8"))
         if {key: record[key] for key in stated} != stated:

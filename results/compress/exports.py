@@ -42,7 +42,7 @@ else:
     from relinear.compression import export_compressed_tensors, export_gguf
     from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
     from relinear.data.tokenizers import load_tokenizer
-    from relinear.system.machine import circumstances
+    from relinear.system.machine import provenance
 
     #: what layers become -> their operators
     FOUR = relinear.Quantized(bits=4, group=64, symmetric=True)
@@ -163,7 +163,7 @@ def main() -> None:
                 "said": [str(one.message) for one in said if "compressed-tensors holds" in str(one.message)],
                 "read_by": f"{reader} {version(reader)}",
             }
-            | circumstances()
+            | provenance()
         )
         print(json.dumps(rows[-1], indent=1))
     with given.out.open("a", encoding="utf-8") as file:

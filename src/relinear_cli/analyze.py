@@ -80,7 +80,9 @@ def analyze_saved(
     asked |= {"sequences": text.sequences, "length": text.length}
     folder = RunFolder(
         out,
-        *("analyze", RECORD, [f"{name}.json" for name in known_analyses()]),
+        task="analyze",
+        record=RECORD,
+        names=[f"{name}.json" for name in known_analyses()],
         earlier={RECORD: ("model", "control", "data", "sequences")},
         settings_of=lambda record: record.get("settings", {"only": names} | {key: record.get(key) for key in asked}),
     )

@@ -93,7 +93,7 @@ def _tasks(option: str, lambada: Path | None) -> list[str]:
 def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
     from relinear.models import model_folder
-    from relinear.system.files import read_json, understood
+    from relinear.system.files import damaged_file_errors, read_json
 
     path = Path(directory).expanduser()
     record = path / "run.json"
@@ -101,7 +101,7 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
         folder = model_folder(directory)
         options.find_model(folder, presets=False)
         return folder, None
-    with understood(record, "no record of a training run", "of a comparison, give runs/ENTRY/seed-N in it"):
+    with damaged_file_errors(record, "no record of a training run", "of a comparison, give runs/ENTRY/seed-N in it"):
         settings = read_json(record)["settings"]["data"]
     if not (path / "model").is_dir():
         raise FileNotFoundError(f"{directory} holds no model: the run has not ended, or save_model was false")

@@ -43,7 +43,7 @@ def command(
 
     **Example:** `relinear new operator my_experts --kind routed`
     """
-    from relinear.system.files import writing
+    from relinear.system.files import os_errors_named
 
     camel = "".join(part.capitalize() for part in name.split("_"))
     bad = camel in _OTHER_CLASSES or keyword.iskeyword(camel) or keyword.iskeyword(name)
@@ -62,7 +62,7 @@ def command(
     words["by"] = "flops" if kind == "routed" else "parameters"
     place: Any = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
     # once the package is there, an empty folder that a failing disk leaves beside it is no failure
-    with writing(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
+    with os_errors_named(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / folder.name
         for path, template in _FILES.items():
             file = made / Template(path).substitute(words)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from relinear.system.progress import Progress, ProgressCallback
 
 #: seconds between two lines where there is no terminal
-_QUIET = 20.0
+_REPEAT_AFTER_S = 20.0
 _FIGURES = {"loss": "loss {:.3f}", "validation_loss": "validation {:.3f}", "tokens_per_second": "{:,.0f} tok/s"}
 
 
@@ -24,7 +24,7 @@ class _Lines:
 
     def show(self, now: Progress, text: str, detail: str, left: str) -> None:
         printed, at = self._printed
-        recent = text == printed and now.done != now.total and time.monotonic() - at <= _QUIET
+        recent = text == printed and now.done != now.total and time.monotonic() - at <= _REPEAT_AFTER_S
         if (text, now.done) == self._last or recent:
             return
         self._printed, self._last = (text, time.monotonic()), (text, now.done)

@@ -147,9 +147,9 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
 def _data_of(folder: Path) -> DataSettings:
     """What a run was trained on. Raises ValueError where its run.json does not say so."""
     from relinear.data import DataSettings
-    from relinear.system.files import read_json, understood
+    from relinear.system.files import damaged_file_errors, read_json
 
-    with understood(folder / "run.json", "damaged", "carry out the run again"):
+    with damaged_file_errors(folder / "run.json", "damaged", "carry out the run again"):
         return DataSettings(**read_json(folder / "run.json")["settings"]["data"])
 
 

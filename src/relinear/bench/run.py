@@ -168,7 +168,9 @@ def run_bench(
     stated = settings.model_dump(mode="json")
     folder = RunFolder(
         out_dir,
-        *("bench", "bench.json", ("bench.png", "bench.svg")),
+        task="bench",
+        record="bench.json",
+        names=("bench.png", "bench.svg"),
         earlier={"bench.json": ("settings", "machine", "roofline", "rows")},
         settings_of=lambda record: BenchSettings.upgraded(record.get("settings")),
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from relinear.system.progress import Progress, ProgressCallback
 from relinear.training.callbacks import pace, read_metrics
 from relinear.training.fitting import NonFiniteLossError
-from relinear.training.run import read_ended, read_outcome, train
+from relinear.training.run import read_final_loss, read_result_of, train
 from relinear.training.settings import TrainSettings
 
 #: seconds between looks at what runs have written
@@ -33,8 +33,8 @@ class Run:
         Raises:
             ValueError: if another run is in its folder.
         """
-        read_ended(self.settings, self.folder)
-        return read_outcome(self.folder)
+        read_result_of(self.settings, self.folder)
+        return read_final_loss(self.folder)
 
 
 T = TypeVar("T")

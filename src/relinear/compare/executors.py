@@ -25,7 +25,7 @@ from relinear.system.allocator import tune_allocator
 from relinear.system.signals import Terminated
 
 _CONTEXT: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
-_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+_QUIET_ENV = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 #: for the process that all others are forked from: torch then looks for GPUs without CUDA, which survives no fork
 _FORKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: seconds that a process has to save its state after a SIGTERM
@@ -34,7 +34,7 @@ _SAVING = 60
 _JOBS, _RETRIES = 256, 3
 
 
-class Here(Executor):
+class InlineExecutor(Executor):
     """Carries calls out in this process, one after the other."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
@@ -47,7 +47,7 @@ class Here(Executor):
         return future
 
 
-class _Waiting(ThreadPoolExecutor):
+class _ThreadPerCall(ThreadPoolExecutor):
     """A thread waits for each call, which is carried out elsewhere; an exception in its block ends all of them."""
 
     call: Callable[..., Any]
@@ -63,7 +63,7 @@ class _Waiting(ThreadPoolExecutor):
         return super().__exit__(kind, *rest)
 
 
-class Processes(_Waiting):
+class ProcessExecutor(_ThreadPerCall):
     """Processes of this machine, one a call, ``workers`` at once. log: file that takes what they print, if any."""
 
     def __init__(self, workers: int = 1, log: Path | None = None) -> None:
@@ -78,7 +78,7 @@ class Processes(_Waiting):
             ChildProcessError: if the process was killed.
         """
         receive, send = _CONTEXT.Pipe(duplex=False)
-        variables = dict(os.environ) | _QUIET | worker_environment()
+        variables = dict(os.environ) | _QUIET_ENV | worker_environment()
         process = _CONTEXT.Process(target=_serve, args=(send, variables, self._log, function, arguments))
         with self._starting:
             if self._ended:
@@ -119,7 +119,7 @@ def _start_server() -> None:
 
         _CONTEXT.set_forkserver_preload(["relinear.training.run", "relinear.compare.speed"])
         before = dict(os.environ)
-        os.environ.update(_QUIET | _FORKED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        os.environ.update(_QUIET_ENV | _FORKED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         try:
             forkserver.ensure_running()
         finally:
@@ -169,14 +169,14 @@ def _package(name: str, extra: str) -> Any:
         raise ImportError(f"this executor needs {name}: pip install 'relinear[{extra}]'") from None
 
 
-class Job:
+class SlurmJob:
     """A call in a job: before SLURM takes the machine away its process saves its state, and the job is queued again."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
 
     def __call__(self) -> Any:
-        self.processes = Processes()
+        self.processes = ProcessExecutor()
         return self.processes.call(self.function, *self.arguments)
 
     def checkpoint(self) -> Any:
@@ -184,10 +184,10 @@ class Job:
         from submitit.helpers import DelayedSubmission
 
         self.processes.end()
-        return DelayedSubmission(Job(self.function, self.arguments))
+        return DelayedSubmission(SlurmJob(self.function, self.arguments))
 
 
-class Slurm(_Waiting):
+class Slurm(_ThreadPerCall):
     """Jobs of SLURM. folder: of scripts and logs, seen by all nodes. parameters: of ``submitit.AutoExecutor``."""
 
     def __init__(self, workers: int, folder: Path, parameters: Mapping[str, Any], cluster: str = "slurm") -> None:
@@ -201,7 +201,7 @@ class Slurm(_Waiting):
         from submitit.core.utils import FailedJobError, UncompletedJobError
 
         for attempt in range(_RETRIES + 1):
-            job = self._executor.submit(Job(function, arguments))
+            job = self._executor.submit(SlurmJob(function, arguments))
             self._jobs.append(job)
             try:
                 return job.result()
@@ -234,7 +234,7 @@ class Dask(Executor):
 def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
     # Dask's workers are daemons: multiprocessing refuses them children, which would outlive them if they did not watch
     multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
-    return Processes().call(function, *arguments)
+    return ProcessExecutor().call(function, *arguments)
 
 
 def executor_at(
@@ -255,7 +255,7 @@ def executor_at(
     if isinstance(executor, Executor):
         return nullcontext(executor)
     if executor is None:
-        return Processes(workers, folder / "worker.log") if workers else Here()
+        return ProcessExecutor(workers, folder / "worker.log") if workers else InlineExecutor()
     if executor == "slurm":
         return Slurm(workers or _JOBS, folder / "slurm", parameters)
     if "://" in executor:

@@ -11,7 +11,7 @@ import numpy as np
 from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.data import PackedData
-from relinear.system.files import writing
+from relinear.system.files import os_errors_named
 from relinear.system.run_folder import RunFolder
 from relinear.training.fitting import training_device, training_dtype
 from relinear.training.run import read_result
@@ -28,7 +28,7 @@ def read_losses(run: Path) -> np.ndarray:
     """Return a run's losses by block of the held-out text; its one loss where an earlier version did not keep them."""
     if not (run / BLOCK_LOSSES).is_file():
         return np.asarray([read_result(run).validation_loss])
-    with writing(run / BLOCK_LOSSES):
+    with os_errors_named(run / BLOCK_LOSSES):
         return np.load(run / BLOCK_LOSSES, allow_pickle=False)
 
 
@@ -36,7 +36,9 @@ def comparison_folder(out_dir: str | Path) -> RunFolder:
     """Return the folder of a comparison; a recipe's description may change, as no run depends on it."""
     return RunFolder(
         out_dir,
-        *("compare", RUN, (RESULTS, SCALE, SPEED, NGRAM, TUNING, RUNS, BUDGETS, SIZES, "plots")),
+        task="compare",
+        record=RUN,
+        names=(RESULTS, SCALE, SPEED, NGRAM, TUNING, RUNS, BUDGETS, SIZES, "plots"),
         earlier={RUN: ("format", "recipe", "entries")},
         free=("description",),
         settings_of=lambda record: CompareSettings.upgraded(recipe_of(record)),

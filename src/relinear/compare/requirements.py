@@ -115,7 +115,8 @@ def _time(runs: Sequence[_Runs], vocabulary: int | None, at_once: int) -> str:
         seconds += each.tokens * pace * max(1.0, each.size.flops / flops)
     seconds /= max(1, min(at_once, sum(each.count for each in runs)))
     whole = any(each.settings.data.max_validation_tokens is None for each in runs)
-    return f"{duration(seconds)}, by steps timed now" + ", and evaluation on the whole validation text" * whole
+    evaluation = ", and evaluation on the whole validation text" if whole else ""
+    return f"{duration(seconds)}, by steps timed now{evaluation}"
 
 
 def _parameter_text(entries: dict[str, list[Size]]) -> str:

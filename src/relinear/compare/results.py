@@ -14,13 +14,13 @@ from relinear.compare.match import Planned, match_target
 from relinear.compare.schema import (
     Budget,
     BudgetEntry,
-    Circumstances,
     Diverged,
     EntryResult,
     Gap,
     MatchResult,
     Ngram,
     Point,
+    Provenance,
     Results,
     SeedRun,
     Speed,
@@ -122,7 +122,7 @@ def comparison_result(
     data: Any,
     planned: list[Planned],
     entries: list[EntryResult],
-    circumstances: Circumstances,
+    provenance: Provenance,
     counted: Ngram | None = None,
     diverged: Sequence[Diverged] = (),
 ) -> Results:
@@ -162,7 +162,7 @@ def comparison_result(
         "data": data.description,
         "entries": entries,
         "diverged": list(diverged),
-        **circumstances,
+        **provenance,
         "finished": now(),
     }
 
@@ -335,7 +335,7 @@ def chosen_by(budgets: Sequence[Results]) -> dict[str, dict[str, float]]:
     return chosen
 
 
-def over_budgets(recipe: CompareSettings, comparisons: Sequence[Results], circumstances: Circumstances) -> Results:
+def over_budgets(recipe: CompareSettings, comparisons: Sequence[Results], provenance: Provenance) -> Results:
     """Return the results of the largest budget, with ``budgets``: what each of them came to.
 
     Args:
@@ -345,7 +345,7 @@ def over_budgets(recipe: CompareSettings, comparisons: Sequence[Results], circum
     budgets = zip(recipe.budgets or (), comparisons, strict=True)
     rows = [budget_row("tokens", tokens, f"{BUDGETS}/{tokens}", results) for tokens, results in budgets]
     notes = comparisons[-1]["notes"] + _budget_notes(recipe, rows)
-    return {**comparisons[-1], "name": recipe.name, "budgets": rows, "notes": notes, **circumstances, "finished": now()}
+    return {**comparisons[-1], "name": recipe.name, "budgets": rows, "notes": notes, **provenance, "finished": now()}
 
 
 def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
@@ -410,11 +410,11 @@ def at_file_size(recipe: CompareSettings, size: int) -> CompareSettings:
     return CompareSettings.load(values, f"files of {size:,} bytes")
 
 
-def over_sizes(recipe: CompareSettings, budgets: Sequence[Results], circumstances: Circumstances) -> Results:
+def over_sizes(recipe: CompareSettings, budgets: Sequence[Results], provenance: Provenance) -> Results:
     """Return the results at the largest size of the file, with ``sizes``: what each of them came to."""
     sized = zip(recipe.file_sizes, budgets, strict=True)
     rows = [budget_row("bytes", size, f"{SIZES}/{size}", results) for size, results in sized]
-    return {**budgets[-1], "name": recipe.name, "sizes": rows, **circumstances, "finished": now()}
+    return {**budgets[-1], "name": recipe.name, "sizes": rows, **provenance, "finished": now()}
 
 
 def budget_row(what: Literal["tokens", "bytes"], amount: int, folder: str, results: Results) -> Budget:

@@ -39,7 +39,7 @@ from relinear.compare.results import (
     over_sizes,
     seed_run,
 )
-from relinear.compare.schema import Circumstances, Diverged, Gap, Ngram, Results, Speed, Tuning
+from relinear.compare.schema import Diverged, Gap, Ngram, Provenance, Results, Speed, Tuning
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
 from relinear.compare.tune import Trials, check_neighbours, grid_search, one_rate
@@ -57,7 +57,7 @@ from relinear.training.settings import TrainSettings
 
 T = TypeVar("T")
 #: in an entry's folder there: the rates at which final runs diverged
-DIVERGED = "diverged.json"
+DIVERGED_FILE = "diverged.json"
 
 
 def compare(
@@ -146,13 +146,13 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
         if len(parts) > 1:
             for size, part in zip(recipe.file_sizes, parts, strict=True):
                 results.append(comparison(part, out_dir / SIZES / str(size), engine))
-            return saved_json(path, lambda: over_sizes(recipe, results, circumstances(started)))
+            return load_or_make_json(path, lambda: over_sizes(recipe, results, recorded_provenance(started)))
         if recipe.budgets is None:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
         for index, tokens in enumerate(recipe.budgets):
             at_one = at_budget(recipe, index, chosen_by(results))
             results.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
-        return saved_json(path, lambda: over_budgets(recipe, results, circumstances(started)))
+        return load_or_make_json(path, lambda: over_budgets(recipe, results, recorded_provenance(started)))
 
 
 def at_file_sizes(recipe: CompareSettings) -> list[CompareSettings]:
@@ -161,14 +161,14 @@ def at_file_sizes(recipe: CompareSettings) -> list[CompareSettings]:
     return [at_file_size(recipe, size) for size in file_sizes] if len(file_sizes) > 1 else [recipe]
 
 
-def saved_json(path: Path, make: Callable[[], T]) -> T:
+def load_or_make_json(path: Path, make: Callable[[], T]) -> T:
     """Return what ``path`` holds, made and written unless it is there."""
     if not path.is_file():
         write_json(path, make())
     return with_new_columns(read_json(path))
 
 
-def circumstances(record: Mapping[str, Any]) -> Circumstances:
+def recorded_provenance(record: Mapping[str, Any]) -> Provenance:
     """Return what results take from ``run.json``."""
     return {"recipe": recipe_of(record), "machine": record["machine"], "command": record["command"]}
 
@@ -188,7 +188,7 @@ class _Choice(NamedTuple):
     tuning: Tuning | None = None
 
 
-def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
+def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
     """``settings`` at a learning rate and, unless it is None, an initialisation."""
     overrides = dict(settings.model_overrides)
     if initializer_range is not None:
@@ -196,7 +196,7 @@ def _at(settings: TrainSettings, rate: float, initializer_range: float | None) -
     return settings.updated(learning_rate=rate, model_overrides=overrides)
 
 
-def _warmed(settings: TrainSettings, ratio: float | None) -> TrainSettings:
+def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     """``settings`` with a warm-up of that share of the steps, or as it is written."""
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
 
@@ -216,7 +216,7 @@ def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str,
         trials = len(tune.learning_rates) + len(tune.initializer_range or ()) if rates_tuned else 1
         trials *= len(tune.warmup_ratio or (None,)) * len(planned.candidates or (planned,))
         runs.append(("tune", trials, lasting(settings, tune.fraction).steps))
-    return runs + [("tune", 3, settings.steps)] * tune.check_full_length
+    return [*runs, ("tune", 3, settings.steps)] if tune.check_full_length else runs
 
 
 class _Comparison:
@@ -251,10 +251,10 @@ class _Comparison:
             raise ValueError("; ".join(f"{each['name']}: {each['text']}" for each in diverged))
         counted, speed = None, dict[str, Speed]()
         if self.recipe.ngram_order is not None:
-            counted = saved_json(self.out_dir / NGRAM, self._count)
+            counted = load_or_make_json(self.out_dir / NGRAM, self._count)
         if self.recipe.speed.seconds and self.data.vocab_size is not None:  # timed on tokens
-            speed = saved_json(self.out_dir / SPEED, lambda: self._speed(chosen))
-        return saved_json(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
+            speed = load_or_make_json(self.out_dir / SPEED, lambda: self._speed(chosen))
+        return load_or_make_json(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
 
     def _results(
         self,
@@ -273,9 +273,9 @@ class _Comparison:
                 for seed in self.recipe.seeds
             ]
             tuning: Any = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
-            dense, gap = self.recipe.entries[name].dense, gaps.get(name)
-            entries.append(entry_result(planned, choice.settings, tuning, runs, speed.get(name), dense, gap))
-        made = circumstances(self.started)
+            dense, entry_gap = self.recipe.entries[name].dense, gaps.get(name)
+            entries.append(entry_result(planned, choice.settings, tuning, runs, speed.get(name), dense, entry_gap))
+        made = recorded_provenance(self.started)
         return comparison_result(self.recipe, self.data, self.planned, entries, made, counted, diverged)
 
     def _count(self) -> Ngram:
@@ -301,14 +301,14 @@ class _Comparison:
             if self.recipe.tune is not None or planned.candidates:
                 choice = tuned = yield from self._tuned(planned, self.recipe.tune or Tune())
             while True:
-                choice = self._below_diverged(name, tuned)
+                choice = self._next_lower_rate(name, tuned)
                 losses = yield [self._final(name, choice, seed) for seed in self.recipe.seeds]
                 if all(map(math.isfinite, losses)):
                     return choice
                 rate = choice.settings.learning_rate
                 if tuned.tuning is None:
                     raise NonFiniteLossError(f"training diverged at the learning rate {rate:g}")
-                write_json(self.out_dir / TUNING / name / DIVERGED, sorted({*self._rejected(name), rate}))
+                write_json(self.out_dir / TUNING / name / DIVERGED_FILE, sorted({*self._rejected(name), rate}))
         except NonFiniteLossError as error:
             return {"name": name, "text": str(error)}
 
@@ -353,15 +353,15 @@ class _Comparison:
             # the edge that is told is that of the rate that is used
             tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": full_length}
             rate = full.rate
-        chosen = _at(_warmed(settings, ratio), rate, init_std)
+        chosen = _with_rate(_with_warmup(settings, ratio), rate, init_std)
         return _Choice(chosen, tuning | {"diverged": None, "initializer_range": init_std} if tuning else None)
 
     def _rejected(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
-        path = self.out_dir / TUNING / name / DIVERGED
+        path = self.out_dir / TUNING / name / DIVERGED_FILE
         return read_json(path) if path.is_file() else []
 
-    def _below_diverged(self, name: str, choice: _Choice) -> _Choice:
+    def _next_lower_rate(self, name: str, choice: _Choice) -> _Choice:
         """``choice``, or that at the next lower rate of those tried at which no final run has diverged."""
         rejected, rate, diverged = self._rejected(name), choice.settings.learning_rate, []
         tuning = choice.tuning
@@ -390,13 +390,15 @@ class _Comparison:
     ) -> Trials:
         """The runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
         #: what the search differs in from others of the entry: in words, and in names of folders
-        bits = {} if settings.bits is None else {f"{settings.bits} bits": f"{settings.bits}-bits-"}
-        warmup = {} if ratio is None else {f"warm-up {ratio:g}": f"warmup-{ratio:g}-"}
-        study = ", ".join([name, *bits, *warmup, *["full length"] * full])
-        prefix = "".join(["full-length-" * full, *bits.values(), *warmup.values()])
-        short = lasting(_warmed(settings, ratio), fraction)
+        differs = {"full length": "full-length-"} if full else {}
+        if settings.bits is not None:
+            differs[f"{settings.bits} bits"] = f"{settings.bits}-bits-"
+        if ratio is not None:
+            differs[f"warm-up {ratio:g}"] = f"warmup-{ratio:g}-"
+        study, prefix = ", ".join([name, *differs]), "".join(differs.values())
+        short = lasting(_with_warmup(settings, ratio), fraction)
         short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
-        at = functools.partial(_at, short)
+        at = functools.partial(_with_rate, short)
 
         def run(rate: float, init_std: float | None, folder: Path) -> Run:
             stated = "" if init_std is None else f", initializer_range {init_std:g}"

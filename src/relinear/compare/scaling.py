@@ -17,11 +17,11 @@ from relinear.compare.engine import Engine
 from relinear.compare.folder import RUNS, SCALE, SIZES, claimed_folder, comparison_folder, read_losses
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.match import at_width, config_of_preset, measure_size, scaled_operators
-from relinear.compare.run import circumstances, comparison, saved_json
+from relinear.compare.run import comparison, load_or_make_json, recorded_provenance
 from relinear.compare.schema import Results
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
-from relinear.system.files import read_json, understood
+from relinear.system.files import damaged_file_errors, read_json
 
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
 FORMAT = 1
@@ -42,7 +42,9 @@ def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite:
     with claimed_folder(recipe, out_dir, [], overwrite=overwrite) as started:
         results = {width: comparison(sized, out_dir / SIZES / str(width), engine) for width, sized in recipes.items()}
         head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
-        return saved_json(out_dir / SCALE, lambda: head | _summary(recipe, out_dir, results) | circumstances(started))
+        return load_or_make_json(
+            out_dir / SCALE, lambda: head | _summary(recipe, out_dir, results) | recorded_provenance(started)
+        )
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def read_scale(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / SCALE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: no comparison over sizes has finished there")
-    with understood(path, "damaged", "delete it and start again"):
+    with damaged_file_errors(path, "damaged", "delete it and start again"):
         results = read_json(path)
         version = results["format"]
         results["entries"][0]["points"]

@@ -181,7 +181,7 @@ class MatchResult(TypedDict):
     text: Words
 
 
-class Circumstances(TypedDict):
+class Provenance(TypedDict):
     """What was asked, where, and by which command."""
 
     recipe: dict[str, Any]
@@ -189,7 +189,7 @@ class Circumstances(TypedDict):
     command: Words
 
 
-class Results(Circumstances):
+class Results(Provenance):
     """All of results.json."""
 
     format: Count

@@ -11,7 +11,7 @@ from relinear.compare.engine import Run, Search
 from relinear.compare.schema import Trial
 from relinear.compare.settings import Tune
 from relinear.training.fitting import NonFiniteLossError
-from relinear.training.run import read_outcome
+from relinear.training.run import read_final_loss
 
 #: a learning rate, and an initialisation where that is tuned
 Point = tuple[float, float | None]
@@ -75,7 +75,7 @@ class Trials:
         pattern = re.compile(rf"{re.escape(self.prefix)}({_NUMBER})(?:-init-({_NUMBER}))?")
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
             named = pattern.fullmatch(folder.name)
-            if named and folder not in asked and (loss := read_outcome(folder)) is not None:
+            if named and folder not in asked and (loss := read_final_loss(folder)) is not None:
                 losses[float(named[1]), None if named[2] is None else float(named[2])] = loss
         return [
             {"learning_rate": rate}

@@ -27,7 +27,7 @@ from relinear.contract.modes import evaluating
 from relinear.contract.objective import GuidedTraining
 from relinear.surgery.states import own_parameters_
 from relinear.training.distill import against
-from relinear.training.fitting import remove_checkpoints, run_fit
+from relinear.training.fitting import fit_in_folder, remove_checkpoints
 from relinear.training.settings import FitSettings
 
 #: peak of the learning rate where the settings name none: a pretrained decoder's inputs have a few channels of enormous
@@ -210,7 +210,7 @@ class _Healing:
         samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
         evaluated = _Evaluated(self.model, against(self.teacher, self.model))
         with evaluating(self.model):
-            result = run_fit(evaluated, tuple(samples), fit_settings, out_dir=self.folder, on_progress=self._told)
+            result = fit_in_folder(evaluated, tuple(samples), fit_settings, out_dir=self.folder, on_progress=self._told)
         step, loss = self._best_so_far()
         first = result.curve[0]["validation_loss"]
         tokens = self.steps * settings.heal_batch * self.blocks.shape[1]

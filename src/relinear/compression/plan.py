@@ -20,7 +20,7 @@ from relinear.contract.operator import (
     linear_features,
 )
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import read_json, understood
+from relinear.system.files import damaged_file_errors, read_json
 from relinear.system.grouped import grouped
 from relinear.system.text import columns
 
@@ -56,7 +56,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
-    with understood(path, "no compression plan", "give the file, such as DIR/plan.json"):
+    with damaged_file_errors(path, "no compression plan", "give the file, such as DIR/plan.json"):
         values = read_json(path)
         layers = dict(values["layers"])
         rows = {name: dict(layer) for name, layer in layers.items()}

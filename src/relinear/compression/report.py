@@ -14,8 +14,8 @@ from relinear.pages import page as pages
 from relinear.pages.blocks import Part, Section
 from relinear.pages.figures import blend
 from relinear.pages.records import about, what_ran
-from relinear.system.files import understood
-from relinear.system.machine import circumstances
+from relinear.system.files import damaged_file_errors
+from relinear.system.machine import provenance
 
 #: times the original's share of repeated 4-grams from which greedy text is said to degenerate
 DEGENERATE = 1.3
@@ -103,7 +103,7 @@ class CompressReport:
             "predicted_nats": self.plan.nats,
             "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
             "layers": self.plan.rows,
-            **circumstances(),
+            **provenance(),
         }
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
     Raises:
         ValueError: where it lacks what a report has.
     """
-    with understood("this", "no report of a compression", "carry out the compression again"):
+    with damaged_file_errors("this", "no report of a compression", "carry out the compression again"):
         values = {
             "report": report,
             "picture": _picture(report["layers"]),

@@ -28,7 +28,7 @@ from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.system.files import fingerprint, write_json, writing
+from relinear.system.files import fingerprint, os_errors_named, write_json
 from relinear.system.machine import PeakMemory
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, set_aside
@@ -123,7 +123,7 @@ def compress(
     with (
         tempfile.TemporaryDirectory() as temporary,
         nullcontext() if run_folder is None else run_folder.open(resolved.measured, overwrite=overwrite) as record,
-        writing(folder := Path(temporary) if run_folder is None else run_folder.path),
+        os_errors_named(folder := Path(temporary) if run_folder is None else run_folder.path),
         evaluating(model),
     ):
 

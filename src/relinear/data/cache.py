@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.system.files import read_json, write_json, writing
+from relinear.system.files import os_errors_named, read_json, write_json
 from relinear.system.private_cache import check_all_private, make_private, private_folder, user_cache
 
 #: part of every key: raise it when the meaning of cached files changes
@@ -86,7 +86,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
         raise _unusable(root, error) from error
     try:
         if (value := _read(folder)) is None:
-            with writing(folder):
+            with os_errors_named(folder):
                 value = _build(folder, key, build)
     finally:
         lock.release()

@@ -25,7 +25,7 @@ from relinear.data.tokenizers import (
     vocabulary_size,
     whole_texts,
 )
-from relinear.system.files import writing
+from relinear.system.files import os_errors_named
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 
@@ -44,13 +44,13 @@ class PackedDataset(Dataset):
     @functools.cached_property
     def tokens(self) -> np.ndarray:
         """Every token of the split, memory-mapped and read-only."""
-        with writing(self.path):
+        with os_errors_named(self.path):
             return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
     @property
     def checksum(self) -> int:
         """Of the tokens: whether two runs had the same."""
-        with writing(self.path):
+        with os_errors_named(self.path):
             return checksum(self.path)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -35,8 +35,8 @@ from relinear.surgery.patterns import matches
 from relinear.surgery.plan import Plan, Replacement, attach_, plan
 from relinear.surgery.states import flat_states, load_states_, replace_with_states_
 from relinear.surgery.summary import module_parameters
-from relinear.system.files import atomic_path, fingerprint, understood, write_json
-from relinear.system.machine import circumstances
+from relinear.system.files import atomic_path, damaged_file_errors, fingerprint, write_json
+from relinear.system.machine import provenance
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
 
@@ -104,7 +104,9 @@ def distill_(
     if out_dir is not None:
         folder = RunFolder(
             out_dir,
-            *("distill", "distill.json", ("layers", "recorded", "model", "report.json")),
+            task="distill",
+            record="distill.json",
+            names=("layers", "recorded", "model", "report.json"),
             earlier={"distill.json": ("fingerprint", "settings", "done")},
             settings_of=lambda record: DistillSettings.upgraded(record.get("settings")),
         )
@@ -130,7 +132,7 @@ def distill_(
         if folder is not None:
             save_pretrained(model, folder.take("model"), tokenizer=tokenizer)
             settled = {"model": model_name(model), "settings": stated}
-            write_json(folder.take("report.json"), report.to_dict() | settled | circumstances())
+            write_json(folder.take("report.json"), report.to_dict() | settled | provenance())
     return report
 
 
@@ -253,7 +255,7 @@ class _Run:
         if earlier is None or "fingerprint" not in earlier:
             self._write_record([])
             return []
-        with understood(self.folder.record_path, "not the state of a distillation", "choose another out_dir"):
+        with damaged_file_errors(self.folder.record_path, "not the state of a distillation", "choose another out_dir"):
             done = [[LayerFit(**fit) for fit in fits] for fits in earlier["done"]]
             self.weights = dict(earlier.get("weights", {}))  # earlier versions did not note them
         # earlier versions had fewer settings: what they wrote decided their fingerprint

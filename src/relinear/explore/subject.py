@@ -278,7 +278,7 @@ def prepare_subject(
     folder = folder or _usual_folder(name)
     index = read_index(folder, made_from)
     if index is None:
-        index_folder(folder).claim()
+        index_folder(folder).check_ours()
         index = index_units(model, ids, points, made_from, on_progress)
         index.save(folder)
     return Subject(name, model, tokenizer, points, index)

@@ -133,7 +133,7 @@ class Index:
             ValueError: if the directory holds files of these names that are no index of relinear's.
             OSError: if it cannot be written.
         """
-        index_folder(directory).claim()
+        index_folder(directory).check_ours()
         with atomic_directory(directory, "index.json") as folder:
             save_file({"ids": self.ids.to(torch.int32), **self.tensors}, folder / "units.safetensors")
             values = [dataclasses.asdict(facts) for facts in self.hook_points.values()]

@@ -42,7 +42,7 @@ from relinear.surgery.packed import GROUP, check_packable, packed_shape, packed_
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
-from relinear.system.files import atomic_directory, read_json, write_json, writing
+from relinear.system.files import atomic_directory, os_errors_named, read_json, write_json
 from relinear.system.text import cut
 
 _T = TypeVar("_T")
@@ -235,6 +235,10 @@ class _Form(NamedTuple):
         letter = str(dtype).removeprefix("torch.").lower().lstrip("b")[0]
         return cls(tuple(map(int, shape)), {"f": "floats", "c": "complex numbers"}.get(letter, "integers"))
 
+    def fits(self, other: _Form, any_shape: bool) -> bool:
+        """Return whether a stored tensor of this form can be loaded into one of the ``other``."""
+        return self.kind == other.kind and (any_shape or self.shape == other.shape)
+
     def __str__(self) -> str:
         return f"{self.shape} of {self.kind}"
 
@@ -246,7 +250,7 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
-            with writing(file), safe_open(file, "np") as stored:
+            with os_errors_named(file), safe_open(file, "np") as stored:
                 parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  it is no mapping
                 tensors |= {key: _Form.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
         except SafetensorError as error:
@@ -290,9 +294,8 @@ def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str
         }
     missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
     unknown = stored.keys() - expected.keys()
-    differ = {
-        k for k, tensor in expected.items() if stored.get(k, tensor)[k in of_tokens :] != tensor[k in of_tokens :]
-    }
+    common = expected.keys() & stored.keys()
+    differ = [key for key in common if not stored[key].fits(expected[key], any_shape=key in of_tokens)]
     other = [f"{key} {stored[key]} for {expected[key]}" for key in differ]
     problems = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
     if any(problems.values()):
@@ -387,7 +390,7 @@ def reading_config(directory: Any) -> Iterator[None]:
     the whole of that, ``RELINEAR_TRACEBACK=1`` or the error's ``__cause__``.
     """
     try:
-        with writing(directory):
+        with os_errors_named(directory):
             yield
     except (OSError, torch.OutOfMemoryError):
         raise
@@ -509,7 +512,9 @@ def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[
     """
     directory = Path(directory)
     names = [WEIGHTS, INDEX, *_shards(directory), f"{LOADER}.py"]
-    return atomic_directory(directory, superseded=names + [CARD] * is_own_card(directory / CARD))
+    if is_own_card(directory / CARD):
+        names.append(CARD)
+    return atomic_directory(directory, superseded=names)
 
 
 def _shards(directory: Path) -> list[str]:

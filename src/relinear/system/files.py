@@ -35,7 +35,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path):
+    with os_errors_named(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_UNFINISHED)
         os.close(handle)
         temporary = Path(name)
@@ -78,7 +78,7 @@ def atomic_directory(path: str | Path, last: str = "config.json", superseded: It
         raise NotADirectoryError(f"{requested} is a file; choose a directory")
     home = path if path.exists() else path.parent
     home.mkdir(parents=True, exist_ok=True)
-    with writing(path):
+    with os_errors_named(path):
         temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}.", suffix=_UNFINISHED))
         try:
             yield temporary
@@ -147,7 +147,7 @@ def read_json(path: str | Path) -> Any:
 
 
 @contextlib.contextmanager
-def understood(path: str | Path, what: str, advice: str) -> Iterator[None]:
+def damaged_file_errors(path: str | Path, what: str, advice: str) -> Iterator[None]:
     """Within the block, where what ``path`` holds is taken apart, whatever it lacks ends in one ValueError.
 
     It says that ``path`` is ``what`` (no plan, damaged), why, and the advice.
@@ -165,14 +165,14 @@ def read_text(path: str | Path, most: int = -1) -> str:
     Raises ValueError if it is not UTF-8, OSError if it cannot be read.
     """
     try:
-        with writing(path), open(path, encoding="utf-8") as file:
+        with os_errors_named(path), open(path, encoding="utf-8") as file:
             return file.read(most)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def os_errors_named(path: str | Path) -> Iterator[None]:
     """Turn any I/O failure in the block into an OSError that names ``path``.
 
     torch, safetensors, SQLite and optuna have errors of their own for it, and Python's do not name an open file.

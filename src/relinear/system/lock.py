@@ -18,7 +18,7 @@ class InUseError(ValueError):
 
 
 @contextlib.contextmanager
-def only_process_in(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
+def exclusive(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
     """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
 
     The lock (``flock`` on ``.relinear.lock``) ends with its holder in whatever way that ends. The file is removed

@@ -90,7 +90,7 @@ def command_line() -> str:
     return shlex.join([Path(typed[0]).name, *typed[1:]]) if typed else ""
 
 
-def circumstances() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Return the provenance of a result: the command, today's date (UTC) and the machine."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"command": command_line(), "date": date, "machine": describe_machine()}

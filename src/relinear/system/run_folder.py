@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 from relinear.system.files import read_json, remove_temporaries, write_json
-from relinear.system.lock import only_process_in
-from relinear.system.machine import circumstances
+from relinear.system.lock import exclusive
+from relinear.system.machine import provenance
 from relinear.system.text import cut
 from relinear.system.version import __version__
 
@@ -77,7 +77,7 @@ class RunFolder:
                 return values
         return None
 
-    def claim(self) -> dict[str, Any] | None:
+    def check_ours(self) -> dict[str, Any] | None:
         """Return the record of this task, None where there is none; nothing is written.
 
         Raises:
@@ -98,12 +98,12 @@ class RunFolder:
             overwrite: whatever is there will be renamed.
 
         Raises:
-            ValueError: as ``claim``; if the record is of other settings, which are listed.
+            ValueError: as ``check_ours``; if the record is of other settings, which are listed.
         """
         if overwrite:
             _check_directory(self.path)
             return None
-        if (record := self.claim()) is None:
+        if (record := self.check_ours()) is None:
             return None
         different = list(differences(self._compared(self.settings_of(record)), self._compared(settings)))
         if different:
@@ -123,12 +123,12 @@ class RunFolder:
             ValueError: as ``check``; if another process is at work in the folder.
             OSError: if it cannot be written.
         """
-        with only_process_in(self.path):
+        with exclusive(self.path):
             record = self.check(settings, overwrite=overwrite)
             if overwrite:
                 self.set_aside()
             remove_temporaries(self.path)
-            self._head = made_by(self.task) | {"settings": dict(settings)} | circumstances()
+            self._head = made_by(self.task) | {"settings": dict(settings)} | provenance()
             self._head["wrote"] = list((record or {}).get("wrote", []))
             self._facts = {key: value for key, value in (record or {}).items() if key not in self._head}
             if not record:

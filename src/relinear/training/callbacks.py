@@ -19,7 +19,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relinear.activations.interventions import Latent, Moments, observe
 from relinear.contract.config import shown
-from relinear.system.files import parse_json, read_json, read_text, understood, write_json, write_text, writing
+from relinear.system.files import (
+    damaged_file_errors,
+    os_errors_named,
+    parse_json,
+    read_json,
+    read_text,
+    write_json,
+    write_text,
+)
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.training.settings import FitSettings
 
@@ -175,7 +183,7 @@ class RunLog(TrainerCallback):
             self.rows.append(row)
             if self.path is not None:
                 self.check_there()
-                with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+                with os_errors_named(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             self.report("train" if "loss" in logs else "evaluate", state.global_step)
         self._time_from_here()
@@ -297,7 +305,7 @@ def _moments(sums: dict[str, Tensor]) -> Moments:
 
 
 def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:
-    with understood(path, "not a file of latent moments of this version", "give another, or train again"):
+    with damaged_file_errors(path, "not a file of latent moments of this version", "give another, or train again"):
         content = read_json(path)
         if content["format"] != 1:
             raise ValueError(f"format {shown(content['format'])}")

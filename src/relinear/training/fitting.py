@@ -267,14 +267,15 @@ def fit(
     if out_dir is not None and is_first_rank():
         folder, values = RunFolder(out_dir, "fit", "fit.json", FILES, free=FREE), settings.model_dump(mode="json")
         if not overwrite and (record := folder.read()) is not None:
-            let_ranks_differ(folder, record, values)
+            allow_other_ranks_(folder, record, values)
         opened = folder.open(values, overwrite=overwrite)
     with opened:
         if folder is not None:
             folder.write(ranks=rank_count())
-        return run_fit(
+        return fit_in_folder(
             model,
-            *(data, settings),
+            data,
+            settings,
             objective=objective,
             out_dir=out_dir,
             resume=not overwrite,
@@ -289,7 +290,7 @@ def rank_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def let_ranks_differ(folder: RunFolder, record: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def allow_other_ranks_(folder: RunFolder, record: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Let a run go on with other ranks, and ``batch_size`` and ``accumulation`` to match.
 
     Raises:
@@ -310,7 +311,7 @@ def let_ranks_differ(folder: RunFolder, record: Mapping[str, Any], settings: Map
     folder.free = (*folder.free, "batch_size", "accumulation")
 
 
-def run_fit(
+def fit_in_folder(
     model: nn.Module,
     data: Any,
     settings: FitSettings,
@@ -349,7 +350,7 @@ def run_fit(
         trainer.add_callback(log)
         if out_dir is not None:
             stack.enter_context(on_terminate(stop.ask))
-        return _run(model, trainer, log, stop, resume)
+        return _train_and_summarise(model, trainer, log, stop, resume)
 
 
 def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
@@ -378,7 +379,9 @@ def remove_checkpoints(folder: Path, but: str = "") -> None:
         folder.rmdir()
 
 
-def _run(model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTerminate, resume: bool) -> TrainResult:
+def _train_and_summarise(
+    model: nn.Module, trainer: RelinearTrainer, log: RunLog, stop: StopOnTerminate, resume: bool
+) -> TrainResult:
     from accelerate.utils import broadcast_object_list
 
     from relinear.training.trainer import check_checkpoint, last_checkpoint

@@ -23,7 +23,7 @@ from relinear.surgery import checkpoint as checkpoint_room
 from relinear.surgery.packed import gradient_moments
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
-from relinear.system.files import read_json, tensor_digest, understood
+from relinear.system.files import damaged_file_errors, read_json, tensor_digest
 from relinear.system.machine import is_first_rank, on_threads
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder, overwriting
@@ -33,11 +33,11 @@ from relinear.training.fitting import (
     FREE,
     NonFiniteLossError,
     TrainResult,
+    allow_other_ranks_,
     evaluate,
-    let_ranks_differ,
+    fit_in_folder,
     rank_count,
     remove_checkpoints,
-    run_fit,
 )
 from relinear.training.optim import check_readout, scale_added_, scale_stock_, width_ratio
 from relinear.training.settings import TrainSettings
@@ -59,7 +59,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     """
     torch.manual_seed(settings.seed)
     model = _stock_model(settings, vocab_size)
-    _check_fit(model, settings, vocab_size)
+    _check_model_matches_data(model, settings, vocab_size)
     ratio = width_ratio(model, settings)
     if locate_model(settings.model) == "preset":
         scale_stock_(model, ratio, settings.model_start)
@@ -98,8 +98,8 @@ def _check_model(settings: TrainSettings) -> None:
             _check_memory(build_model(settings))
         return
     if settings.model_overrides or settings.model_start != "config":
-        which = "model_overrides" if settings.model_overrides else f"model_start={settings.model_start!r}"
-        raise ValueError(f"{which} is for presets, and {name!r} is none; {nearest(name, preset_names())}")
+        setting = "model_overrides" if settings.model_overrides else f"model_start={settings.model_start!r}"
+        raise ValueError(f"{setting} is for presets, and {name!r} is none; {nearest(name, preset_names())}")
     try:
         with checkpoint_room.reading_config(name):
             AutoConfig.from_pretrained(name)
@@ -115,15 +115,15 @@ def _check_memory(model: Any) -> None:
     import psutil
 
     needed = 16 * sum(parameter.numel() for parameter in model.parameters())
-    there = psutil.virtual_memory().total + psutil.swap_memory().total
-    if not torch.cuda.is_available() and needed > there:
+    available = psutil.virtual_memory().total + psutil.swap_memory().total
+    if not torch.cuda.is_available() and needed > available:
         raise ValueError(
             f"the model has {needed // 16:,} parameters; to train it takes {needed / 2**30:,.0f} GiB at least, and "
-            f"this machine has {there / 2**30:,.0f}; choose smaller sizes"
+            f"this machine has {available / 2**30:,.0f}; choose smaller sizes"
         )
 
 
-def _check_fit(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
+def _check_model_matches_data(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
     table = model.get_input_embeddings()  # None where a model reads vectors
     entries = 0 if table is None else table.num_embeddings
     if (task := task_of(settings.data.data)) is not None and isinstance(task, RegressionTask) != (table is None):
@@ -143,7 +143,7 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
     if record is None or record.get("status") != "done":
         return None
     curve = read_metrics(out_dir / "metrics.jsonl")
-    with understood(out_dir / "run.json", "the record of a run whose result is damaged", _ELSEWHERE):
+    with damaged_file_errors(out_dir / "run.json", "the record of a run whose result is damaged", _ELSEWHERE):
         return TrainResult(**record["result"] | {"out_dir": out_dir, "curve": curve})
 
 
@@ -163,7 +163,7 @@ def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, tor
     return values if tensor_digest(values) == digest else None
 
 
-def read_outcome(out_dir: str | Path) -> float | None:
+def read_final_loss(out_dir: str | Path) -> float | None:
     """Return the validation loss of a run that has ended, infinite where it diverged; None where it has not ended."""
     record = _read_record(Path(out_dir))
     if record is not None and record.get("diverged"):
@@ -176,7 +176,7 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
     path = out_dir / "run.json"
     if not path.exists():
         return None
-    with understood(path, "no record of a run", _ELSEWHERE):
+    with damaged_file_errors(path, "no record of a run", _ELSEWHERE):
         record = read_json(path)
         return record | {"settings": dict(**record["settings"])}
 
@@ -188,14 +188,16 @@ def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = F
     """
     folder = RunFolder(
         out_dir,
-        *("train", "run.json", ("model", *FILES)),
+        task="train",
+        record="run.json",
+        names=("model", *FILES),
         earlier={"run.json": ("status", "settings", "machine", "model", "data")},
         free=FREE,
         settings_of=lambda record: TrainSettings.upgraded(record.get("settings")),
     )
     record = None if overwrite else folder.read()
     if record is not None and record.get("status") != "done":
-        let_ranks_differ(folder, record, settings.model_dump())
+        allow_other_ranks_(folder, record, settings.model_dump())
     return folder
 
 
@@ -256,15 +258,23 @@ def train(
     objective = None if settings.minimised is None else settings.minimised.prepare(model)
 
     def run() -> TrainResult:
-        arguments: dict[str, Any] = {"objective": objective, "resume": not overwrite, "callbacks": callbacks}
-        return run_fit(model, data, settings, out_dir=out_dir, on_progress=on_progress, **arguments)
+        return fit_in_folder(
+            model,
+            data,
+            settings,
+            objective=objective,
+            out_dir=out_dir,
+            resume=not overwrite,
+            callbacks=callbacks,
+            on_progress=on_progress,
+        )
 
     if not first:
         return run()
     with folder.open(stated, overwrite=overwrite) as record:
         if record and (ended := read_result(out_dir)):  # by another process since
             return ended
-        facts = described(model, data)
+        facts = run_facts(model, data)
         folder.write(**facts)
         try:
             result = run()
@@ -273,7 +283,7 @@ def train(
             folder.write(**facts | {"status": "failed", "error": str(error), "diverged": diverged})
             raise
         if settings.bits is not None:
-            result = _stored(model, data, settings, result)
+            result = _store_in_bits(model, data, settings, result)
         elif settings.save_model:
             checkpoint_room.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
         folder.write(**facts | {"status": "done", "result": result.to_dict()})
@@ -286,7 +296,7 @@ def train(
 _SAMPLES = 64
 
 
-def _stored(model: Any, data: Any, settings: TrainSettings, result: TrainResult) -> TrainResult:
+def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult) -> TrainResult:
     """``result`` of a run with the loss of the model as it is stored in ``settings.bits``."""
     out_dir: Any = result.out_dir
     indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
@@ -303,7 +313,7 @@ def _stored(model: Any, data: Any, settings: TrainSettings, result: TrainResult)
     return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
 
 
-def described(model: Any, data: Any) -> dict[str, Any]:
+def run_facts(model: Any, data: Any) -> dict[str, Any]:
     """Return what ``run.json`` says of a run that goes on beside its settings: the model as it is initialised, data."""
     table = summary(model)
     counts = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
@@ -315,7 +325,7 @@ def described(model: Any, data: Any) -> dict[str, Any]:
     }
 
 
-def read_ended(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
+def read_result_of(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
     """Return the result of a run with these settings that has ended here; raises ValueError where another run is."""
-    there = run_folder(out_dir, settings).check(settings.model_dump(mode="json"))
-    return read_result(out_dir) if there else None
+    record = run_folder(out_dir, settings).check(settings.model_dump(mode="json"))
+    return read_result(out_dir) if record else None

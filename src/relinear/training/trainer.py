@@ -26,7 +26,7 @@ from relinear.contract.modes import evaluating
 from relinear.contract.objective import GuidedTraining
 from relinear.evaluate.losses import token_losses
 from relinear.hf.config_record import sync_record
-from relinear.system.files import MANIFEST, atomic_path, check_manifest, sync_files, write_manifest, writing
+from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside
 from relinear.training.fitting import NonFiniteLossError, remove_checkpoints, training_device, training_dtype
@@ -42,9 +42,9 @@ _ALWAYS = (
     ("rng_state*.pth",),
 )
 #: a training loss of so many times the first one (but at least of so many nats) is on no way down
-DIVERGED = 100.0
+DIVERGENCE_FACTOR = 100.0
 #: seconds after which an evaluation says how far it is
-_QUIET = 2.0
+_REPORT_AFTER_S = 2.0
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
 
 
@@ -298,7 +298,7 @@ class RelinearTrainer(Trainer):
         if "loss" in logs:
             self._check_finite(logs["loss"], "training loss")
             self._first_loss = logs["loss"] if self._first_loss is None else self._first_loss
-            if logs["loss"] > DIVERGED * max(self._first_loss, 1.0):
+            if logs["loss"] > DIVERGENCE_FACTOR * max(self._first_loss, 1.0):
                 raise self._diverged(f"the training loss has grown from {self._first_loss:.4g} to {logs['loss']:.4g}")
             logs.update(self._drain_terms(logs["loss"]))
         super().log(logs, start_time)
@@ -332,7 +332,7 @@ class RelinearTrainer(Trainer):
             loader = self.get_eval_dataloader(eval_dataset)
             bound = math.inf if self.state.global_step else self.settings.eval_start_tokens or math.inf
             for number, inputs in enumerate(loader):
-                if number and time.perf_counter() - start > _QUIET:
+                if number and time.perf_counter() - start > _REPORT_AFTER_S:
                     expected = float(sums[1]) / number * len(loader)
                     self.on_evaluating(number, math.ceil(len(loader) * min(1, bound / expected)))
                 inputs = self._prepare_inputs(inputs)
@@ -376,7 +376,7 @@ class RelinearTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
             self.accelerator.wait_for_everyone()
-            with writing(home / name):
+            with os_errors_named(home / name):
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:

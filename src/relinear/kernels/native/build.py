@@ -17,7 +17,7 @@ import torch
 
 from relinear.kernels.implementations import meant
 from relinear.system.files import fingerprint
-from relinear.system.lock import only_process_in
+from relinear.system.lock import exclusive
 from relinear.system.machine import cpu_features
 from relinear.system.private_cache import check_private, private_folder, user_cache
 
@@ -133,7 +133,7 @@ def _cached_library(path: Path) -> Path | None:
 
 def _build(path: Path) -> Path:
     """Build the kernels for ``path``. Any number of processes may want to at once, of which one does; or be killed."""
-    with only_process_in(path.parent, PATIENCE), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with exclusive(path.parent, PATIENCE), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         kept = _cached_library(path)
         if kept is not None:
             return kept
