@@ -32,6 +32,7 @@ from relinear.hf.config_record import (
     METHOD,
     make_record,
     parse_record,
+    record_in_config,
     sync_record,
 )
 from relinear.hf.model_layout import named_in
