@@ -45,7 +45,7 @@ def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
 
 def moments_of(calibration: Calibration) -> dict[str, CalibrationStatistics]:
     found: dict[str, CalibrationStatistics] = {}
-    calibration.each("candidates", "all", lambda statistics: found.update(statistics) or {})
+    calibration.map_layers("candidates", "all", lambda statistics: found.update(statistics) or {})
     return found
 
 

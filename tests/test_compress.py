@@ -115,7 +115,7 @@ def test_calibration_holds_the_states_of_one_batch_however_many_there_are(tmp_pa
 def test_killed_calibration_resumes_to_the_same_bits(every: int, tmp_path, monkeypatch) -> None:
     blocks, ran = tokens(128)[0].view(8, 16), []
     step = Calibration._before
-    monkeypatch.setattr(Calibration, "_sparse", lambda *_: every)
+    monkeypatch.setattr(Calibration, "_checkpoint_interval", lambda *_: every)
     monkeypatch.setattr(
         Calibration, "_before", lambda self, index, *more: ran.append(index) or step(self, index, *more)
     )
@@ -137,7 +137,7 @@ def test_killed_calibration_resumes_to_the_same_bits(every: int, tmp_path, monke
 
         ran.clear()
         calibration = calibrate(tiny(), blocks, folder, batch=3, on_layer=told)
-        return calibration.each("fit", "all", made, last), calibration.loss
+        return calibration.map_layers("fit", "all", made, last), calibration.loss
 
     whole, loss = run(tmp_path / "whole")
     assert ran == [2, 1, 0]
@@ -167,7 +167,7 @@ def test_states_take_at_most_twice_the_bytes_of_the_model(tmp_path, monkeypatch)
     calibration.release()
     assert not list(tmp_path.glob("hidden-*")) + list(tmp_path.glob("gradient*"))
     assert calibration._every > 1
-    monkeypatch.setattr(Calibration, "_sparse", lambda *_: 1)
+    monkeypatch.setattr(Calibration, "_checkpoint_interval", lambda *_: 1)
     for name, moments in moments_of(calibrate(model, blocks, tmp_path / "one")).items():
         assert torch.equal(found[name].inputs, moments.inputs)
         assert torch.equal(found[name].outputs, moments.outputs)
@@ -229,14 +229,14 @@ def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:
 
     kept: list[weakref.ref] = []
 
-    class Watched(module.Sums):
+    class Watched(module.MomentSums):
         def __init__(self) -> None:
             super().__init__()
             kept.append(weakref.ref(self))
 
-    monkeypatch.setattr(module, "Sums", Watched)
+    monkeypatch.setattr(module, "MomentSums", Watched)
     model = tiny()
-    calibrate(model, tokens(128)[0].view(8, 16), tmp_path).each("candidates", "none", lambda statistics: {})
+    calibrate(model, tokens(128)[0].view(8, 16), tmp_path).map_layers("candidates", "none", lambda statistics: {})
     gc.collect()
     assert kept
     assert not [ref for ref in kept if ref() is not None]

@@ -126,10 +126,10 @@ def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
         return made(statistics)
 
     def told(folder) -> dict[str, torch.Tensor]:
-        return calibrate(tiny(), blocks, folder).each("fit", "all", made)
+        return calibrate(tiny(), blocks, folder).map_layers("fit", "all", made)
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(tiny(), blocks, good).each("fit", "all", killed)
+        calibrate(tiny(), blocks, good).map_layers("fit", "all", killed)
     wanted = told(tmp_path / "whole")
     files = [path.relative_to(good) for path in sorted(good.rglob("*")) if path.is_file()]
     rng, refused = random.Random(0), 0
@@ -171,10 +171,10 @@ def test_killed_while_a_layer_is_fitted_it_goes_on_with_that_layer(layer: int, t
         return {name: s.inputs.clone() for name, s in statistics.items()}
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(tiny(), blocks, tmp_path / "killed").each("fit", "all", make)
-    found = calibrate(tiny(), blocks, tmp_path / "killed").each("fit", "all", make)
+        calibrate(tiny(), blocks, tmp_path / "killed").map_layers("fit", "all", make)
+    found = calibrate(tiny(), blocks, tmp_path / "killed").map_layers("fit", "all", make)
     assert made == [str(index) for index in (2, 1, 0) for _ in range(1 + (index == layer))]
-    whole = calibrate(tiny(), blocks, tmp_path / "whole").each("fit", "all", make)
+    whole = calibrate(tiny(), blocks, tmp_path / "whole").map_layers("fit", "all", make)
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 

@@ -22,7 +22,7 @@ import relinear
 from relinear.compression import CompressSettings
 from relinear.compression.budget import size_of
 from relinear.compression.corpus import read_corpus
-from relinear.compression.task import Task, check_ids, check_model, linear_layers
+from relinear.compression.task import Task, check_compressible, check_ids, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.modes import evaluating
 from relinear.contract.operator import OperatorConfig, dense_weight, linear_features
@@ -45,7 +45,7 @@ HALF = 0.5
 def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfig], given: argparse.Namespace) -> dict:
     """Return the record: by layer its depth, type, parameters, the cost of no layer, and every operator's points."""
     counted = CompressSettings(tokens=given.tokens, sequence_length=given.sequence_length, keep=0.5)
-    check_model(model, counted.sequence_length)
+    check_compressible(model, counted.sequence_length)
     find, modules = layer_finder(model), {}
     for name, module in linear_layers(model).items():
         if (index := find(name)) is not None and (given.layers is None or index in given.layers):

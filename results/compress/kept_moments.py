@@ -33,7 +33,7 @@ class KeptMoments:
 
         if not (folder / "moments.json").is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            calibration.each("candidates", f"kept-{folder.name}", keep)
+            calibration.map_layers("candidates", f"kept-{folder.name}", keep)
             order = {name: counts[name] for group in calibration.targets.values() for name in group}
             write_record(
                 folder / "moments.json", {"tokens": calibration.tokens, "loss": calibration.loss, "counts": order}

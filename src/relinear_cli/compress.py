@@ -91,17 +91,26 @@ def command(
         read_layers(plan)
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     text_reader = options.load_model_tokenizer(model, tokenizer)
-    which: Any = {"targets": target or "all-linear", "exclude": exclude, "settings": settings}
-    what: Any = {"plan_file": plan, "plan_only": plan_only, "out_dir": out}
-    what["overwrite"] = overwrite
     loaded = options.load_model(model)
     if dry_run or overwrite or not (out / "compress.json").is_file():
         print_requirements(compress_requirements(loaded, settings))
     if dry_run:
         return
-    texts: Any = {"tokenizer": text_reader, "evaluate_on": _read(judges)}
     with watch(resumable=True) as on_progress:
-        report = compress(loaded, _read(corpora), **texts, **which, **what, on_progress=on_progress)
+        report = compress(
+            loaded,
+            _read(corpora),
+            tokenizer=text_reader,
+            evaluate_on=_read(judges),
+            targets=target or "all-linear",
+            exclude=exclude,
+            settings=settings,
+            plan_file=plan,
+            plan_only=plan_only,
+            out_dir=out,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
     print(report)
     _say_where(out, proposed=plan_only)
 

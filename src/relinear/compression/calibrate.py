@@ -55,7 +55,7 @@ def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[
     )
 
 
-class Sums:
+class MomentSums:
     """Sums of x x^T in float64 by name; inputs that are one tensor are summed once, each ``kind`` of text apart."""
 
     def __init__(self) -> None:
@@ -107,11 +107,11 @@ def _add(sums: dict[Any, Tensor], name: Any, values: Tensor) -> None:
         sums[name] = product.double()
 
 
-def _claim(folder: Path, mark: str) -> None:
+def _write_or_check_fingerprint(folder: Path, key: str) -> None:
     path = folder / "fingerprint.json"
     if not path.is_file() and not any(leftover for pattern in _LEFT for leftover in folder.glob(pattern)):
-        write_record(path, {"fingerprint": mark})
-    elif read_record(path).get("fingerprint") != mark:
+        write_record(path, {"fingerprint": key})
+    elif read_record(path).get("fingerprint") != key:
         what = "the calibration of another model, corpus, set of layers, setting or version"
         raise ValueError(
             f"{folder} holds {what}; give another directory, or start over with overwrite=True (--overwrite)"
@@ -149,7 +149,9 @@ class Calibration:
     ) -> None:
         self.model, self.targets, self.folder, self.on_layer = model, targets, Path(folder), on_layer
         names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
-        _claim(self.folder, fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": kinds}))
+        _write_or_check_fingerprint(
+            self.folder, fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": kinds})
+        )
         remove_temporaries(self.folder)
         blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(kinds)
         by_kind = [(int(kind), blocks[of_block == kind]) for kind in of_block.unique()]
@@ -169,23 +171,23 @@ class Calibration:
             self._prepare()
         return read_record(self.folder / "loss.json")["loss"]
 
-    def each(
-        self, phase: str, mark: str, make: Callable[[Statistics], Mapping[str, Tensor]], last: bool = False
+    def map_layers(
+        self, phase: str, key: str, make: Callable[[Statistics], Mapping[str, Tensor]], last: bool = False
     ) -> dict:
         """Return what ``make`` makes of the moments of every decoder layer, all tensors in one mapping.
 
-        They are kept in the folder, under ``phase`` and ``mark``, and made once.
+        They are kept in the folder, under ``phase`` and ``key``, and made once.
 
         Args:
-            phase: told with the progress. mark: of what ``make`` hangs on.
+            phase: told with the progress. key: of all that ``make`` depends on.
             make: moments by name -> tensors by names that are unique.
             last: whether nothing more will be asked for, so that states may go from the disk.
         """
-        folder = self.folder / f"{phase}-{mark}"
+        folder = self.folder / f"{phase}-{key}"
         files = {index: folder / f"{index:04d}.safetensors" for index in self.targets}
         if not all(path.is_file() for path in files.values()):
             used = {index for index, path in files.items() if path.is_file()}
-            for index, statistics in self._backward(phase, f"gradient-{mark}", last, used):
+            for index, statistics in self._backward(phase, f"gradient-{key}", last, used):
                 folder.mkdir(exist_ok=True)
                 save_tensors(files[index], make(statistics))
         return {name: value for path in files.values() for name, value in load_tensors(path)[0].items()}
@@ -201,14 +203,14 @@ class Calibration:
         if not self._every:
             for part in {part.shape: part for part in self.parts}.values():
                 states = self.layers.embed(part)  # notes the arguments of the layers for this shape
-            self._every = self._sparse(self.tokens * states.shape[-1] * states.element_size())
+            self._every = self._checkpoint_interval(self.tokens * states.shape[-1] * states.element_size())
             release_freed_memory()  # of reading texts, and of the model run as a whole
         has_states = 0 in self.streams.indices("hidden") and self.streams.indices("gradient") == [len(self.layers)]
         if not (has_states and (self.folder / "loss.json").is_file()):
             self._forward()
             self._find_loss()
 
-    def _sparse(self, stream: int) -> int:
+    def _checkpoint_interval(self, stream: int) -> int:
         """Of how many layers one keeps its states, of ``stream`` bytes, so that all take at most twice the model's."""
         limit, total = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters()), len(self.layers)
         return next((k for k in range(1, total) if (total // k + k + 4) * stream <= limit), math.isqrt(total))
@@ -232,7 +234,7 @@ class Calibration:
         self.streams.write("hidden", index + 1, (self.layers.layer(index, part) for part in states))
 
     @torch.no_grad()
-    def _find(self, index: int) -> None:
+    def _ensure_hidden(self, index: int) -> None:
         """See to it that the hidden states before layer ``index`` are there."""
         for before in range(max(at for at in self.streams.indices("hidden") if at <= index), index):
             self._step(before)
@@ -283,8 +285,8 @@ class Calibration:
         if remaining == total - 1 and remaining in self.targets and remaining not in used:
             remaining = total  # nothing of this kind stands behind the last layer
         for index in reversed(range(lowest, remaining)):
-            self._find(index)
-            sums, group = Sums(), self.targets.get(index, {})
+            self._ensure_hidden(index)
+            sums, group = MomentSums(), self.targets.get(index, {})
             with frozen(self.model), watched(group, sums):
                 gradients = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
                 self.streams.write(kind, index, self._before(index, gradients, sums))
@@ -296,10 +298,10 @@ class Calibration:
             release_freed_memory()
             self.on_layer(phase, total - index, total)
         if -1 in self.targets:
-            yield -1, self._of_tables(kind)
+            yield -1, self._table_moments(kind)
         self.streams.remove(kind, lowest)
 
-    def _of_tables(self, kind: str) -> Statistics:
+    def _table_moments(self, kind: str) -> Statistics:
         """The moments of embedding and head.
 
         Those of the head's outputs, tokens' variances, stand for how often tokens are looked up, too.
@@ -316,7 +318,7 @@ class Calibration:
             statistics[name] = CalibrationStatistics(inputs, head["outputs"], self.tokens)
         return statistics
 
-    def _before(self, index: int, gradients: Iterator[Tensor], sums: Sums) -> Iterator[Tensor]:
+    def _before(self, index: int, gradients: Iterator[Tensor], sums: MomentSums) -> Iterator[Tensor]:
         """The gradients at the input of layer ``index``, batch by batch, from those behind it."""
         for kind, states, gradient in zip(self.kinds, self.streams.read("hidden", index), gradients, strict=True):
             sums.new_pass()
@@ -337,7 +339,7 @@ def watching_inputs(module: nn.Module | None, sums: dict[str, Tensor]) -> Iterat
 
 
 @contextlib.contextmanager
-def watched(modules: Mapping[str, nn.Module], sums: Sums) -> Iterator[None]:
+def watched(modules: Mapping[str, nn.Module], sums: MomentSums) -> Iterator[None]:
     """Within the block, what passes through ``modules`` is added to ``sums``."""
 
     def seen(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:

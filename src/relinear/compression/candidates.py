@@ -78,7 +78,9 @@ class SearchSpace:
     def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
         modules = self.task.modules
-        errors = calibration.each("candidates", _mark([entry.to_dict() for entry in self.entries]), self._errors)
+        errors = calibration.map_layers(
+            "candidates", _cache_key([entry.to_dict() for entry in self.entries]), self._errors
+        )
         nats = {name: layer_nats(module, name, self.entries, errors) for name, module in modules.items()}
         groups = self.reader.groups(modules)
         candidates = {
@@ -136,7 +138,7 @@ def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]
             cost = _cost(layers, config, budget)
             if cost < candidates[0].cost:
                 candidates.append(Candidate(config, cost, sum(nats[config] for _, nats in layers)))
-    return _useful(candidates)
+    return _pareto_front(candidates)
 
 
 def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budget: Budget) -> float:
@@ -145,8 +147,8 @@ def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budg
     return sum(math.inf if cost is None else cost for cost in costs)
 
 
-def _useful(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that lose less than every other that costs no more; itself first."""
+def _pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return those that lose less than every other that costs no more, the most expensive first."""
     useful: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.cost, c.nats)):
         if not useful or candidate.nats < useful[-1].nats:
@@ -170,7 +172,7 @@ def fit_layers(task: Task, layer_plan: CompressPlan, calibration: Calibration) -
         return flat_states(fitted)
 
     operators = {name: config.to_dict() for name, config in layer_plan.replaced.items()}
-    return calibration.each("fit", _mark(operators), fits, last=True)
+    return calibration.map_layers("fit", _cache_key(operators), fits, last=True)
 
 
 def replace_layers_(task: Task, layer_plan: CompressPlan, states: Mapping[str, Tensor]) -> None:
@@ -179,6 +181,6 @@ def replace_layers_(task: Task, layer_plan: CompressPlan, states: Mapping[str, T
         replace_with_states_(task.model, plan(task.model, dict(layer_plan.replaced)).replacements, states)
 
 
-def _mark(inputs: Any) -> str:
-    """What results of this version hang on, in a name of a folder."""
+def _cache_key(inputs: Any) -> str:
+    """Return a digest of ``inputs`` and this version, for the name of a folder."""
     return hashlib.sha256(f"{__version__} {json.dumps(inputs, sort_keys=True)}".encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from relinear.compression.plan import CompressPlan, LayerPlan
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
-from relinear.compression.task import Task, check_ids, check_model, linear_layers, tables_of, unreached
+from relinear.compression.task import Task, check_compressible, check_ids, linear_layers, tables_of, unreached
 from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import model_name
 from relinear.surgery.checkpoint import save_pretrained
@@ -119,7 +119,7 @@ def compress(
     modules = linear_layers(model, targets, exclude)
     if resolved.by_bytes and reader.tables and targets == ALL_LINEAR:
         modules |= tables_of(model, exclude)
-    check_model(model, resolved.sequence_length)
+    check_compressible(model, resolved.sequence_length)
     with (
         tempfile.TemporaryDirectory() as temporary,
         nullcontext() if run_folder is None else run_folder.open(resolved.measured, overwrite=overwrite) as record,
@@ -142,7 +142,9 @@ def compress(
             check_ids(ids, model, name)
         if corpus.repeats:
             warnings.warn(corpus.repeats, stacklevel=2)
-        if resolved.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1:
+        # texts of several kinds calibrate well without samples of the model
+        adds_samples = resolved.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1
+        if adds_samples:
             corpus = with_sampled_text(corpus, model, folder / "calibration", resolved.seed)
         report = job.run(corpus, tokenizer, given_plan, plan_only)
         if out_dir is not None and not plan_only:
@@ -158,7 +160,9 @@ def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: 
     """Return the folder of a compression. Raises ValueError where it holds other work, before any is done."""
     folder = RunFolder(
         out_dir,
-        *("compress", "compress.json", ("calibration", *_RESULTS)),
+        task="compress",
+        record="compress.json",
+        names=("calibration", *_RESULTS),
         earlier={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
         settings_of=lambda record: record.get("settings", settings.measured),
     )
@@ -263,9 +267,15 @@ class _Job:
             held_out = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
             trained = torch.ones(len(corpus.further), dtype=torch.bool)
             trained[held_out] = False
-            options: dict[str, Any] = {"folder": self.folder, "on_progress": self.task.on_progress}
-            parts = corpus.further[trained], corpus.further[held_out]
-            healing = heal(self.model, teacher, *parts, settings=self.settings, **options)
+            healing = heal(
+                self.model,
+                teacher,
+                corpus.further[trained],
+                corpus.further[held_out],
+                settings=self.settings,
+                folder=self.folder,
+                on_progress=self.task.on_progress,
+            )
             self._lap("heal")
         if self.settings.by_bytes:
             round_to_half_(self.model)  # what is evaluated is what is saved

@@ -30,7 +30,7 @@ from relinear.surgery.summary import module_parameters
 OnProgress = Callable[[str, int, int], None]
 
 #: share of a model's parameters that must not be out of reach
-MOST = 0.5
+MAX_UNREACHED_SHARE = 0.5
 #: of a sequence on which a model run layer by layer is compared with the whole
 CHECKED_TOKENS = 64
 
@@ -88,9 +88,16 @@ class Task:
 
     def calibrate(self, blocks: Tensor, kinds: Sequence[int] = ()) -> Calibration:
         """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
-        options: dict[str, Any] = {"batch": self.settings.batch_size, "seed": self.settings.seed, "kinds": kinds}
-        options |= {"on_layer": self.on_progress}
-        return Calibration(self.model, blocks, self.by_layer, self.folder / "calibration", **options)
+        return Calibration(
+            self.model,
+            blocks,
+            self.by_layer,
+            self.folder / "calibration",
+            batch=self.settings.batch_size,
+            kinds=kinds,
+            seed=self.settings.seed,
+            on_layer=self.on_progress,
+        )
 
 
 def linear_layers(
@@ -122,7 +129,7 @@ def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     gaps = out_of_reach(coverage(model, {}, {}))
     share = sum(entry.parameters for entry in gaps) / module_parameters(model)
     in_words = tuple(entry.in_words() for entry in gaps)
-    if share > MOST and targets == ALL_LINEAR:
+    if share > MAX_UNREACHED_SHARE and targets == ALL_LINEAR:
         raise ValueError(
             f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(in_words)}. To "
             "compress the remaining layers alone, name them with targets= (--target)"
@@ -142,7 +149,7 @@ def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[st
 
 
 @torch.no_grad()
-def check_model(model: Any, sequence_length: int) -> None:
+def check_compressible(model: Any, sequence_length: int) -> None:
     """Raise ValueError unless ``model`` is a decoder with all its weights that runs layer by layer, at this length."""
     kind = type(model).__name__
     if getattr(model, "peft_config", None):
