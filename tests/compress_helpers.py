@@ -34,11 +34,11 @@ def tokens(count: int = 512) -> list[torch.Tensor]:
 
 
 def in_layers(model) -> dict[int, dict[str, torch.nn.Module]]:
-    from relinear.hf.model_layout import layer_index
+    from relinear.hf.model_layout import layer_finder
 
     found: dict[int, dict[str, torch.nn.Module]] = {}
     for name, module in model.named_modules():
-        if is_replaceable(module) and (index := layer_index(model, name)) is not None:
+        if is_replaceable(module) and (index := layer_finder(model)(name)) is not None:
             found.setdefault(index, {})[name] = module
     return found
 

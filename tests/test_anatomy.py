@@ -11,7 +11,7 @@ from torch import nn
 import relinear
 from conftest import make_tiny_llama
 from relinear.contract.operator import is_replaceable
-from relinear.hf.model_layout import decoder_layers, layer_finder, layer_index, unnormalised_sub_blocks
+from relinear.hf.model_layout import decoder_layers, layer_finder, unnormalised_sub_blocks
 from tiny_models import FAMILIES, LAYERS, VOCABULARY, make_family
 
 IDS = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -56,8 +56,8 @@ def test_a_peft_model_has_the_layers_of_the_model_inside() -> None:
     inside = decoder_layers(model)
     peft_model = wrapped(model)
     assert decoder_layers(peft_model) == inside
-    assert layer_index(peft_model, "base_model.model.model.layers.1.self_attn.q_proj.base_layer") == 1
-    assert layer_index(peft_model, "base_model.model.lm_head") is None
+    assert layer_finder(peft_model)("base_model.model.model.layers.1.self_attn.q_proj.base_layer") == 1
+    assert layer_finder(peft_model)("base_model.model.lm_head") is None
 
 
 class Staged(nn.Module):
@@ -71,7 +71,7 @@ class Staged(nn.Module):
 
 def test_lists_of_lists_are_counted_through() -> None:
     model = Staged()
-    assert [layer_index(model, f"stages.{i}.{j}") for i in range(2) for j in range(2)] == [0, 1, 2, 3]
+    assert [layer_finder(model)(f"stages.{i}.{j}") for i in range(2) for j in range(2)] == [0, 1, 2, 3]
     table = relinear.replace_(model.stages, {"all-linear": relinear.LowRank(rank=2)}, layers=[2])
     assert [row.name for row in table.rows if "LowRank" in row.operator] == ["1.0"]
 
@@ -81,8 +81,8 @@ def test_layers_of_a_model_of_several_are_the_language_models() -> None:
     model = make_tiny_llama()
     model.tower = nn.Module()
     model.tower.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-    assert layer_index(model, "tower.blocks.0") is None
-    assert layer_index(model, "model.layers.1.mlp") == 1
+    assert layer_finder(model)("tower.blocks.0") is None
+    assert layer_finder(model)("model.layers.1.mlp") == 1
 
 
 def test_experts_in_lists_do_not_hide_the_layers() -> None:
@@ -91,7 +91,7 @@ def test_experts_in_lists_do_not_hide_the_layers() -> None:
     for layer in model.model.layers:
         layer.mlp.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     assert decoder_layers(model) == tuple(model.model.layers)
-    assert layer_index(model, "model.layers.1.mlp.experts.0") == 1
+    assert layer_finder(model)("model.layers.1.mlp.experts.0") == 1
 
 
 # A context
@@ -100,7 +100,7 @@ def test_experts_in_lists_do_not_hide_the_layers() -> None:
 def conditioned(model):
     """``model`` with a manager and conditioned layers in every decoder layer, all weights moved from their start."""
     relinear.attach_(model, MANAGER)
-    inside = [name for name in linear_names(model) if layer_index(model, name) is not None]
+    inside = [name for name in linear_names(model) if layer_finder(model)(name) is not None]
     flattened = {"gate", "router", "shared_expert", "shared_expert_gate", "fc1", "fc2"}  # tokens in one row
     targets = {name: LAYER for name in inside if not flattened & set(name.split("."))}
     relinear.replace_(model, targets)

@@ -132,7 +132,7 @@ def test_modules_are_named_on_the_command_line_for_every_process(package, capsys
 def test_what_can_be_named_is_listed(package, capsys) -> None:
     with pytest.warns(UserWarning, match="outside_broken"):
         assert main(["list", "operators"]) in (None, 0)
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert {"hdpl", "low_rank", "rotor", "outside_scale"} <= set(lines)
     assert lines["outside_scale"].endswith("A diagonal layer [outside-package 0.3]")
     assert main(["list", "residual", "rezero"]) in (None, 0)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import relinear
 from relinear.compression.budget import stored_bytes
-from relinear.contract.inference import build_for_inference
+from relinear.contract.inference import caching_for_inference
 from relinear.hf.vocabulary import max_positions, vocab_size_of
 from relinear.system.files import write_json
 from relinear.system.machine import describe_machine
@@ -39,7 +39,8 @@ def measure_speed(original: Any, compressed: Any, batch: int, text: Tensor | Non
         batch: sequences at once.
         text: token ids (N, T) to run on; random ones by default.
     """
-    build_for_inference(compressed)
+    with caching_for_inference(compressed):
+        pass  # builds the kernels
     contenders = {"original": original, "compressed": compressed}
     longest = max_positions(compressed) or 1 << 30
     tokens = min(PREFILL_TOKENS, longest)

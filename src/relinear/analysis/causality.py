@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.contract.modes import evaluating, watching
 from relinear.contract.operator import check_model
-from relinear.hf.model_layout import layer_index
+from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import precision_of
 from relinear.hf.vocabulary import max_positions
 
@@ -130,7 +130,7 @@ def check_causality(
     if first is None:
         return CausalityReport(length, len(expected))
     name = list(expected)[first[0]]
-    report = CausalityReport(length, len(expected), name, layer_index(model, name), *first[1:])
+    report = CausalityReport(length, len(expected), name, layer_finder(model)(name), *first[1:])
     if raises:
         raise CausalityError(report)
     return report

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject, layer_row
 from relinear.contract.modes import evaluating, watching
-from relinear.hf.model_layout import layer_index
+from relinear.hf.model_layout import layer_finder
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 from relinear.system.grouped import grouped
@@ -101,9 +101,10 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
     if keep is not None and keep not in known:
         raise ValueError(f"no module named {keep!r} has channel gates; there are: {', '.join(dict.fromkeys(known))}")
     keep = keep or (known[-1] if known else None)
+    layer_of = layer_finder(model)
 
     def look(name: str, module: Any, args: tuple, output: Any) -> None:
-        row: dict[str, Any] = {"layer": layer_index(model, name) or 0, "module": name.rpartition(".")[2]}
+        row: dict[str, Any] = {"layer": layer_of(name) or 0, "module": name.rpartition(".")[2]}
         row["alphas"], row["gates"] = module.alphas(), {}
         for kind, gate in module.gates_of(args[0]).items():
             flat = gate.reshape(-1, gate.shape[-1]).float().cpu()

@@ -151,19 +151,17 @@ class CachingModule(nn.Module):
 
 
 def for_inference_(model: Model, mode: bool = True) -> Model:
-    """Let the layers of ``model`` keep what they compute from their weights, which from now on must not change.
+    """Let the layers of ``model`` cache what they compute from their weights, which from now on must not change.
 
-    Without it every forward pass computes from the parameters as they are. With it small linear operators multiply with
-    a dense matrix that is built once, rotors with factors that are exponentiated once, Transponder's gates have their
-    curvature inside, and a few rows through HDPL, CCL and Transponder are one call, prepared once; kernels for a few
-    rows are built where they are not there yet. The model is put into eval mode. What is kept is used where no
-    gradients are recorded, and by several threads at once.
+    Small linear operators then multiply with a dense matrix that is built once, rotors with factors that are
+    exponentiated once, Transponder's gates include their curvature, and a few rows through HDPL, CCL and Transponder
+    are one prepared call, whose kernel is built if need be. The model is put into eval mode. Caches are used where no
+    gradients are recorded, by several threads at once.
 
     The promise ends with ``model.train()`` (of a submodule for that submodule), or with ``for_inference_(model,
-    False)``, which leaves the mode alone; what was kept is freed then. After a change of weights in between, call this
-    function again. Changes that torch counts are noticed all the same. Writes past it are not (through ``.data``,
-    ``parameter.numpy()``, or another pointer to the memory): outputs are then those of the weights before. Copies,
-    pickles and checkpoints of the model hold nothing of it, and a copy does not keep anything.
+    False)``, which leaves the mode alone; caches are freed then. Call this again after a change of weights. Changes
+    that torch counts are noticed; writes through ``.data``, ``parameter.numpy()`` or another pointer are not: outputs
+    are then those of the old weights. Copies, pickles and checkpoints of the model hold no caches.
 
     Args:
         model: any module with operators in it, placed and loaded: layers whose parameters are on the meta device
@@ -190,15 +188,6 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
     for module in _caching(model):
         module.cache_parameters(mode)
     return model
-
-
-def build_for_inference(model: nn.Module) -> None:
-    """Have the compiled kernels built, once a machine, that inference with ``model`` runs, and cache nothing.
-
-    For timing layers: without ``for_inference_``, a few rows are not worth a build.
-    """
-    for module in _caching(model):
-        module.build_kernels()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from relinear.distill.record import Recording, fingerprint_of, record, token_blo
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.losses import token_losses
-from relinear.hf.model_layout import layer_index, model_name
+from relinear.hf.model_layout import layer_finder, model_name
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_tokenizer_fits
 from relinear.surgery.checkpoint import save_pretrained
@@ -122,7 +122,8 @@ def distill_(
     train_blocks = settings.tokens // length
     blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)
     run = _Run(model, settings, blocks, train_blocks, folder, on_progress)
-    groups = [list(g) for _, g in itertools.groupby(whole.replacements, key=lambda r: layer_index(model, r.name))]
+    layer_of = layer_finder(model)
+    groups = [list(g) for _, g in itertools.groupby(whole.replacements, key=lambda r: layer_of(r.name))]
     for group in groups:  # both refuse what cannot be, before any work
         run._retrained(group)
         if settings.joint:
@@ -301,7 +302,7 @@ class _Run:
         pattern = self.settings.retrain
         if pattern is None:
             return {}
-        index = layer_index(self.model, group[0].name)
+        layer_of = layer_finder(self.model)
         replaced = {r.name for r in group}
         modules = {
             name: module
@@ -309,7 +310,7 @@ class _Run:
             if is_replaceable(module)
             and name not in replaced
             and matches(pattern, name)
-            and layer_index(self.model, name) == index
+            and layer_of(name) == layer_of(group[0].name)
         }
         if not modules:
             raise ValueError(f"retrain={pattern!r} matches no linear layer beside those replaced near {group[0].name}")

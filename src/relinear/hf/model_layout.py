@@ -140,11 +140,6 @@ def _along(model: Any, name: str) -> Iterator[Any]:
         yield module
 
 
-def layer_index(model: nn.Module, name: str) -> int | None:
-    """Index of the decoder layer that the module ``name`` lies in, or None; ``layer_finder`` answers for many names."""
-    return layer_finder(model)(name)
-
-
 def is_checkpointing(base: Any) -> bool:
     """Return whether gradient checkpointing is on in a base model; OPT's flag is that of the decoder inside."""
     runner = base if hasattr(base, "gradient_checkpointing") else decoder(base)
