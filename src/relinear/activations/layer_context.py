@@ -1,11 +1,10 @@
 """One value a forward pass, handed from a model to every one of its decoder layers.
 
-A pre-hook on the model adds the value to its keyword arguments; a pre-hook on each layer takes it from there, or, where
-the model keeps further keywords to itself (GPT-J, BLOOM), from the forward that is running in this thread, and makes it
-an argument of the layer. A pre-hook on the layer's attention takes it out again. Gradient checkpointing runs a layer
-again with its arguments, so with the very value of the forward that it belongs to, however many forwards lie between.
-Where a layer does not hand keywords on to its attention (StableLM), the value arrives by the hook on the layer alone,
-which a recomputation skips: there gradient checkpointing is refused.
+A pre-hook on the model adds the value to its keyword arguments. A pre-hook on each layer reads it there, or from the
+forward that runs in this thread where the model drops further keywords (GPT-J, BLOOM), and makes it an argument of the
+layer. A pre-hook on the layer's attention takes it out again. Gradient checkpointing repeats a layer with its
+arguments, so with the value of the right forward. Where a layer does not pass keywords on to its attention (StableLM),
+a recomputation would miss the value: there gradient checkpointing is refused.
 """
 
 import inspect

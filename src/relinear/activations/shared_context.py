@@ -1,9 +1,8 @@
 """The context carrier: a tensor computed once a forward pass by one owner and read by many operators.
 
-How it travels. A keyword-aware pre-hook on the base model lets the owner compute the context, which is then handed over
-to every decoder layer as one of its arguments (see ``layer_context``). There it is put into the carrier, from which the
-operators of that block read it. The carrier itself owns nothing (it holds a weak reference), so no operator can read
-the context of a forward that is over.
+A pre-hook on the base model lets the owner compute the context, which every decoder layer gets as an argument (see
+``layer_context``). The layer puts it into the carrier, from which its operators read it. The carrier holds a weak
+reference, so no operator can read the context of a forward that is over.
 """
 
 # Legend: B batch, T tokens, C context_dim

@@ -53,10 +53,6 @@ def _inverse_order(n: int) -> np.ndarray:
     return np.argsort(_parity_order(n))
 
 
-def _complex(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(compute_dtype(dtype), torch.complex64)
-
-
 def to_matrix(x: Tensor) -> Tensor:
     """Return the faithful complex representation of a multivector: an algebra morphism.
 
@@ -75,7 +71,7 @@ def to_matrix(x: Tensor) -> Tensor:
     """
     n = multivector_dimension(x)
     size = 2 ** (n // 2)
-    dtype = _complex(x.dtype)
+    dtype = torch.promote_types(compute_dtype(x.dtype), torch.complex64)
     ordered = take_last(x.to(dtype), device_table(_parity_order, n, x))
     coefficients = (ordered * device_table(_ordered_phases, n, x, dtype)).unflatten(-1, (-1, size, size))
     if n % 2:

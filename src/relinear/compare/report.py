@@ -255,7 +255,7 @@ def results_table(results: Results) -> Table:
     rows, dense = [], [value for value, _ in _costs(base, number)] if base else [None, None]
     for entry in entries:
         size, flops = (
-            Cell(text, value, _ratio(value, whole))
+            Cell(text, value, f"{value / whole:.3g}× dense" if whole else "")
             for (value, text), whole in zip(_costs(entry, number), dense, strict=True)
         )
         name = Cell(entry["name"], None, f"{size.text} parameters")  # a telephone shows the first columns alone
@@ -290,10 +290,6 @@ def results_table(results: Results) -> Table:
 def _of_seeds(statistic: Statistic, digits: int, with_std: bool = True) -> Cell:
     text = plus_minus(statistic, digits) if with_std else f"{statistic['mean']:.{digits}f}"
     return Cell(text, statistic["mean"], title=", ".join(f"{value:.6g}" for value in statistic.get("values", ())))
-
-
-def _ratio(value: float, base: float | None) -> str:
-    return f"{value / base:.3g}× dense" if base else ""
 
 
 def _costs(entry: EntryResult, template: Callable[[int], str]) -> list[tuple[int, str]]:

@@ -1,11 +1,10 @@
 """Calibration: second moments of every layer's inputs and output gradients, one decoder layer at a time.
 
-Forward, the hidden states between layers go to disk; at the end stands the gradient for the last of them. Backward,
-each layer is run again with gradients; its moments are summed and given to whoever asked, and the gradient for the
-layer before it is kept. Moments are never written: memory holds the model, one layer's activations for one batch, and
-that layer's moments. The disk holds at most twice the model's bytes of states. Planning goes backward once, fitting
-once more. What is on disk is whole (files and folders are renamed into place), so that a killed calibration goes on
-from the layer it was at, to the same bits.
+Forward, the hidden states between layers go to disk, and in the end the gradient of the last of them. Backward, each
+layer is run again with gradients; its moments are summed and yielded, and the gradient before the layer is stored.
+Memory holds the model, one layer's activations for one batch, and that layer's moments, which are never written. The
+disk holds states of at most twice the model's bytes. Planning goes backward once, fitting once more. Files are renamed
+into place when they are whole, so that a killed calibration goes on from its layer, to the same bits.
 """
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features

@@ -124,10 +124,6 @@ def _repeated(model: Any, passages: Tensor, tokenizer: Any) -> float:
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def _longest(model: Any) -> int:
-    return max_positions(model) or 1 << 30
-
-
 def _ends(model: Any, tokenizer: Any) -> list[int]:
     """Token ids that end a text: the model's, and the tokenizer's."""
     ends: list[int] = []
@@ -142,7 +138,7 @@ def _continued(model: Any, ids: Tensor, ends: Sequence[int], new_tokens: int) ->
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=max(1, min(new_tokens, _longest(model) - ids.shape[1])),
+        max_new_tokens=max(1, min(new_tokens, (max_positions(model) or 1 << 30) - ids.shape[1])),
         do_sample=False,
         eos_token_id=list(ends) or None,
         pad_token_id=ends[0] if ends else 0,

@@ -1,8 +1,7 @@
 """Auxiliary losses: collected from the operators after a forward pass and added to the model's loss, once.
 
-An operator records one value for every token it sees. Which of them count is settled here, where the arguments of the
-forward pass are known: the tokens whose prediction the model's own loss counts. The operators need no mask for that,
-and neither gradient checkpointing nor compilation can hand them the mask of another forward.
+An operator records one value for every token. Which tokens count is decided here, where the arguments of the forward
+pass are known: those whose prediction the model's own loss counts. So operators need no mask.
 """
 
 # Legend: B batch, T tokens

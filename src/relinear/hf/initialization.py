@@ -1,8 +1,7 @@
 """Initialise operators and attached parts in a model of transformers.
 
-transformers initialises the modules that it knows, and marks every module that has its values. Parts of ours on the
-meta device have none yet: they get them when the model is initialised (``init_weights`` after ``to_empty``, a state
-that lacks them). Parts that have theirs are marked, so that nothing overwrites them.
+transformers initialises the modules that it knows and marks those that have values. Our parts on the meta device get
+theirs when the model is initialised (``init_weights``, a state that lacks them); others are marked and stay.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,7 @@
 """The anatomy of a model: its decoder layers, which of them a name lies in, and what lies in a layer.
 
-Knows how families of decoders name layers, attention and norms. Layers are found by what they are (the list
-of as many modules as the config names), not by what they are called, so ``model.layers``, ``transformer.h``,
-``model.decoder.layers`` and ``base_model.model.model.layers`` of a PEFT model are all the same to it.
+Knows how families of decoders name layers, attention and norms. Layers are the list of as many modules as the config
+names, whatever it is called: ``model.layers``, ``transformer.h``, ``base_model.model.model.layers`` of a PEFT model.
 """
 
 import inspect

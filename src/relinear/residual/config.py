@@ -1,10 +1,8 @@
 """Residual methods: how a sub-block's output is added to the residual stream of a stock decoder layer.
 
-A stock layer computes ``x + module(norm(x))``; its code is not copied here. What a residual method wants instead, say
-``meet(x, y)`` with y = module(norm(x)), is had by letting the sub-block return ``meet(x, y) - x``: the layer's own
-addition then gives ``meet(x, y)``. Methods that only scale or add to y never subtract, so they are exact. Those that
-normalise the sum (Post-LN, DeepNorm) do: in half precision their result carries two roundings, of the size of x and of
-the sum, which is what every addition to the stream costs.
+A stock layer computes ``x + y`` with y = module(norm(x)). For a residual method that wants ``f(x, y)`` instead, the
+sub-block returns ``f(x, y) - x``, so that the layer's own addition gives ``f(x, y)``. Methods that scale or add to y
+are exact. Those that normalise the sum (Post-LN, DeepNorm) subtract x, and in half precision are rounded twice.
 """
 
 import dataclasses

@@ -19,15 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relinear.activations.interventions import Latent, Moments, observe
 from relinear.contract.config import shown
-from relinear.system.files import (
-    damaged_file_errors,
-    os_errors_named,
-    parse_json,
-    read_json,
-    read_text,
-    write_json,
-    write_text,
-)
+from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.training.settings import FitSettings
 
@@ -73,10 +65,10 @@ def pace(rows: Sequence[Mapping[str, Any]], settings: FitSettings, step: int = 0
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl`` without a last line that was cut off. Raises ValueError on a damaged file."""
     path = Path(path)
-    lines, rows = read_text(path).splitlines() if path.exists() else [], []
+    lines, rows = files.read_text(path).splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         try:
-            row = parse_json(line, f"{path}, line {number}")
+            row = files.parse_json(line, f"{path}, line {number}")
         except ValueError:
             if number < len(lines):
                 raise
@@ -123,7 +115,7 @@ class RunLog(TrainerCallback):
         if self.path is None:
             return
         self.rows = [row for row in read_metrics(self.path) if row["step"] <= step]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        files.write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def check_there(self) -> None:
         """Raise FileNotFoundError if what was written is gone: a run must not end well in a directory made anew."""
@@ -183,7 +175,7 @@ class RunLog(TrainerCallback):
             self.rows.append(row)
             if self.path is not None:
                 self.check_there()
-                with os_errors_named(self.path), self.path.open("a", encoding="utf-8") as file:
+                with files.os_errors_named(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             self.report("train" if "loss" in logs else "evaluate", state.global_step)
         self._time_from_here()
@@ -273,7 +265,7 @@ class LatentMoments(TrainerCallback):
             | {"sums": {key: value.tolist() for key, value in self._sums[name].items()}}
             for name, moments in self.moments().items()
         }
-        write_json(path, {"format": 1, "every": self.every, "decay": self.decay, "latents": latents})
+        files.write_json(path, {"format": 1, "every": self.every, "decay": self.decay, "latents": latents})
 
 
 def read_moments(path: str | Path) -> dict[str, Moments]:
@@ -305,8 +297,10 @@ def _moments(sums: dict[str, Tensor]) -> Moments:
 
 
 def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:
-    with damaged_file_errors(path, "not a file of latent moments of this version", "give another, or train again"):
-        content = read_json(path)
+    with files.damaged_file_errors(
+        path, "not a file of latent moments of this version", "give another, or train again"
+    ):
+        content = files.read_json(path)
         if content["format"] != 1:
             raise ValueError(f"format {shown(content['format'])}")
         return {name: _sums(latent["sums"]) for name, latent in dict(content["latents"]).items()}
