@@ -146,7 +146,7 @@ def test_layer_uses_its_kernel(name: str, forced, monkeypatch) -> None:
 
 @pytest.mark.parametrize("settings", [{"basis": "blade"}, {"activation": "gelu", "permute": False}], ids=str)
 def test_hidden_steps_of_a_network_use_their_kernel(settings: dict, forced, monkeypatch) -> None:
-    monkeypatch.setattr(operator, "takes_network", lambda *given: False)
+    monkeypatch.setattr(operator, "supports_network", lambda *given: False)
     layer = relinear.Rotor(activate_entry=True, init_std=0.3, **settings).build(24, 32).to(DEVICE)
     x = torch.randn(2, 5, 24, device=DEVICE)
     expected = run(layer, [x], torch.float32)

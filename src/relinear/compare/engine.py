@@ -194,5 +194,5 @@ class Engine:
         if not self._paces:
             return None
         seconds, steps = (sum(pace) for pace in zip(*self._paces.values(), strict=True))
-        left = max(0, self._in_all()[1] - sum(self._ended.values()) - partly)
-        return seconds / steps * left / self.at_once
+        steps_left = max(0, self._in_all()[1] - sum(self._ended.values()) - partly)
+        return seconds / steps * steps_left / self.at_once

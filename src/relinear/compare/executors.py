@@ -56,11 +56,11 @@ class _ThreadPerCall(ThreadPoolExecutor):
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
         return super().submit(self.call, function, *arguments, **options)
 
-    def __exit__(self, kind: Any, *rest: Any) -> Any:
-        if kind is not None:
+    def __exit__(self, exc_type: Any, *rest: Any) -> Any:
+        if exc_type is not None:
             self.shutdown(wait=False, cancel_futures=True)
             self.end()
-        return super().__exit__(kind, *rest)
+        return super().__exit__(exc_type, *rest)
 
 
 class ProcessExecutor(_ThreadPerCall):
@@ -226,8 +226,8 @@ class Dask(Executor):
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
         return self._executor.submit(_in_a_process, function, *arguments, **options)
 
-    def __exit__(self, kind: Any, *rest: Any) -> Any:
-        self._executor.shutdown(wait=kind is None)
+    def __exit__(self, exc_type: Any, *rest: Any) -> Any:
+        self._executor.shutdown(wait=exc_type is None)
         self._client.close()
 
 

@@ -183,8 +183,8 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> MatchResult:
     source = f", the size of {reference}" if reference else ""
     fixed = [name for name, entry in recipe.entries.items() if entry.resizing == "fixed" and name != reference]
     keep = "keeps its size" if len(fixed) == 1 else "keep their sizes"
-    left = f" {' and '.join(fixed)} {keep}." if fixed else ""
-    text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}.{left}"
+    kept_text = f" {' and '.join(fixed)} {keep}." if fixed else ""
+    text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}.{kept_text}"
     return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
 
 

@@ -36,7 +36,7 @@ from relinear.system.grouped import grouped
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 
 #: what a calibration leaves beside its fingerprint
-_LEFT = ("loss.json", "head.safetensors", "candidates-*", "fit-*", "hidden-*", "gradient-*")
+_FILES = ("loss.json", "head.safetensors", "candidates-*", "fit-*", "hidden-*", "gradient-*")
 
 #: told the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]
@@ -108,7 +108,7 @@ def _add(sums: dict[Any, Tensor], name: Any, values: Tensor) -> None:
 
 def _write_or_check_fingerprint(folder: Path, key: str) -> None:
     path = folder / "fingerprint.json"
-    if not path.is_file() and not any(leftover for pattern in _LEFT for leftover in folder.glob(pattern)):
+    if not path.is_file() and not any(leftover for pattern in _FILES for leftover in folder.glob(pattern)):
         write_record(path, {"fingerprint": key})
     elif read_record(path).get("fingerprint") != key:
         what = "the calibration of another model, corpus, set of layers, setting or version"

@@ -136,9 +136,9 @@ def register(cls: C) -> C:
             raise ValueError(f"register: {cls.__name__} has no {name}; it takes one as a class variable, a text")
     if "__dataclass_fields__" not in vars(cls):
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    kinds = _REGISTRY.setdefault(cls.family, {})
-    if kinds.setdefault(cls.kind, cls) is not cls:
-        raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {kinds[cls.kind].__qualname__}")
+    registry = _REGISTRY.setdefault(cls.family, {})
+    if registry.setdefault(cls.kind, cls) is not cls:
+        raise ValueError(f"{cls.family} kind {cls.kind!r} is already registered by {registry[cls.kind].__qualname__}")
     return cls
 
 

@@ -56,8 +56,8 @@ class ParameterCache:
         if state is None:
             # before the computation, so that a change during it is seen afterwards
             state = self._state = self._slots(), [self._source(p) for p in self._owner.parameters()], {}
-        kind = next(self._owner.parameters()).device.type
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
+        device_type = next(self._owner.parameters()).device.type
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, enabled=False):
             value = state[2][key] = compute()
         return value
 

@@ -98,7 +98,7 @@ def distill_(
         True
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
-    whole = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    full_plan = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     stated, folder = settings.model_dump(mode="json"), None
     overwrite = overwriting(overwrite, resume)
     if out_dir is not None:
@@ -111,10 +111,10 @@ def distill_(
             settings_of=lambda record: DistillSettings.upgraded(record.get("settings")),
         )
         folder.check(stated, overwrite=overwrite)
-    if not whole.replacements:
+    if not full_plan.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
     if settings.bias:
-        _check_biases(whole)
+        _check_biases(full_plan)
     if tokenizer is not None:
         check_tokenizer_fits(tokenizer, model)
     check_predicts_next_token(model, "distill_", needs_logits=settings.loss == "kl")
@@ -123,13 +123,13 @@ def distill_(
     blocks = token_blocks(data, tokenizer, length, train_blocks + settings.validation_tokens // length)
     run = _Run(model, settings, blocks, train_blocks, folder, on_progress)
     layer_of = layer_finder(model)
-    groups = [list(g) for _, g in itertools.groupby(whole.replacements, key=lambda r: layer_of(r.name))]
+    groups = [list(g) for _, g in itertools.groupby(full_plan.replacements, key=lambda r: layer_of(r.name))]
     for group in groups:  # both refuse what cannot be, before any work
         run._retrained(group)
         if settings.joint:
             _common_parent(group)
     with contextlib.nullcontext() if folder is None else folder.open(stated, overwrite=overwrite) as earlier:
-        report = _carried_out(run, groups, whole, earlier)
+        report = _carried_out(run, groups, full_plan, earlier)
         if folder is not None:
             save_pretrained(model, folder.take("model"), tokenizer=tokenizer)
             settled = {"model": model_name(model), "settings": stated}
@@ -138,16 +138,16 @@ def distill_(
 
 
 def _carried_out(
-    run: _Run, groups: list[list[Replacement]], whole: Plan, earlier: Mapping[str, Any] | None
+    run: _Run, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
 ) -> DistillReport:
     """Fit what an earlier call did not."""
     with evaluating(run.model):
         before = run.perplexity("before")
     if run.settings.bias:  # of zeros, to every target that has none, so that its operator has one, in checkpoints too
-        bare = [stock_name(r.name) for r in whole.replacements if getattr(r.target.module, "bias", None) is None]
+        bare = [stock_name(r.name) for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
         if bare:
             attach_(run.model, LayerBias(layers=tuple(bare)))
-    done = run.restore(groups, whole, earlier)
+    done = run.restore(groups, full_plan, earlier)
     with evaluating(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
             done.append(run.layer(number, group))
@@ -164,9 +164,9 @@ def _carried_out(
     return report
 
 
-def _as_written(whole: Plan, state: Mapping[str, Any]) -> list[list]:
-    """How the operators of ``whole`` may stand in a state on disk; none where it says others."""
-    configs = [(r.name, r.config) for r in whole.replacements]
+def _as_written(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
+    """How the operators of ``full_plan`` may stand in a state on disk; none where it says others."""
+    configs = [(r.name, r.config) for r in full_plan.replacements]
     if "operators" in state:
         stored = state["operators"]
         try:
@@ -191,9 +191,9 @@ def _common_parent(group: list[Replacement]) -> str:
     return parent
 
 
-def _check_biases(whole: Plan) -> None:
+def _check_biases(full_plan: Plan) -> None:
     """Raise ValueError where ``bias`` asks for one that a layer cannot be given."""
-    for r in whole.replacements:
+    for r in full_plan.replacements:
         if isinstance(r.target.module, Operator) and r.target.module.bias is None:
             raise ValueError(
                 f"bias=True: {r.name} is an operator without a bias already ({r.target.module.config}), and only plain "
@@ -238,20 +238,20 @@ class _Run:
 
     # State on disk
 
-    def fingerprint(self, whole: Plan, settings: Any, operators: list) -> str:
+    def fingerprint(self, full_plan: Plan, settings: Any, operators: list) -> str:
         """Of everything that decides the result; ``settings`` and ``operators`` as they are written down."""
-        parameters = [p for r in whole.replacements for p in r.target.module.parameters()]
+        parameters = [p for r in full_plan.replacements for p in r.target.module.parameters()]
         return fingerprint_of([settings, operators], [self.blocks, *parameters])
 
     def restore(
-        self, groups: list[list[Replacement]], whole: Plan, earlier: Mapping[str, Any] | None
+        self, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
     ) -> list[list[LayerFit]]:
         """Put back what an earlier call finished, by its record; must see the model as it was before the first fit."""
         if self.folder is None:
             return []
         described = self.settings.model_dump(mode="json")
-        operators = [[r.name, r.config.to_dict()] for r in whole.replacements]
-        mark = self.fingerprint(whole, described, operators)
+        operators = [[r.name, r.config.to_dict()] for r in full_plan.replacements]
+        mark = self.fingerprint(full_plan, described, operators)
         self.known_by = {"fingerprint": mark, "operators": operators}
         if earlier is None or "fingerprint" not in earlier:
             self._write_record([])
@@ -260,7 +260,7 @@ class _Run:
             done = [[LayerFit(**fit) for fit in fits] for fits in earlier["done"]]
             self.weights = dict(earlier.get("weights", {}))  # earlier versions did not note them
         # earlier versions had fewer settings: what they wrote decided their fingerprint
-        marks = [self.fingerprint(whole, earlier["settings"], stored) for stored in _as_written(whole, earlier)]
+        marks = [self.fingerprint(full_plan, earlier["settings"], stored) for stored in _as_written(full_plan, earlier)]
         if earlier["fingerprint"] not in marks:
             what = "a distillation of another model, mapping or corpus"
             raise ValueError(f"{self.folder.path} holds {what}; give another, or start over with {_OVERWRITE}")

@@ -280,8 +280,8 @@ def _dataset_windows(dataset: Any, max_tokens: int | None) -> Iterator[tuple[Ten
     used = 0
     for index in range(len(dataset)):
         item = dataset[index]
-        left = None if max_tokens is None else max_tokens - used
-        ids, labels = (value[:left] for value in without_padding(item, "input_ids", "labels"))
+        remaining = None if max_tokens is None else max_tokens - used
+        ids, labels = (value[:remaining] for value in without_padding(item, "input_ids", "labels"))
         if len(ids) > 1:
             yield ids, labels
         used += len(ids)

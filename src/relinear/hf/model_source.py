@@ -80,7 +80,7 @@ def missing_directory(name: str) -> str:
     path = Path(name).expanduser()
     folder = next((parent for parent in path.parents if exists(parent)), Path("."))
     wanted = path.relative_to(folder).parts[0]
-    there = [child.name for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
-    there.sort(key=lambda one: (one.startswith("."), one))
-    near = nearest(wanted, there, most=8) if there else "it has no directories"
+    folders = [child.name for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
+    folders.sort(key=lambda one: (one.startswith("."), one))
+    near = nearest(wanted, folders, most=8) if folders else "it has no directories"
     return f"{shown(name)[1:-1]}: no such directory; {folder.resolve()} has no {shown(wanted)}; {near}"

@@ -41,11 +41,11 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
         needs_logits: False accepts a model that returns no ``logits``.
     """
     check_model(model, user)
-    kind = type(model).__name__
+    class_name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(f"{kind} is an encoder-decoder; {user} {_NEEDED}")
+        raise ValueError(f"{class_name} is an encoder-decoder; {user} {_NEEDED}")
     if (wanted := getattr(model, "main_input_name", "input_ids")) != "input_ids":
-        raise ValueError(f"{kind} reads {wanted}, not tokens; {user} {_NEEDED}")
+        raise ValueError(f"{class_name} reads {wanted}, not tokens; {user} {_NEEDED}")
     length = min(_TOKENS, max_positions(model) or _TOKENS)
     ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
     ids[:, 1 : length // 2 : 2] = 1
@@ -57,12 +57,12 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
         if logits is None and not needs_logits:
             return
         if logits is None or logits.shape[:-1] != ids.shape:
-            raise ValueError(f"{kind} returns no logits of each token; {user} {_NEEDED}")
+            raise ValueError(f"{class_name} returns no logits of each token; {user} {_NEEDED}")
         check_no_nan(model, logits, user)
         moved = (_logits(inside, other) - logits).float()[:, : length // 2].abs().max()
     if moved > rounding_bound(model, logits):
         raise ValueError(
-            f"{kind} sees later tokens: its logits move by {float(moved):.2g} where only tokens after them change; "
+            f"{class_name} sees later tokens: its logits move by {float(moved):.2g} where only later ones change; "
             f"{user} {_NEEDED}"
         )
 

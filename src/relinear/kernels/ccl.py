@@ -76,7 +76,7 @@ ccl = dispatch(
 )(reference.ccl)
 
 
-def few_rows(
+def prepare_few_rows(
     x: Tensor, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, *parameters: Tensor | None, gate_bias: bool
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
     """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.

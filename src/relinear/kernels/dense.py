@@ -76,7 +76,7 @@ def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
 def prefers_dense(
     factored: float, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int, tiled: bool
 ) -> bool:
-    """Whether a dense matrix is faster than what costs ``factored``, of ``factored_cost``; ``tiled`` as there."""
+    """Return whether a dense matrix is faster than what costs ``factored`` (``factored_cost``; ``tiled`` as there)."""
     dense = dense_cost(in_features, out_features, tokens, dtype.itemsize, tiled) < factored
     return _log_dense(dense, kind, in_features, out_features, dtype, tokens)
 

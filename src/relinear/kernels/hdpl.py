@@ -69,7 +69,7 @@ hdpl = dispatch(
 )(reference.hdpl)
 
 
-def few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
     """y without noise as a function of a few rows like x, one call in C++; None where that is not to run.
 
     The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.

@@ -179,7 +179,7 @@ def log_choice(kernel: str, implementation: str, shape: str, unsupported: dict[s
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether torch interprets operations rather than runs them: inside ``torch.func``'s transforms (``vmap``, ``jvp``,
+    """Return whether torch interprets operations, as inside ``torch.func``'s transforms (``vmap``, ``jvp``,
     ``grad``, ...), with derivatives in forward mode, or where a gradient stands for many (``is_grads_batched``).
 
     A kernel that does not consist of torch's operations would not be seen there. Compilers ask the kernels themselves.

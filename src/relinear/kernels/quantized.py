@@ -41,7 +41,7 @@ def _compiled(x: Tensor, *arguments) -> Tensor:
 quantized = dispatch(Implementation("C++", _unsupported, _compiled), otherwise="reference")(reference.quantized)
 
 
-def few_rows(x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
+def prepare_few_rows(x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
     """``quantized`` as a function of a few rows like x; None where C++ is not to run.
 
     The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.

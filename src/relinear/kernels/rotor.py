@@ -51,8 +51,8 @@ def _step_in_triton(*arguments: Any) -> Tensor:
     return fused.rotor_step(*arguments)
 
 
-def takes_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor) -> bool:
-    """Whether ``rotor_step`` is one kernel for such tensors, for whom it would cost to compute factors otherwise."""
+def supports_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor) -> bool:
+    """Return whether ``rotor_step`` is one kernel for such tensors: only then is it worth computing their factors."""
     return not _step_unsupported(Call(x, left, right, slopes, mix))
 
 
@@ -149,7 +149,7 @@ def _sizes_unsupported(call: Call, sizes: Sequence[int]) -> str:
     return native.unsupported_reason(call, fewest=1, may_build=False) if reason and not call.grad else reason
 
 
-def takes_network(x: Tensor, sizes: Sequence[int]) -> bool:
+def supports_network(x: Tensor, sizes: Sequence[int]) -> bool:
     """Return whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of such sizes."""
     return not _sizes_unsupported(Call(x), sizes)
 

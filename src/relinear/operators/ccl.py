@@ -19,7 +19,7 @@ from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
-from relinear.kernels.ccl import ccl, few_rows
+from relinear.kernels.ccl import ccl, prepare_few_rows
 from relinear.operators.context_manager import GELU_GAIN
 from relinear.operators.fused_inference import FusedInference, Kernel
 
@@ -81,7 +81,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         trunk = [parameter for layer in self.trunk for parameter in layer.forward()]
         weights = [(None, None) if part is None else part.forward() for part in parts]
         tensors = self.bias, *itertools.chain.from_iterable(weights)
-        kernel = few_rows(x, trunk, self.basis, self.mix, *tensors, gate_bias=self.config.gate_bias)
+        kernel = prepare_few_rows(x, trunk, self.basis, self.mix, *tensors, gate_bias=self.config.gate_bias)
         return None if kernel is None else lambda x: kernel(x, self._context(x))
 
     def forward(self, x: Tensor) -> Tensor:

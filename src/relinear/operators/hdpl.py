@@ -17,7 +17,7 @@ from relinear.contract.config import Count, NonNegative, check_divides, register
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional import hdpl as reference
-from relinear.kernels.hdpl import few_rows, hdpl
+from relinear.kernels.hdpl import hdpl, prepare_few_rows
 from relinear.operators.fused_inference import FusedInference
 
 #: log sigma^2 after ``from_linear``: noise of 2 % of a latent of unit variance
@@ -87,7 +87,7 @@ class HDPLLinear(FusedInference, LatentOperator):
         if not are_affine((self.mu, self.decoder)):
             return None
         # by their forward: hooks are for the calls of a forward pass
-        return few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
+        return prepare_few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y: mu and log sigma^2 are affine in x, z = mu + sigma noise, y = blocks x + D silu(z) + bias."""

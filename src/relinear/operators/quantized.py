@@ -26,7 +26,7 @@ from relinear.functional.rounding import (
     steadied,
     uncompensated,
 )
-from relinear.kernels.quantized import code_changer, few_rows, quantized
+from relinear.kernels.quantized import code_changer, prepare_few_rows, quantized
 from relinear.operators.fused_inference import FusedInference
 
 #: of the sizes that a layer could have
@@ -72,7 +72,7 @@ class QuantizedLinear(FusedInference, Operator):
         self.zero_bias_()
 
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        return few_rows(x, *self._tensors())
+        return prepare_few_rows(x, *self._tensors())
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fused_forward(x)

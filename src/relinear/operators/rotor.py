@@ -22,7 +22,7 @@ from relinear.functional import rotor as reference
 from relinear.kernels.autograd import lowered
 from relinear.kernels.dense import dense_inference, prefers_dense
 from relinear.kernels.implementations import is_plain
-from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, takes_network, takes_step
+from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, supports_network, supports_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials, tiled
 
 _SLOPE = 0.25  # of a fresh PReLU
@@ -75,7 +75,7 @@ class _Branches(nn.Module):
     def forward(self, x: Tensor, slope: Tensor | None = None, rotors: tuple[Tensor, Tensor] | None = None) -> Tensor:
         config, slopes = self.config, self.slopes_or(slope)
         left, right = self.rotors.left, self.rotors.right
-        if not takes_step(x, left, left if right is None else right, slopes, self.mix):
+        if not supports_step(x, left, left if right is None else right, slopes, self.mix):
             return _mixed(config, self.rotors(x, rotors), self.window, self.index, slopes, self.mix)
         seed = config.seed if config.permute else None
         tensors = x.reshape(-1, self.window), *self.rotors.factors_for(x, rotors), slopes, self.mix
@@ -153,7 +153,7 @@ class RotorLinear(Operator):
         sums = self._sums()
         if not all(is_plain(s.left) for s in sums):
             return False
-        return takes_network(x, [size for s in sums for size in s.factor_sizes])
+        return supports_network(x, [size for s in sums for size in s.factor_sizes])
 
     def _fused_network(self, x: Tensor) -> Tensor:
         cache, tokens, run = self._network_cache(x), x.reshape(-1, self.in_features), None

@@ -20,7 +20,7 @@ from relinear.contract.operator import NotLinearError
 from relinear.contract.parameters import add_parameters, is_bare, is_plain_linear
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
-from relinear.kernels.transponder import few_rows, modulated_linear
+from relinear.kernels.transponder import modulated_linear, prepare_few_rows
 from relinear.operators.fused_inference import FusedInference
 
 
@@ -310,7 +310,7 @@ class TransponderLinear(FusedInference, Wrapper):
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         base, modulator = self.base, self.modulator
         if type(modulator) is Modulator and is_plain_linear(base) and modulator.has_kernels:
-            return few_rows(x, base.weight, base.bias, modulator.down, *modulator._fold())
+            return prepare_few_rows(x, base.weight, base.bias, modulator.down, *modulator._fold())
         return None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -88,8 +88,8 @@ def _embedding(model: Any) -> Any:
 def reader_of_weight(model: nn.Module, name: str) -> str | None:
     """Return the class that is known to read ``.weight`` of its layer ``name``, which no operator has; else None."""
     parent, _, child = name.rpartition(".")
-    kind = type(model.get_submodule(parent)).__name__
-    return kind if _READ.fullmatch(f"{kind}.{child}") else None
+    class_name = type(model.get_submodule(parent)).__name__
+    return class_name if _READ.fullmatch(f"{class_name}.{child}") else None
 
 
 def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
@@ -173,7 +173,7 @@ def select_targets(
     find = layer_finder(model)
     used: set[str] = set()
     chosen: list[Target] = []
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     table = _embedding(model)
     for module, names in targets.values():
         if not is_replaceable(module) and module is not table:
@@ -189,15 +189,15 @@ def select_targets(
         used.update(hits)
         if not hits:
             if module is not table:
-                left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
+                skipped[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
         elif any(matches(p, name) for p in excluded for whole in shown_names for name in _with_owners(whole)):
-            left[names[0]] = "exclude="
+            skipped[names[0]] = "exclude="
         elif wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n):
-            left[names[0]] = "layers="
+            skipped[names[0]] = "layers="
         elif filter_fn is not None and not filter_fn(module, names[0]):
-            left[names[0]] = "filter_fn="
+            skipped[names[0]] = "filter_fn="
         elif hits[0] == ALL_LINEAR and names[0] and (reader := reader_of_weight(model, names[0])):
-            left[names[0]] = f"{READ_ELSEWHERE} ({reader})"
+            skipped[names[0]] = f"{READ_ELSEWHERE} ({reader})"
         else:
             chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
     for pattern in mapping:
@@ -205,4 +205,4 @@ def select_targets(
             raise _no_match(pattern, targets.values())
     if not chosen:
         raise ValueError("every matching module was left out by layers=, exclude= or filter_fn=: nothing to replace")
-    return chosen, left
+    return chosen, skipped

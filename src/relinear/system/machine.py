@@ -76,10 +76,10 @@ def has_narrow_products() -> bool:
 @functools.cache
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
     """Return whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU)."""
-    kind = torch.device(device).type
-    if kind == "cuda":
+    device_type = torch.device(device).type
+    if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if kind == "cpu":
+    if device_type == "cpu":
         return bool(cpu_features() & {"amx_bf16", "avx512_bf16"}) or platform.machine() == "arm64"
     return False
 

@@ -128,8 +128,8 @@ class RunLog(TrainerCallback):
         settings = self._trainer.settings
         known = pace(self.rows, settings, step)
         text = "preparing" if stage == "prepare" else "training"
-        left: Any = {"seconds_left": None if known is None else known[1]}
-        self._on_progress(Progress(text, step, settings.steps, stage, **self._last, **left))
+        seconds_left: Any = {"seconds_left": None if known is None else known[1]}
+        self._on_progress(Progress(text, step, settings.steps, stage, **self._last, **seconds_left))
 
     def report_batch(self, batch: int, batches: int) -> None:
         """Tell ``on_progress`` of a batch of an evaluation that takes a while."""

@@ -49,7 +49,7 @@ def compiler() -> str:
 
 
 def is_built() -> bool:
-    """Whether no build has to be waited for: kernels were asked for before, or were on disk when this first was."""
+    """Return whether kernels need no build: they were asked for before, or were on disk when this first was."""
     return library.cache_info().currsize > 0 or _was_built()
 
 

@@ -92,9 +92,9 @@ class CGTConfig(GPT2Config):
 
         fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         known = {*fields, *cls.attribute_map, *_OF_TRANSFORMERS}
-        left = [name for name in names if name not in known and not name.startswith("_")]
+        unknown = [name for name in names if name not in known and not name.startswith("_")]
         # Settings of generation were written into configurations once; transformers drops them.
-        return [name for name in left if name not in GenerationConfig().to_dict()] if left else []
+        return [name for name in unknown if name not in GenerationConfig().to_dict()] if unknown else []
 
     def __post_init__(self, **kwargs: Any) -> None:
         for key in self._unknown(kwargs):

@@ -74,8 +74,8 @@ def decorrelation(y: Tensor, weights: Tensor | None = None, *, real: Tensor | No
         real: see the head of this file; a pair counts at positions that are real in both.
     """
     n = F.normalize(y, dim=-1).transpose(0, 1)
-    zeta, there = _weights(weights, y.shape[1], y), _real(real, y).T
-    both = there.unsqueeze(-1) & there.unsqueeze(-2) & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
+    zeta, is_real = _weights(weights, y.shape[1], y), _real(real, y).T
+    both = is_real.unsqueeze(-1) & is_real.unsqueeze(-2) & ~torch.eye(len(y), dtype=torch.bool, device=y.device)
     products = (n @ n.mT).square()
     return _masked_mean(products.flatten(), zeta[:, None, None].expand_as(products).flatten(), both.flatten(), 0)
 
@@ -231,8 +231,8 @@ def gaussian_process_matching(
     wanted = kernel.to(y)[:, None, :, None] * torch.eye(width, dtype=y.dtype, device=y.device)[None, :, None, :]
     pairs = real.to(y).T @ real.to(y)
     errors = (covariance / pairs.clamp(min=1)[:, None, :, None] - wanted).square().sum((1, 3))
-    there = (pairs > 0).sum().clamp(min=1)
-    return mean.square().sum() / (counts > 0).sum().clamp(min=1) + torch.where(pairs > 0, errors, 0.0).sum() / there
+    n_pairs = (pairs > 0).sum().clamp(min=1)
+    return mean.square().sum() / (counts > 0).sum().clamp(min=1) + torch.where(pairs > 0, errors, 0.0).sum() / n_pairs
 
 
 def moment_matching(y: Tensor, *, real: Tensor | None = None) -> Tensor:
