@@ -113,7 +113,7 @@ def _pre_tokenizer(tokenizer: Any) -> str:
 
 
 def _added_around(tokenizer: Any) -> tuple[bool, bool]:
-    """Return whether the tokenizer puts its BOS before a text, and its EOS behind it: what it does, not what it says."""
+    """Return whether the tokenizer puts its BOS before a text and its EOS behind it: what it does, not says."""
     ids = tokenizer("a", truncation=False)["input_ids"]
     plain = tokenizer("a", truncation=False, add_special_tokens=False)["input_ids"]
     bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
