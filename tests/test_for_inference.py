@@ -19,7 +19,7 @@ import relinear
 from cases import case_of_every_kind, every_case
 from conftest import make_tiny_llama, mostly_slow
 from relinear.contract.inference import CachingModule, caching_for_inference
-from relinear.testing.conformance import assert_close, build, call, given, inputs
+from relinear.testing.conformance import assert_close, build, call, in_context, inputs
 
 TOLERANCE = 1e-5
 
@@ -171,7 +171,7 @@ def trained(case, run) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for seed in range(4):
         torch.manual_seed(seed)
-        with given(context):
+        with in_context(context):
             loss = run(module, x.clone().requires_grad_()).square().mean()
             loss.backward()
         optimizer.step()
@@ -307,7 +307,7 @@ def test_other_parameters_for_one_call(case) -> None:
     others = times(1.3, module.state_dict())
     fresh = case.config.build(module.in_features, module.out_features).eval()
     fresh.load_state_dict(others)
-    with torch.no_grad(), given(context):
+    with torch.no_grad(), in_context(context):
         for _ in range(2):
             assert_close(torch.func.functional_call(module, others, (x,)), infer(fresh, case), TOLERANCE)
             assert_close(module(x), want, TOLERANCE)

@@ -18,7 +18,7 @@ from cases import CASES, KERNELS, Case, KernelCase, every_case, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import tables
 from relinear.kernels import autograd, hdpl, native, pivoted_low_rank
-from relinear.testing.conformance import assert_close, build, call, given, inputs
+from relinear.testing.conformance import assert_close, build, call, in_context, inputs
 
 every_twin = pytest.mark.parametrize("twin", KERNELS, ids=lambda twin: twin.kind)
 
@@ -178,7 +178,7 @@ def test_transforms_of_operators(case: Case, mode: str, recorded: bool) -> None:
 
     def function(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         torch.manual_seed(2)
-        with given(context):
+        with in_context(context):
             return functional_call(module, parameters, (x,))
 
     with torch.set_grad_enabled(recorded):

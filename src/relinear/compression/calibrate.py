@@ -275,14 +275,14 @@ class Calibration:
     def _backward(self, phase: str, kind: str, last: bool, used: Container[int]) -> Iterator[tuple[int, Statistics]]:
         """Yield every decoder layer of the targets, the last one first, and the moments of its linear layers.
 
-        The gradients behind a layer stay on disk until the next layer is asked for: a killed walk goes on with the
-        layer whose moments it gave last.
+        On disk as layer ``index`` is yielded: hidden states before it, gradients of ``kind`` at ``index + 1`` and
+        ``index``. Those behind it go once the next layer is asked for: a killed walk repeats the layer it gave last.
         """
         self._prepare()
         total, indices, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
         remaining = indices[-1] if indices else total
         if remaining == total - 1 and remaining in self.targets and remaining not in used:
-            remaining = total  # nothing of this kind stands behind the last layer
+            remaining = total  # killed before the last layer was used: its gradients are those of the loss
         for index in reversed(range(lowest, remaining)):
             self._ensure_hidden(index)
             sums, group = MomentSums(), self.targets.get(index, {})

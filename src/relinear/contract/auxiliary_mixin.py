@@ -1,4 +1,9 @@
-"""Auxiliary losses and metrics of an operator's training forward, for every token, and their means over tokens."""
+"""Auxiliary losses and metrics of an operator's training forward, for every token, and their means over tokens.
+
+1. Before a forward the hooks of the model (``auxiliary_losses``) clear what the one before recorded.
+2. In the forward operators call ``record_auxiliary``, which keeps values of every token.
+3. After it the hooks reduce them over the tokens that count (``reduce_over_tokens``) and add them to the loss.
+"""
 
 from __future__ import annotations
 
@@ -81,11 +86,8 @@ class AuxiliaryLossMixin(nn.Module):
     def record_auxiliary(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Record losses and metrics of this training forward, of every token (``reduce_over_tokens``) or as scalars.
 
-        Of several calls in one forward of a model the last one counts. A sum would need to know where a forward of
-        the model starts and ends, also in one that is compiled or run again, and a layer alone would add up for ever.
-
-        Nothing is recorded when gradient checkpointing runs a layer again, during the backward pass: the means of that
-        forward have been taken already.
+        Of several calls in one forward of a model the last one counts. Nothing is recorded when gradient checkpointing
+        repeats a layer in the backward pass: the means of that forward have been taken already.
         """
         # a whole model that is run again has forgotten its terms first
         again = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,11 +1,9 @@
 """Implementations of a kernel: a list tried in order, of which the first that supports the call runs.
 
-A kernel (a function of ``kernels`` with the name and the signature of its reference in ``functional``) has several
-implementations: Triton or C++, torch's operations in another order, the reference itself. Each says which calls it does
-not support, and why; who calls a kernel knows nothing of implementations.
-
-The logger ``relinear.kernels``, set to DEBUG itself, says which implementation runs and why not those before it, once a
-shape; ``RELINEAR_LOG=kernels`` in the environment, read at import, prints it to stderr.
+A kernel has the name and the signature of its reference in ``functional``, and several implementations: Triton or C++,
+torch's operations in another order, the reference itself. Each says which calls it does not support, and why.
+``RELINEAR_LOG=kernels`` in the environment (or the logger ``relinear.kernels`` at DEBUG) says which one runs, and why
+not those before it, once a shape.
 """
 
 import functools

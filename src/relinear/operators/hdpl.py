@@ -55,16 +55,11 @@ class HDPLLinear(FusedInference, LatentOperator):
     def reset_parameters(self) -> None:
         """Identities and orthogonal matrices, over each block or as the authors' code draws them.
 
-        In either form the encoder of mu and the decoder are orthogonal, the encoder of the variance starts at zero
-        (sigma = 1) and so does the additive bias.
-
-        "blocks", what the paper's text suggests: in a square layer every block is the identity plus noise of 0.01;
-        other blocks are orthogonal each, and all biases zero.
-
-        "authors", what their code does: in a square layer block 0 alone is the identity, and all of them have noise of
-        0.01 (``dirac_`` is called without the groups of the convolution); in other layers the blocks on top of each
-        other, the (O, I / K) weight of the convolution, are one orthogonal matrix, which makes each block sqrt(K)
-        smaller where O is at least I; the biases of both encoders are uniform within 1 / sqrt(I), torch's default.
+        In both forms the encoder of mu and the decoder are orthogonal; the encoder of the variance (so that sigma = 1)
+        and the additive bias are zero. "blocks", as the paper's text: in a square layer every block is the identity
+        plus noise of 0.01, else an orthogonal matrix; all biases are zero. "authors", as their code: in a square layer
+        block 0 alone is the identity, and all have noise of 0.01; else all blocks, stacked to (O, I / K), are one
+        orthogonal matrix; the biases of both encoders are uniform within 1 / sqrt(I).
         """
         authors = self.config.init == "authors"
         if self.in_features == self.out_features:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 
 def check_private(path: str | Path) -> Path:
-    """``path`` without links, held to being this user's alone before anything is read from it; changes nothing.
+    """Return ``path`` without links, once it is known to be this user's alone; changes nothing.
 
-    It and all folders above it (behind symbolic links, too) must belong to this user or to root, and no other user may
-    write to them. Above it, folders such as /tmp will do, whose entries only their owners can move (the sticky bit).
-    What is not there yet can hold nothing; systems without owners are not looked at. Links that others may exchange do
-    no harm to who goes on with the path that is returned.
+    It and all folders above it must belong to this user or to root, and no other user may write to them; above it,
+    folders with the sticky bit, such as /tmp, will do. What does not exist, and systems without owners, pass.
 
     Raises:
         PermissionError: that names what is another user's, or open to others, and why.

@@ -154,9 +154,8 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
 def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[None]:
     """Run ``model`` through torch.compile within a ``with`` block: its decoder layers and its loss, else all of it.
 
-    Layers of one kind share one compilation, so this is ready several times sooner than compiling the model as a whole,
-    and as fast in the end; the rest (embedding, last norm, head) are single operations. Modules are compiled in
-    place, not wrapped: names in checkpoints stay as they are.
+    Layers of one kind share one compilation: this is ready several times sooner than the whole model would be, and as
+    fast. Modules are compiled in place, so names in checkpoints stay as they are.
 
     Args:
         model: any model.
