@@ -663,7 +663,10 @@ def test_what_is_wrapped_is_called_by_the_names_of_the_original(saved, tmp_path)
 
 #: what is wrapped -> the test that fails without
 SHOWN_BY = {
-    (PreTrainedConfig, "to_json_file"): "checkpoint_elsewhere::without_the_flag_every_way_of_loading_is_refused",
+    (
+        PreTrainedConfig,
+        "to_json_file",
+    ): "checkpoint_elsewhere::without_the_flag_every_way_of_loading_is_refused_and_with_it_the_logits_are_the_same",
     (PreTrainedModel, "save_pretrained"): "checkpoint::operators_of_a_part_are_saved_with_the_whole",
     (PreTrainedModel, "_from_config"): "checkpoint::a_model_from_the_config_of_a_checkpoint_has_its_operators",
     (PreTrainedModel, "from_pretrained"): "checkpoint::a_config_of_the_callers_own_does_not_hide_the_operators",

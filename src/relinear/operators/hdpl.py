@@ -90,7 +90,9 @@ class HDPLLinear(FusedInference, LatentOperator):
             return y
         mu_encoder, logvar_encoder, noise = self.mu(), (None, None), None
         if self.training and self.logvar is not None:
-            logvar_encoder, noise = self.logvar(), self._noise(x)
+            dtype = torch.promote_types(x.dtype, torch.float32)  # where the generator is fastest
+            noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
+            logvar_encoder = self.logvar()
         blocks, (decoder, _), bias = self.blocks, self.decoder(), self.bias
         y, z, mu, logvar = hdpl(x, blocks, *mu_encoder, *logvar_encoder, decoder, bias, noise)
         if (hook := self._latent_hook) is not None:
@@ -99,11 +101,6 @@ class HDPLLinear(FusedInference, LatentOperator):
         if logvar is not None:
             self._regularise(mu, logvar)
         return y
-
-    def _noise(self, x: Tensor) -> Tensor:
-        """Draw a standard normal (..., R), in at least float32, where the generator is fastest."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
 
     def _log_variance(self, x: Tensor, mu: Tensor) -> Tensor:
         """Return log sigma^2 (..., R), -inf where there is no noise."""
