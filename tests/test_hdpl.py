@@ -287,7 +287,7 @@ def test_without_noise_latents_are_points_and_can_be_edited() -> None:
 
 
 def test_a_bound_needs_a_posterior() -> None:
-    with pytest.raises(ValueError, match="noise=True only"):
+    with pytest.raises(ValueError, match="needs noise=True"):
         relinear.HDPL(noise=False, bound="geometric_jsd")
 
 
