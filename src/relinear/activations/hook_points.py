@@ -35,7 +35,7 @@ class Latent(NamedTuple):
 
     @property
     def sigma(self) -> Tensor:
-        """The posterior's standard deviation, exp(logvar / 2)."""
+        """Return the posterior's standard deviation, exp(logvar / 2)."""
         # Computed when asked for: a forward that is read must save the same tensors as one that is not, or a backward
         # under gradient checkpointing after the end of the block could not match the two.
         return torch.exp(0.5 * self.logvar)

@@ -27,7 +27,7 @@ _running = _Running()
 
 
 def weak_ref(value: Any) -> Any:
-    """A weak reference; the value itself for a compiled graph, which cannot follow one nor outlive its forward."""
+    """Return a weak reference, or the value itself for a compiled graph, which cannot follow references."""
     return value if torch.compiler.is_compiling() else weakref.ref(value)
 
 

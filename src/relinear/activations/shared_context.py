@@ -195,7 +195,7 @@ class ContextOwner(nn.Module):
     token_table: str | None = None
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """The context (B, T, C) for the arguments ``inputs`` of the base model's forward, which it may change."""
+        """Return the context (B, T, C) for the arguments ``inputs`` of the base model's forward; may change them."""
         raise TypeError(f"{type(self).__name__} does not say how it computes a context")
 
     def install(self, base: nn.Module) -> None:

@@ -70,7 +70,7 @@ class AttachmentConfig(Config):
 
 
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
-    """The settings attached to ``model``, to a part of it, or to what it is the base of, in order of application."""
+    """Return the settings attached to ``model``, to a part of it or to what it is the base of, in their order."""
     inside: Any = unwrapped(model)
     lists = {id(listed): listed for part in inside.modules() if (listed := vars(part).get(_ATTRIBUTE))}
     settings = (setting.for_part(inside) for listed in lists.values() for setting in listed)

@@ -152,7 +152,7 @@ def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | flo
 
 
 def _named(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward pass by name."""
+    """Return the arguments of a forward pass by name."""
     names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
     return dict(zip(names, args)) | kwargs
 

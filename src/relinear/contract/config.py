@@ -70,7 +70,7 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3, most: int = _LISTED) -> str:
-    """A phrase that lists the ``known`` names that ``name`` is near to or abbreviates; if none, the first ``most``."""
+    """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; if none, the first ``most``."""
     known = list(known)
     short = [one for one in known if name.lower() == "".join(word[:1] for word in one.split("_")) and len(name) > 1]
     # A long text is like no name, and comparing it would take a while.
@@ -220,7 +220,7 @@ class Config:
 
     @classmethod
     def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:
-        """The config that ``setting`` stands for: itself, text as on the command line, or a mapping with a ``kind``.
+        """Return the config that ``setting`` is, or is written as: text of the command line, a mapping with a ``kind``.
 
         Raises:
             ValueError: as ``parse_setting`` and ``from_dict``.
@@ -239,7 +239,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        """The settings that define a size (whole numbers: ranks, blocks, widths) and those that are not the default."""
+        """Show the settings that define a size (whole numbers: ranks, blocks) and those that are not the default."""
         shown = [f for f in dataclasses.fields(self) if _is_size(self, f) or _differs(self, f)]
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in shown)})"
 

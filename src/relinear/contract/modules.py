@@ -19,9 +19,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def stock_name(name: str) -> str:
-    """The name that a layer has without what PEFT, FSDP, activation checkpointing and ``torch.compile`` put around it:
-    ``q_proj`` for ``q_proj.base_layer``.
-    """
+    """Return the name without what PEFT, FSDP and ``torch.compile`` add: ``q_proj`` for ``q_proj.base_layer``."""
     around = (BASE_LAYER, "_orig_mod")
     return ".".join(part for part in name.split(".") if part not in around and not part.endswith("_wrapped_module"))
 
@@ -47,7 +45,7 @@ def train_new_parameters(model: nn.Module, known: set[int]) -> None:
 
 
 def outermost(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """The modules of ``model`` that are ``wanted``, by their first names, each once; none that lies within another."""
+    """Yield the ``wanted`` modules of ``model`` by their first names, each once; none that lies within another."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

@@ -138,7 +138,7 @@ class OperatorConfig(Config):
         return [(config, config.fit_error(linear, statistics)) for config in self.candidates(*linear_features(linear))]
 
     def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:
-        """The error of ``fit_to_calibration`` at the size that this config names; ``steps`` as there."""
+        """Return the error of ``fit_to_calibration`` at the size that this config names; ``steps`` as there."""
         weight = dense_weight(linear).detach()
         operator = self.build(*linear_features(linear), bias=False, device=weight.device)
         fitted = operator.fit_to_calibration(linear_of(weight), statistics, steps=steps).to_dense().detach()
@@ -230,7 +230,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         raise TypeError(f"{type(self).__name__} does not say how it is initialised")
 
     def to_dense(self) -> Tensor:
-        """The (out_features, in_features) matrix of the map, without the bias; per token where it is conditioned.
+        """Return the matrix (out_features, in_features) of the map, without the bias; per token if conditioned.
 
         Raises:
             NotLinearError: if the operator is no linear map of its input.
@@ -377,7 +377,7 @@ def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operator's ``forward`` that refuses what is no input of an ``nn.Linear`` of its size."""
+    """Return an operator's ``forward`` that refuses what is no input of an ``nn.Linear`` of its size."""
 
     @functools.wraps(forward)
     def checked(self: Operator, x: Tensor) -> Tensor:

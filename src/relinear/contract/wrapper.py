@@ -101,12 +101,12 @@ class Wrapper(Operator):
 
     @property
     def bias(self) -> nn.Parameter | None:  # type: ignore[override]
-        """The bias of the wrapped layer."""
+        """Return the bias of the wrapped layer."""
         return self.base.bias  # type: ignore[return-value]
 
     @property
     def _inner(self) -> list[Operator]:
-        """The operator inside, also where PEFT has put an adapter around it, or trains a copy beside it."""
+        """Return the operator inside, also where PEFT has put an adapter around it, or trains a copy beside it."""
         base = self._modules.get("base")
         return [] if base is None else [operator for _, operator in named_operators(base)]
 

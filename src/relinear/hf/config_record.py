@@ -56,7 +56,7 @@ def _method(setting: Any) -> Any:
 
 
 def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a ``config.json`` without the entry of ``auto_map`` that names our loader; others' entries stay."""
+    """Return the values of a ``config.json`` without the entry of ``auto_map`` that names our loader."""
     remaining = dict(values)
     auto_map = remaining.pop("auto_map", None) or {}
     if not isinstance(auto_map, Mapping):

@@ -31,7 +31,7 @@ def model_name(model: Any) -> str:
 
 
 def named_in(model: Any, name: str) -> nn.Module | None:
-    """The module that a model of another class calls ``name``: between classes the base model's prefix changes."""
+    """Return the module that a model of another class calls ``name``: the base model's prefix differs."""
     prefix = getattr(model, "base_model_prefix", "")
     inner = name.partition(".")[2]
     for candidate in (name, inner, f"{prefix}.{name}", f"{prefix}.{inner}"):
@@ -54,7 +54,7 @@ class _Stack(NamedTuple):
 
 
 def _flat(layers: nn.ModuleList) -> Iterator[nn.Module]:
-    """The layers of a list, also where it is a list of stages that are lists themselves."""
+    """Return the layers of a list, also where it is a list of stages that are lists themselves."""
     for layer in layers:
         if isinstance(layer, nn.ModuleList):
             yield from _flat(layer)
@@ -77,7 +77,7 @@ def _layer_count(model: Any) -> int | None:
 
 
 def _decoder_stacks(model: Any) -> list[_Stack]:
-    """The lists that may be the decoder's: of as many layers as the config names; the decoder's own if it names it."""
+    """Return the lists of as many layers as the config names; of several, those in the decoder that it names."""
     count = _layer_count(model)
     stacks = [stack for stack in _outermost_stacks(model) if count is None or len(stack.layers) == count]
     named = getattr(model, "get_decoder", None)
@@ -100,7 +100,7 @@ def _decoder_stack(model: nn.Module) -> _Stack:
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """The module that owns the decoder layers (``LlamaModel``, ``GPT2Model``): what returns the last hidden state.
+    """Return the module that owns the decoder layers (``LlamaModel``), which returns the last hidden state.
 
     Raises:
         ValueError: if no list of as many layers as the config names is found, or several are.
@@ -185,13 +185,13 @@ class SubBlock(NamedTuple):
 
     @property
     def norm(self) -> nn.Module:
-        """The norm that the sub-block reads through; of ``sub_blocks`` each has one."""
+        """Return the norm that the sub-block reads through; of ``sub_blocks`` each has one."""
         assert self.norm_name is not None
         return getattr(self.owner, self.norm_name)
 
 
 def _layers_at(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
-    """The decoder layers of these indices (negative ones count from the end), in order; all of them by default."""
+    """Return decoder layers by index, in order (negative ones count from the end); all of them by default."""
     stack = decoder_layers(model)
     wanted = list(range(len(stack)) if layers is None else layers)
     wrong = [i for i in wanted if not -len(stack) <= i < len(stack)]

@@ -76,7 +76,7 @@ def is_cached(name: str, cache_dir: Any = None, file: str = "config.json") -> bo
 
 
 def missing_directory(name: str) -> str:
-    """The message for a path where nothing is, with the nearest names in the last folder on the way that exists."""
+    """Return the message for a path where nothing is, with the nearest names in the last folder that exists."""
     path = Path(name).expanduser()
     folder = next((parent for parent in path.parents if exists(parent)), Path("."))
     wanted = path.relative_to(folder).parts[0]

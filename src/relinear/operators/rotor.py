@@ -92,7 +92,12 @@ class RotorLinear(Operator):
 
     Parameters of ``SandwichSum`` under ``entry``; with depth >= 1 also ``hidden.k.rotors``, ``hidden.k.mix`` (W,),
     ``hidden.k.slopes`` (W,) and ``exit``; optional ``bias`` (O,). ``slope`` (1,) is that of the entry layer's PReLU or,
-    where it is shared, of every one.
+    where it is shared, of every one. ``forward`` takes the first of these ways that can run::
+
+        dense_inference     a linear map, for inference: one dense matrix that is cached
+        _fused_network      depth >= 1: one kernel for all stages, prepared where parameters are cached
+        self.entry          depth 0: the sum of sandwiches
+        through_network     depth >= 1: stage by stage, the rotors of all from one batch
     """
 
     config: Rotor
