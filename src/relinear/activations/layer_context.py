@@ -18,12 +18,8 @@ from torch import nn
 
 from relinear.hf.model_layout import attention_of, decoder, decoder_layers, takes_keywords
 
-
-class _Running(threading.local):
-    """By thread, the values of the forward that is running, an attribute for each key."""
-
-
-_running = _Running()
+#: by thread, the values of the forward that is running, an attribute for each key
+_running = threading.local()
 
 
 def weak_ref(value: Any) -> Any:

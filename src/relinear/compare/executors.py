@@ -1,7 +1,7 @@
 """Where runs are carried out: processes of this machine, SLURM through submitit, or a cluster of Dask.
 
-Each is an executor as ``concurrent.futures`` has them, and a call is a process of its own in all of them: its memory is
-its own, and one that is killed ends no other. A killed process costs no work: calls are runs, which resume.
+Each is an executor as in ``concurrent.futures``. Every call is a process of its own: if one is killed, others go on,
+and no work is lost, as calls are runs that resume.
 """
 
 import ctypes

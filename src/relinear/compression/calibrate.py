@@ -148,9 +148,8 @@ class Calibration:
     ) -> None:
         self.model, self.targets, self.folder, self.on_layer = model, targets, Path(folder), on_layer
         names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
-        _write_or_check_fingerprint(
-            self.folder, fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": kinds})
-        )
+        key = fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": kinds})
+        _write_or_check_fingerprint(self.folder, key)
         remove_temporaries(self.folder)
         blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(kinds)
         by_kind = [(int(kind), blocks[of_block == kind]) for kind in of_block.unique()]

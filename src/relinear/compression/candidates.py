@@ -78,9 +78,8 @@ class SearchSpace:
     def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
         modules = self.task.modules
-        errors = calibration.map_layers(
-            "candidates", _cache_key([entry.to_dict() for entry in self.entries]), self._errors
-        )
+        cache_key = _cache_key([entry.to_dict() for entry in self.entries])
+        errors = calibration.map_layers("candidates", cache_key, self._errors)
         nats = {name: layer_nats(module, name, self.entries, errors) for name, module in modules.items()}
         groups = self.reader.groups(modules)
         candidates = {

@@ -1,8 +1,7 @@
 """Healing: a compressed model is trained as a whole to give the logits of the original.
 
-The teacher is the original itself, held as a second set of modules that shares with the compressed model every matrix
-that is not trained (``original_copy``): healing operators takes the weights that they replaced once more, healing
-everything takes the whole model once more; Adam takes two values for each parameter that is trained.
+The teacher shares with the compressed model every matrix that is not trained (``original_copy``), so that healing
+operators takes the weights that they replaced once more. Adam takes two values for each parameter that is trained.
 """
 
 # Legend: N blocks, T tokens a block

@@ -68,10 +68,9 @@ def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
 def sync_record(model: nn.Module) -> None:
     """Bring ``model.config``, the model's hooks and the operators' names up to date; call it after every surgery.
 
-    ``quantization_config`` is the one key of ``config.json`` by which transformers lets a third party rebuild layers
-    before weights are loaded. A PEFT model's record and hooks are those of the model inside. A record that changes is
-    written into a copy of the config, which becomes the model's: others were, or will be, built from the same one. Only
-    a model without a head, which may be a part of another one, keeps the config that it shares with it.
+    ``quantization_config`` is the key of ``config.json`` by which transformers lets a third party rebuild layers. Of a
+    PEFT model the record and hooks are those of the model inside. A record that changes is written into a copy of the
+    config, as other models may share it; only a model without a head, maybe a part of another, keeps the shared one.
     """
     whole, model = model, unwrapped(model)
     install_aux_hooks(model)

@@ -1,10 +1,7 @@
 """What autograd functions of our own share: autocast, derivatives beyond the first, results that change, portions.
 
-torch does not know how to lower them under autocast: ``lowered`` does.
-
-A backward pass written by hand is no part of any graph. Where a graph of it is wanted (``create_graph=True``), or where
-torch maps over several gradients at once, the gradients are those of the reference instead, which is made of torch's
-operations. Ordinary training never comes here.
+torch cannot lower them under autocast: ``lowered`` does. A backward pass written by hand is in no graph. Where one is
+wanted (``create_graph=True``), or torch maps over several gradients at once, the gradients are those of the reference.
 """
 
 import contextlib

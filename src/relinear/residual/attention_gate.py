@@ -93,9 +93,8 @@ class SDPAGate(AttachmentConfig):
             gates = config.num_attention_heads if self.per == "head" else channels
             gate = _Gate(width, gates, channels, factory_kwargs_like(block.module))
             add_part(block.module, _GATE, gate, block.module)
-            block.module.register_forward_pre_hook(
-                _BeforeProjection(block.module, projection).save_input, with_kwargs=True
-            )
+            hooks = _BeforeProjection(block.module, projection)
+            block.module.register_forward_pre_hook(hooks.save_input, with_kwargs=True)
 
 
 class _BeforeProjection(ResidualHooks):

@@ -1,10 +1,9 @@
 """How the config of a model with operators is written, so that no program loads it as something else.
 
-A stock class would take such a checkpoint for a stock model and draw the layers that it misses at random, with a mere
-warning. So ``config.json`` names a model type that only relinear knows, with a loader beside it for
-``trust_remote_code=True``: transformers then refuses what it cannot rebuild. Classes that are called by name
-(``LlamaForCausalLM.from_pretrained``) do not look at the type; these stop at ``transformers_weights``, which names no
-file of weights but what to do. In memory a config is the stock one; nothing of this is seen there.
+A stock class would load such a checkpoint and draw the layers that it misses at random, with a mere warning. So
+``config.json`` names a model type that only relinear knows, with a loader for ``trust_remote_code=True``. Classes
+called by name (``LlamaForCausalLM.from_pretrained``) ignore the type; these stop at ``transformers_weights``, which
+names no file but what to do. In memory a config is the stock one.
 """
 
 import json

@@ -102,9 +102,8 @@ def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         recorded.setdefault(kind, []).append(value.detach())
 
     modules = [(KINDS[0], layer) for layer in decoder_layers(model)]
-    modules += [
-        (KINDS[1] if path.role == "attention" else KINDS[2], path.module) for path in unnormalised_sub_blocks(model)
-    ]
+    blocks = unnormalised_sub_blocks(model)
+    modules += [(KINDS[1] if block.role == "attention" else KINDS[2], block.module) for block in blocks]
     with watching(modules, record):
         yield recorded
 

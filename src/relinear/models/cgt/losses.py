@@ -1,11 +1,9 @@
 """What keeps a context slow, spread out and informative: the regularisers of the CGT paper, one function an equation.
 
-Sums over positions and samples that the paper writes with a proportionality sign are averages here, so that a weight
-means the same for every length and batch size. ``real`` (B, T) bool marks the positions that are not padding, all by
-default; only they enter. ``shares`` (B,) are the weights of the samples in the average, equal by default: with numbers
-of target tokens, the regularisers that look at one sample at a time add up over accumulated batches to those of one big
-batch. Those of statistics of the batch (``decorrelation``, ``gaussian_process_matching``, ``moment_matching``) are what
-they are for each batch.
+Sums that the paper writes with a proportionality sign are averages here, so that a weight means the same for every
+length and batch size. Only positions marked in ``real`` (B, T) enter, by default all. ``shares`` (B,) weight samples,
+by default equally: with numbers of target tokens, accumulated batches add up to one big batch, but for statistics of
+a batch (``decorrelation``, ``gaussian_process_matching``, ``moment_matching``).
 """
 
 # Legend: B batch, T positions, E width of y
