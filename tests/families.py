@@ -306,7 +306,7 @@ def _is_whole(cells: Mapping[str, Any]) -> bool:
 def _left(cells: Mapping[str, Any]) -> list[str]:
     """The layers that stayed as they were, beside the output head, and why."""
     seen = next((cell["left"] for cell in cells.values() if "left" in cell), {})
-    return [f"{n} left as they are: {reason}" for reason, n in seen.items() if reason not in _HEADS]
+    return [f"{n} not replaced: {reason}" for reason, n in seen.items() if reason not in _HEADS]
 
 
 def _layers(cells: Mapping[str, Any], notes: dict[str, int]) -> str:

@@ -25,7 +25,7 @@ def test_a_sound_installation_has_nothing_that_fails(capsys):
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("torch>=99", "FAILS packages torch>=99 is wanted"),
+        ("torch>=99", "FAILS packages needs torch>=99"),
         ("no-such-package>=1", "FAILS packages no-such-package is not installed: pip install 'no-such-package>=1'"),
         (
             'no-such-package>=1; extra == "sweep"',

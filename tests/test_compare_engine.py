@@ -726,7 +726,7 @@ def test_every_budget_may_be_tuned(text):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"reference": None}, "name the entry"),
+        ({"reference": None}, "set reference"),
         ({"tokens": 5000}, "one of them"),
         ({"train": {"steps": 9}}, "one of them"),
         ({"budgets": [100, 100]}, "come twice"),

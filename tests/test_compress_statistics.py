@@ -92,8 +92,8 @@ def test_each_kind_of_text_has_moments_of_its_own(tmp_path) -> None:
         torch.testing.assert_close(found.inputs, sum(found.kinds) / 2)
     mixed = read({"a": texts(40), "b": texts(40)})
     assert sorted(mixed.kinds) == [0] * 4 + [1] * 4
-    assert "text of one kind" not in " ".join(mixed.remarks)
-    assert "calibrated on text of one kind" in " ".join(read(texts(40)).remarks)
+    assert "one kind of text" not in " ".join(mixed.remarks)
+    assert "calibrated on one kind of text" in " ".join(read(texts(40)).remarks)
 
 
 def test_text_of_one_kind_is_mixed_with_text_that_the_model_samples(tmp_path, monkeypatch) -> None:
@@ -103,7 +103,7 @@ def test_text_of_one_kind_is_mixed_with_text_that_the_model_samples(tmp_path, mo
     assert torch.equal(mixed.blocks[1::2, 0], corpus.blocks[1::2, 0])
     assert not torch.equal(mixed.blocks[1::2, 1:], corpus.blocks[1::2, 1:])
     assert mixed.kinds == [0, 1] * 4
-    assert "calibrated on text of one kind" in " ".join(mixed.remarks)
+    assert "calibrated on one kind of text" in " ".join(mixed.remarks)
     monkeypatch.setattr(model, "generate", None)  # what was written is kept
     again = with_sampled_text(corpus, model, tmp_path, seed=0)
     assert torch.equal(again.blocks, mixed.blocks)

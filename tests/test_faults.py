@@ -180,7 +180,7 @@ def test_a_directory_that_is_gone_ends_the_run(tmp_path, phase, step):
         if progress.stage == phase and progress.done >= step:
             shutil.rmtree(out, ignore_errors=True)
 
-    with pytest.raises(FileNotFoundError, match=r"removed or became unreachable while the run was at work: '.*out'"):
+    with pytest.raises(FileNotFoundError, match=r"removed or became unreachable during the run: '.*out'"):
         fit(dropout_model(), FIT_DATA, FIT, out_dir=out, on_progress=take_away)
     assert not (out / "checkpoints").exists()
 

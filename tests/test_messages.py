@@ -93,7 +93,7 @@ def test_none_is_a_word_where_a_setting_takes_words(text, name):
 def test_a_full_disk_is_told_in_one_form(error):
     with pytest.raises(OSError) as caught, os_errors_named("out/report.html"):
         raise error
-    assert re.fullmatch(r"out/report.html: No space left on device.*; .* Make room .*", one_message(caught.value))
+    assert re.fullmatch(r"out/report.html: No space left on device.*; .* Free space .*", one_message(caught.value))
 
 
 def test_the_command_line_names_its_own_option():

@@ -26,17 +26,17 @@ def command(
         str | None, typer.Option("--model", "-m", help="A preset: time whole models, eager and in fp32 by default.")
     ] = None,
     passes: Annotated[str | None, typer.Option(metavar=_PASSES, help="Models have the last three, else all.")] = None,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Of --model.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of --model, in training.")] = 1,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence, with --model.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per training step, with --model.")] = 1,
     inference_batches: Annotated[
-        str | None, typer.Option(help="Of --model: sequences at once in prefill and decode.", show_default="1,8")
+        str | None, typer.Option(help="Sequences at once in prefill and decode, with --model.", show_default="1,8")
     ] = None,
     shapes: Annotated[
         list[str] | None, typer.Option(help="Sizes of layers, as IN->OUT or INxOUT.", show_default=_SHAPES)
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Of an input.", show_default="1,64,4096")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens per input.", show_default="1,64,4096")] = None,
     dtypes: Annotated[
-        str | None, typer.Option(metavar="<fp32|bf16>,...", help="Of the computation.", show_default="fp32,bf16")
+        str | None, typer.Option(metavar="<fp32|bf16>,...", help="Data types.", show_default="fp32,bf16")
     ] = None,
     modes: Annotated[
         str | None,

@@ -25,7 +25,9 @@ def command(
     ] = None,
     size: Annotated[
         str | None,
-        typer.Option(help="Of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB; else the recipe's."),
+        typer.Option(
+            help="Size of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB; else the recipe's."
+        ),
     ] = None,
     model: options.TrainingModel = None,
     data: options.TrainingData = None,
@@ -46,7 +48,7 @@ def command(
     overrides: options.Overrides = None,
     workers: options.Workers = None,
     executor: options.Executor = None,
-    partition: Annotated[str | None, typer.Option(help="Of SLURM.", show_default="the cluster's")] = None,
+    partition: Annotated[str | None, typer.Option(help="SLURM partition.", show_default="the cluster's")] = None,
     slurm: options.Slurm = None,
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.

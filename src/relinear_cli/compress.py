@@ -16,11 +16,11 @@ def command(
     data: Corpora = None,
     out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
     size: Annotated[
-        str | None, typer.Option(help="Of the file at most, in place of --bits: 90MB, or a share such as 0.3.")
+        str | None, typer.Option(help="Largest file size, in place of --bits: 90MB, or a share such as 0.3.")
     ] = None,
     bits: Annotated[
         float | None,
-        typer.Option(help="Of a weight, embedding too.", show_default="4.5, where no budget is given"),
+        typer.Option(help="Average bits per weight, embedding included.", show_default="4.5, where no budget is given"),
     ] = None,
     keep: Annotated[
         float | None, typer.Option(help="Share of the parameters, by low rank, in place of --bits.")
@@ -137,8 +137,8 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
     if seen := [name for name, (_, part) in judges.items() if name in data and part in ("all", split)]:
         raise ValueError(
-            f"--evaluate-on {seen[0]} is the text of --data, and what calibration saw judges nothing. Name another: of "
-            "--data the part behind what calibration takes is evaluated on in any case"
+            f"--evaluate-on {seen[0]} is the text of --data, and a model cannot be evaluated on its calibration text. "
+            "Name another; the part of --data that calibration leaves is evaluated on in any case"
         )
     return corpora, judges
 

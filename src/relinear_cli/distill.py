@@ -23,10 +23,10 @@ def command(
     split: options.Split = "train",
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on.", show_default="65536")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over them.", show_default="1")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Of Adam, at first.", show_default="0.01")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate (Adam).", show_default="0.01")] = None,
     loss: Annotated[
         Literal["mse", "cosine", "kl"] | None,
-        typer.Option(help="Of a layer's outputs, or `kl` of the final logits.", show_default="mse"),
+        typer.Option(help="Loss on a layer's outputs, or `kl` on the final logits.", show_default="mse"),
     ] = None,
     target: Annotated[
         Literal["layer", "original"] | None,
@@ -42,7 +42,7 @@ def command(
     on_disk: Annotated[
         bool | None, typer.Option("--on-disk", help="Keep recorded activations in files rather than in memory.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of parameters and order of tokens.", show_default="0")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of parameters and token order.", show_default="0")] = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     overwrite: options.Overwrite = False,

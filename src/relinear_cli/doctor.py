@@ -55,7 +55,7 @@ def _unmet(line: str) -> str:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
         return f"{wanted.name} is not installed"
-    return "" if wanted.specifier.contains(version, prereleases=True) else f"{wanted} is wanted, {version} is installed"
+    return "" if wanted.specifier.contains(version, prereleases=True) else f"needs {wanted}; {version} is installed"
 
 
 def _packages() -> Iterator[_Finding]:

@@ -19,8 +19,8 @@ TERMINATED = 143
 OWN_FAULT = 1
 
 _LONGEST = 2_000
-#: of a disk that is full, over a quota or failing
-_DISK = "what was whole before still is. Make room or mend the disk, then start the same command again"
+#: advice for a disk that is full, over a quota or failing
+_DISK = "finished files are intact. Free space or repair the disk, then start the same command again"
 
 # Exceptions of other packages that no common base class covers, by the name of a class among their bases: naming them
 # here avoids importing their packages just to catch them.

@@ -24,7 +24,7 @@ _COMMANDS = {
     "A smaller model": "compress distill",
     "Training and comparing": "replicate compare train",
     "Looking inside and measuring": "inspect explore analyze eval bench report specialize",
-    "Around": "list new doctor",
+    "Setup and reference": "list new doctor",
 }
 COMMANDS = {name: group for group, names in _COMMANDS.items() for name in names.split()}
 

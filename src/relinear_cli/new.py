@@ -30,7 +30,8 @@ def command(
     what: Annotated[Literal["operator"], typer.Argument(metavar="WHAT", help="What to write.")],
     name: Annotated[str, typer.Argument(help="Its name in settings, such as `block_circulant`.")],
     kind: Annotated[
-        Literal["linear", "nonlinear", "routed"], typer.Option(help="Of map; a routed one sends tokens to experts.")
+        Literal["linear", "nonlinear", "routed"],
+        typer.Option(help="Kind of operator; a routed one sends tokens to experts."),
     ] = "linear",
     out: Annotated[Path | None, typer.Option(help="The folder to make; NAME by default.")] = None,
 ) -> None:

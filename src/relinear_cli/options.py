@@ -22,18 +22,20 @@ Attach = Annotated[
     list[str] | None,
     typer.Option("--attach", metavar="KIND:KEY=VALUE", help="A residual method or another part of the whole model."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; what is in the way in --out is renamed.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; existing results in --out are renamed.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what it takes (runs, parameters, tokens, time, disk), and stop.")
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
-TextColumn = Annotated[str | None, typer.Option(help="Of tables and Hub data; by default `text`.")]
+TextColumn = Annotated[str | None, typer.Option(help="Column of text in tables and Hub data; by default `text`.")]
 Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the model's own.")
 ]
 _SPLITS = "<train | validation | test | all>"  # blanks: it is folded at them
-Split = Annotated[Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Of the corpus.")]
+Split = Annotated[
+    Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Split of the corpus.")
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, max=1024, metavar="N", help="CPU threads.", show_default="as torch has it")
 ]

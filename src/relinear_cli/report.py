@@ -39,7 +39,7 @@ def command(
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Rename what is in the way, a file of others or analyses of another text."),
+        typer.Option("--overwrite", help="Rename existing files instead of stopping."),
     ] = False,
 ) -> None:
     """Write one page on one or several runs; it holds everything inline and opens without a network.

@@ -1,4 +1,4 @@
-"""``cgt_specialized``: what a frozen y is worth on the rest of a text, and what the y of others and a constant are."""
+"""``cgt_specialized``: loss on the second half of a text with y frozen, from another text, or constant."""
 
 # Legend: N texts, H tokens of the rest, E width of y
 
@@ -18,9 +18,9 @@ from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Each text is cut in two; models read the second half alone, and y comes from where the line says. Below zero it "
-    "helps. What the y of another text of the same source gives is owed to the source; what a learned constant gives, "
-    "to no text at all."
+    "Each text is cut in two; models read the second half alone, and the line names where y comes from; below zero it "
+    "lowers the loss. The gain from another text of the same source measures the source; the gain from a learned "
+    "constant needs no text."
 )
 #: tokens of the second half: where the paper's Figure 6a looks, and on to where a text has shown itself anyhow
 PLACES = {"1 to 4": slice(0, 4), "5 to 16": slice(4, 16), "17 to 48": slice(16, 48), "after 48": slice(48, None)}

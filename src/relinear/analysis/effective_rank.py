@@ -30,8 +30,8 @@ from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Serie
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "The effective rank is the number of directions that operators use to a like degree: 1 is one matrix for "
-    "all tokens, as in a dense layer; a high rank of operators whose outputs have a low one moves much and "
-    "says little."
+    "all tokens, as in a dense layer; a high rank of operators whose outputs have a low one varies a lot "
+    "but writes to few directions."
 )
 
 _BLOCK = 64  # rows of left for which T matrices are held at a time

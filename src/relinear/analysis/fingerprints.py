@@ -17,8 +17,8 @@ from relinear.pages.figures import Heat, Panel, numbered
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Each panel is the context of one input, token by token: inputs whose patterns agree are told apart by "
-    "nothing that the operators could use; similarity near 1 everywhere is a context that carries nothing."
+    "Each panel is the context of one input, token by token: inputs whose patterns agree look the same "
+    "to the operators; similarity near 1 everywhere is a context that carries nothing."
 )
 
 INPUTS, TOKENS = 3, 32

@@ -99,7 +99,7 @@ _COLUMNS = {
     "active": "active",
     "shut": "shut",
     "open": "open",
-    "variation": "deviation over tokens",
+    "variation": "standard deviation over tokens",
 }
 
 

@@ -18,8 +18,8 @@ from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "A latent dimension whose mean hardly moves from token to token says nothing of the token: few active "
-    "dimensions are a latent that is larger than its use. Nats are what a token's posterior is away from the "
+    "A latent dimension whose mean hardly moves from token to token carries no information about the token; few "
+    "active dimensions mean that the latent is too large. Nats are what a token's posterior is away from the "
     "prior; sigma near 1 and a mean that stays are the prior itself, where the dimension carries noise alone."
 )
 
@@ -94,8 +94,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         look: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
         text = f"{name}: {row['active']} of {row['size']} active"
         shown.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], texts=text, **place, **look))
-    bottom = Axis(title="dimension, in the order of its spread")
-    side = Axis(title="deviation of its mean over tokens", from_zero=True)
+    bottom = Axis(title="dimension, sorted by standard deviation")
+    side = Axis(title="standard deviation of its mean over tokens", from_zero=True)
     panel = Panel(shown, bottom, side, [Guide(y=ACTIVE**0.5, text="not active below")])
     text = "How far each dimension's mean moves over tokens, a line a layer; below the dashed line it is not active."
     head = ["layer", "active dimensions", "nats a token", "mean sigma"]

@@ -144,9 +144,11 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, (model, layers) in enumerate(numbers.items()):
         look: dict[str, Any] = {"name": model, "colour": palette[model], "number": number, "mode": "points"}
         spectra += decays(layers, "data", model, palette[model])
-        told = {layer: row["linear_share"] for layer, row in layers.items() if row["linear_share"] is not None}
-        if told:
-            shares.append(Series(x=list(told.values()), y=[short_name(layer) for layer in told], **look))
+        linear_shares = {layer: row["linear_share"] for layer, row in layers.items() if row["linear_share"] is not None}
+        if linear_shares:
+            shares.append(
+                Series(x=list(linear_shares.values()), y=[short_name(layer) for layer in linear_shares], **look)
+            )
         for layer, row in layers.items():
             rank = Cell(f"{row['effective_rank']['data']:.1f} of {row['width']}", row["effective_rank"]["data"])
             rows.append(layer_row(layer, model, rank, Cell.of(row["linear_share"]), Cell.of(row.get("update"))))

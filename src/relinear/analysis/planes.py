@@ -16,9 +16,8 @@ from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "A rotor turns vectors in at most n / 2 planes, each by an angle of its own, which is all there is to it up "
-    "to the choice of "
-    "the planes. Angles near 0 are rotors that are still the identity; a single large one is a turn in one plane."
+    "A rotor turns vectors in at most n / 2 planes, each by its own angle; planes and angles describe it "
+    "completely. Angles near 0 are rotors that are still the identity; a single large one is a turn in one plane."
 )
 
 SIDES = ("left", "right")

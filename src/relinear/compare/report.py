@@ -127,15 +127,16 @@ def results_section(directory: str | Path) -> Section:
 
 
 def verdict(results: Results) -> str:
-    """Return what a comparison came to, in a sentence or two, with how sure it is; counting is named where it is ahead.
+    """Summarise a comparison in one or two sentences, with its confidence.
 
-    Entries of other sizes than the dense one do not win against one of its size.
+    The n-gram model is named if it has the lowest loss. Entries of other sizes than the dense one do not win against
+    one of its size.
     """
     entries = sorted(results["entries"], key=lambda entry: entry["validation_loss"]["mean"])
     base = next((entry for entry in entries if entry["name"] == _dense(results)), entries[0])
     compared = [entry for entry in entries if entry is not base]
     if not compared:
-        return f"{base['name']} came to a validation loss of {_of_seeds(base['validation_loss'], 3).text}."
+        return f"{base['name']} has a validation loss of {_of_seeds(base['validation_loss'], 3).text}."
     first = next((entry for entry in compared if _alike(entry, base, results)), compared[0])
     gap, half = _paired(first, base)
     flaws = ["one seed"] * (half is None) + ["untuned learning rate"] * (not first["tuning"])
@@ -156,7 +157,7 @@ def verdict(results: Results) -> str:
         said = f"{who} {relation} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
         said += f" With {flaws[0]}." if flaws else ""
     if (counted := results.get("ngram")) and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
-        said += f" Counting {counted['order']}-grams is still ahead of them all: train longer."
+        said += f" An n-gram model ({counted['order']}-grams) still has a lower loss than every entry: train longer."
     return said
 
 
@@ -200,11 +201,11 @@ def _paired(first: EntryResult, second: EntryResult) -> tuple[float, float | Non
 def _next(results: Results) -> str:
     first, match = results["entries"][0], []
     if len(first["runs"]) == 1:
-        match.append("Three seeds (--seeds 0,1,2): they tell a difference from chance.")
+        match.append("Three seeds (--seeds 0,1,2): they separate a difference from noise.")
     if not any(entry["tuning"] for entry in results["entries"]):
-        match.append("A learning rate of its own for every entry (--tune): one rate suits some better than others.")
+        match.append("A learning rate of its own for every entry (--tune): a shared rate favours some entries.")
     steps = 10 * first["settings"].get("steps", 1000)
-    match.append(f"Longer training (--steps {steps}): what leads early need not lead later.")
+    match.append(f"Longer training (--steps {steps}): an early lead may not last.")
     if first["runs"][0]["curve"][-1]["tokens"] < _LONG:
         match.append(DECISION_ACCURACY)
     return " ".join(match)

@@ -1,4 +1,4 @@
-"""What a comparison came to, as JSON: statistics over seeds, the line of counting, sentences on what was measured."""
+"""Build results.json: statistics over seeds, the n-gram baseline, and notes."""
 
 import math
 import statistics
@@ -51,7 +51,7 @@ def entry_result(
     dense: bool,
     gap: Gap | None,
 ) -> EntryResult:
-    """Return an entry of ``results.json``: what it is, how it was tuned, and what its runs (one a seed) came to.
+    """Return an entry of ``results.json``: its operators, its tuning, and the results of its runs (one per seed).
 
     Args:
         planned: the entry at its size.
@@ -193,7 +193,7 @@ def _notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
     if len(recipe.seeds) > 1:
         notes.append(f"± is the sample standard deviation over {len(recipe.seeds)} seeds.")
     else:
-        notes.append("One seed: differences as small as the spread between seeds mean nothing.")
+        notes.append("One seed: differences smaller than the variation between seeds are noise.")
     speeds = [entry["speed"] for entry in entries if entry["speed"]]
     if speeds:
         notes.append(
@@ -209,7 +209,7 @@ def _notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
 
 
 def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
-    """Return what a reader must know of how rates and starts of entries were found."""
+    """Return notes about the tuned learning rates and initialisations."""
     tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
 
     def where(key: str) -> list[str]:
@@ -234,7 +234,7 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
             for entry in entries
             if entry["name"] in where("diverged")
         ),
-        ("At full length another rate than in short runs was best, and taken, for {}.", moved),
+        ("Runs of full length chose another learning rate than short runs for {}.", moved),
         ("Runs of tuning: {}.", [f"{name} {n}" for name, n in counts.items()] if any(counts.values()) else []),
     ]
     return [text.format(", ".join(names)) for text, names in sentences if names]
@@ -256,7 +256,7 @@ def gap_notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
         + (
             "with 95 % intervals over seeds (Student's t), widened by the error of the validation blocks."
             if len(recipe.seeds) > 1
-            else "without intervals: one seed says nothing of others."
+            else "without intervals, which need at least two seeds."
         )
     ]
     if any(gap_["standard_error"] is None for gap_ in gaps.values()):
@@ -275,7 +275,7 @@ def _counting_notes(counted: Ngram | None, entries: list[EntryResult]) -> list[s
         return []
     loss = counted["validation_loss"]
     behind = [entry["name"] for entry in entries if entry["validation_loss"]["mean"] > loss]
-    lost = f" Behind it: {', '.join(behind)}." if behind else " No entry is behind it."
+    lost = f" Entries with a higher loss: {', '.join(behind)}." if behind else " Every entry has a lower loss."
     return [
         f"Kneser-Ney {counted['order']}-grams, counted in {counted['tokens']:,} of the tokens that the entries see, "
         f"have a loss of {loss:.3f} on the same blocks.{lost}"
@@ -336,7 +336,7 @@ def chosen_by(budgets: Sequence[Results]) -> dict[str, dict[str, float]]:
 
 
 def over_budgets(recipe: CompareSettings, comparisons: Sequence[Results], provenance: Provenance) -> Results:
-    """Return the results of the largest budget, with ``budgets``: what each of them came to.
+    """Return the results of the largest budget, with the results of every budget in ``budgets``.
 
     Args:
         recipe: with ``budgets``.
@@ -411,7 +411,7 @@ def at_file_size(recipe: CompareSettings, size: int) -> CompareSettings:
 
 
 def over_sizes(recipe: CompareSettings, budgets: Sequence[Results], provenance: Provenance) -> Results:
-    """Return the results at the largest size of the file, with ``sizes``: what each of them came to."""
+    """Return the results at the largest file size, with the results of every size in ``sizes``."""
     sized = zip(recipe.file_sizes, budgets, strict=True)
     rows = [budget_row("bytes", size, f"{SIZES}/{size}", results) for size, results in sized]
     return {**budgets[-1], "name": recipe.name, "sizes": rows, **provenance, "finished": now()}

@@ -350,7 +350,7 @@ class _Comparison:
                 trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
             full = yield from check_neighbours(tune, trials, rate, init_std)
             full_length = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
-            # the edge that is told is that of the rate that is used
+            # report the edge for the rate that is used
             tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": full_length}
             rate = full.rate
         chosen = _with_rate(_with_warmup(settings, ratio), rate, init_std)

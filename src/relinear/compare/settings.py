@@ -313,7 +313,7 @@ class CompareSettings(Settings):
         if self.budgets is not None and (self.sizes is not None or self.match.by == "bytes"):
             raise ValueError("give budgets or sizes, not both: every size has one budget")
         if self.reference is None:
-            raise ValueError(f"{what} are there for gaps: name the entry that they refer to, as reference: dense")
+            raise ValueError(f"{what} need a reference entry: set reference: dense")
         fixed = [name for name, entry in self.entries.items() if "steps" in entry.set]
         if fixed:
             raise ValueError(f"entries.{fixed[0]}.set.steps is one number for all {what}; use duration: 2.0")

@@ -21,8 +21,8 @@ _NUMBER = r"[0-9][0-9.e+-]*?"
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """What a search came to.
+class SearchResult:
+    """The result of a search.
 
     rate, initializer_range: the best of those tried (None where the initialisation was left out).
     loss: there; infinite where training diverged wherever it was tried.
@@ -148,12 +148,12 @@ def _descend(grid: Sequence[float], initial: float, moves: int, along: Along) ->
     return _Best(best, losses[best], tuple(around))  # at an end of these where the last move was the last allowed
 
 
-def grid_search(settings: Tune, trials: Trials, initializer_range: float | None = None) -> Search[Found]:
+def grid_search(settings: Tune, trials: Trials, initializer_range: float | None = None) -> Search[SearchResult]:
     """Find the best learning rate of the grid and, where that is tuned, the best initialisation.
 
     One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and at the
-    best two of these the rate again, downhill from where it was, so that no entry is judged at one start with a rate
-    that was found at another. Grids grow where the best is at their edge.
+    best two of these the rate again, by descent from the current one, so that no entry is evaluated at one
+    initialisation with a rate tuned at another. Grids grow where the best is at their edge.
 
     Args:
         settings: the grids and how often they may grow.
@@ -164,7 +164,7 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
     rate = yield from _at_best(grid, extensions, trials.along_rates(initializer_range))
     # where all diverged a still lower rate is the only way on; the grid below its lowest is not searched blindly
     if initializer_range is None or settings.initializer_range is None or not math.isfinite(rate.loss):
-        return Found(rate.value, initializer_range, rate.loss, rate.edge)
+        return SearchResult(rate.value, initializer_range, rate.loss, rate.edge)
 
     def along_spreads(spreads: Sequence[float]) -> Search[list[float]]:
         return trials.losses([(rate.value, std) for std in spreads])
@@ -177,18 +177,18 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
             rates[value] = yield from _descend(grid, rate.value, extensions, trials.along_rates(value))
     best = min(rates, key=lambda value: rates[value].loss)
     on_edge = best in (std.grid[0], std.grid[-1])
-    return Found(rates[best].value, best, rates[best].loss, rates[best].edge, on_edge)
+    return SearchResult(rates[best].value, best, rates[best].loss, rates[best].edge, on_edge)
 
 
-def one_rate(trials: Trials, rate: float) -> Search[Found]:
+def one_rate(trials: Trials, rate: float) -> Search[SearchResult]:
     """Return the loss at a rate that is not searched, where trials differ in something else."""
     (loss,) = yield from trials.losses([(rate, None)])
-    return Found(rate, None, loss, False)
+    return SearchResult(rate, None, loss, False)
 
 
 def check_neighbours(
     settings: Tune, trials: Trials, rate: float, initializer_range: float | None = None
-) -> Search[Found]:
+) -> Search[SearchResult]:
     """Find the better of ``rate`` and its neighbours in the grid, and so on up to ``settings.extensions`` times more.
 
     Raises:
@@ -198,4 +198,4 @@ def check_neighbours(
     best = yield from _descend(settings.learning_rates, rate, settings.extensions, along)
     if not math.isfinite(best.loss):
         raise NonFiniteLossError(f"training diverged at {rate:g} and at the rates beside it; lower tune.learning_rates")
-    return Found(best.value, initializer_range, best.loss, best.edge)
+    return SearchResult(best.value, initializer_range, best.loss, best.edge)

@@ -19,8 +19,8 @@ _CHECKSUM = "checksum"
 
 def _refusal(path: Path, what: str) -> ValueError:
     return ValueError(
-        f"{path} {what}, so nothing can be made of the statistics there: remove {path.parent} and start again, which "
-        "measures them anew"
+        f"{path} {what}, so its statistics cannot be used: remove {path.parent} and start again, which measures "
+        "them anew"
     )
 
 

@@ -75,18 +75,18 @@ class Corpus:
         if distinct >= LEAST_DISTINCT:
             return ""
         return (
-            f"the calibration's text repeats itself ({distinct:.1%} of its runs of four tokens are distinct): it shows "
-            "next to nothing of what layers see. Give other text"
+            f"the calibration's text repeats itself ({distinct:.1%} of its runs of four tokens are distinct): this "
+            "is too little variety to calibrate on. Give other text"
         )
 
     @property
     def remarks(self) -> list[str]:
-        """What should be known of how far these texts tell, in sentences."""
+        """Return warnings about how far figures on these texts can be trusted."""
         remarks = [self.repeats] if self.repeats else []
         if len({excerpt.corpus for excerpt in self.excerpts} - {SAMPLED}) == 1:
             remarks.append(ONE_KIND)
         if not self.unseen:
-            remarks.append("the corpus has no more than calibration takes, so the result is evaluated on what it saw")
+            remarks.append("the corpus is too small to hold text out: the result is evaluated on its calibration text")
         elif shared := {e[:2] for e in self.judged} & {e[:2] for e in self.excerpts}:
             remarks.append(f"{len(shared)} documents both calibrate and evaluate, by different parts")
         windows, documents = len(self.judged), len({e[:2] for e in self.judged})
@@ -103,8 +103,8 @@ LEAST_DISTINCT, LEAST_WINDOWS, LEAST_DOCUMENTS = 0.02, 30, 6
 #: the kind of text that the model writes itself, as ``Excerpt.corpus``
 SAMPLED = "sampled"
 ONE_KIND = (
-    "calibrated on text of one kind, so little tells how the result does on others: give --data several times, of "
-    "unlike texts"
+    "calibrated on one kind of text; the loss on other kinds may be higher: give --data several times, with different "
+    "kinds of text"
 )
 
 

@@ -68,7 +68,7 @@ class HealReport:
 def original_copy(model: nn.Module) -> Any:
     """``model`` as it is now, to be a teacher later: its modules are new, its matrices are shared, so take no memory.
 
-    Operators may take the place of layers of ``model`` then; what they replaced lives on here. Vectors are copied.
+    Operators may then replace layers of ``model``; the copy keeps the originals. Vectors are copied.
     """
     return copy.deepcopy(model, {id(p): p for p in model.parameters() if p.ndim > 1})
 
@@ -209,13 +209,15 @@ class _Healing:
         samples = [[{"input_ids": row, "labels": row} for row in part] for part in (self.blocks, self.held_out)]
         evaluated = _Evaluated(self.model, against(self.teacher, self.model))
         with evaluating(self.model):
-            result = fit_in_folder(evaluated, tuple(samples), fit_settings, out_dir=self.folder, on_progress=self._told)
+            result = fit_in_folder(
+                evaluated, tuple(samples), fit_settings, out_dir=self.folder, on_progress=self._report_progress
+            )
         step, loss = self._best_so_far()
         first = result.curve[0]["validation_loss"]
         tokens = self.steps * settings.heal_batch * self.blocks.shape[1]
         return HealReport(settings.heal, tokens, self.steps, step, first, loss).to_dict()
 
-    def _told(self, progress: Any) -> None:
+    def _report_progress(self, progress: Any) -> None:
         loss = progress.validation_loss
         if progress.stage == "evaluate" and loss < self._best_so_far()[1]:
             save_tensors(self.best, self._trained(), {"step": str(progress.done), "loss": repr(loss)})

@@ -93,12 +93,12 @@ class CompressPlan:
 
     @property
     def parameters(self) -> int:
-        """Of the layers after compression."""
+        """Parameters of the layers after compression."""
         return sum(layer.parameters for layer in self.layers.values())
 
     @property
     def parameters_before(self) -> int:
-        """Of the layers as they are."""
+        """Parameters of the layers before compression."""
         return sum(layer.parameters_before for layer in self.layers.values())
 
     @property

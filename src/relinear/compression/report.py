@@ -50,12 +50,12 @@ class CompressReport:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model after compression."""
+        """Parameters of the whole model after compression."""
         return self.plan.parameters + self.plan.others
 
     @property
     def parameters_before(self) -> int:
-        """Of the whole model as it was."""
+        """Parameters of the whole model before compression."""
         return self.plan.parameters_before + self.plan.others
 
     @property
@@ -79,7 +79,7 @@ class CompressReport:
 
     @property
     def remarks(self) -> list[str]:
-        """What should be known of how far the figures tell, in sentences."""
+        """Return warnings about how far the figures can be trusted."""
         if self.evaluation is None:
             return []
         remarks, predicted = [] if self.corpus is None else self.corpus.remarks, self.plan.nats
@@ -113,7 +113,7 @@ class CompressReport:
             lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
         else:
             lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB"]
-        lines += [f"left as they are: {what}" for what in self.left]
+        lines += [f"not replaced: {what}" for what in self.left]
         if self.healing is not None:
             lines.append(str(self.healing))
         if self.evaluation is not None:
@@ -144,7 +144,7 @@ def _evaluation_lines(evaluation: Mapping[str, Any], predicted: float | None) ->
 
 
 TEMPLATE = "compression/report.html"
-#: of a layer of which little is kept, and of one of which nearly all is
+#: colours of the smallest and the largest share kept
 _DARK, _LIGHT = (18, 60, 120), (196, 219, 246)
 
 

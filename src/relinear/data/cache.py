@@ -34,7 +34,7 @@ def digest(value: Any) -> str:
 
 
 def checksum(path: Path) -> int:
-    """Of a file's content; of a large one, of blocks that are spread over it."""
+    """Return a checksum of a file; of a large one, of sampled blocks."""
     blocks = max(1, -(-path.stat().st_size // _BLOCK))
     chosen = range(blocks) if blocks <= _CHECKED_BLOCKS else np.linspace(0, blocks - 1, _CHECKED_BLOCKS).astype(int)
     value = 0

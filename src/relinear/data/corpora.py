@@ -107,7 +107,7 @@ def iter_texts(settings: DataSettings, split: str = "train", *, conversations: b
 
 
 def whole_or_held_out(settings: DataSettings) -> str:
-    """The split of a corpus to judge on: ``all``; where the corpus brings splits its ``test``, else ``validation``."""
+    """Return the evaluation split: ``all``, or the corpus's own ``test``, else ``validation``."""
     splits = open_corpus(settings).splits
     return next(split for split in ("all", "test", "validation") if split in splits)
 

@@ -49,7 +49,7 @@ class PackedDataset(Dataset):
 
     @property
     def checksum(self) -> int:
-        """Of the tokens: whether two runs had the same."""
+        """Return a checksum of the tokens, to compare two runs."""
         with os_errors_named(self.path):
             return checksum(self.path)
 

@@ -92,7 +92,7 @@ class Samples(Dataset):
 
     @property
     def checksum(self) -> int:
-        """Of what decides the samples: whether two runs had the same."""
+        """Return a checksum of what decides the samples, to compare two runs."""
         return zlib.crc32(repr((self.task, self.size, self.seed, self.split)).encode())
 
 

@@ -131,7 +131,7 @@ def load_tokenizer(name: str, *, separates: bool = True) -> Any:
 
 
 def _why_none(name: str) -> str:
-    """Why ``name`` can be no tokenizer that is there, as far as files tell, which takes a moment; else ""."""
+    """Return why ``name`` cannot be loaded, checking files only; "" if it can."""
     path = Path(name).expanduser()
     if exists(path):
         saved = any(any(path.glob(part)) for part in ("*tok*", "*vocab*", "*.model"))

@@ -30,11 +30,10 @@ class DistillSettings(Settings):
         learning_rate: of Adam, falling to 0 along a cosine. The paper's rotors take 0.05, matrices much less.
         loss: of a layer's outputs, or of the final logits ("kl"). "mse": squared error over the mean square; "cosine":
             one minus the cosine of each token's output; "kl": all layers of a decoder layer are fitted together.
-        target: what an operator is fitted to give: as its ``layer`` does, or as that did in the ``original`` model.
-            "layer": what the layer whose place it takes gives for its inputs, with
-            earlier replacements active; "original": what the layer gave in the original model for the same tokens, so
-            that an operator also makes up for the replacements before it (the inputs are the same). "original" keeps a
-            copy of every replaced layer until the end.
+        target: "layer": the outputs of the replaced layer for its inputs, with earlier replacements active; "original":
+            its outputs in the original model for the same tokens, so that an operator also makes up for the
+            replacements before it (the inputs are the same). "original" keeps a copy of every replaced layer until the
+            end.
         joint: then train the operators of a decoder layer together, until the module that holds them all
             (``self_attn`` for q, k and v) gives what it gave. Same loss, epochs and rate.
         bias: give layers without a bias one, and start every operator's at the mean of what it is to give. After a

@@ -1,4 +1,4 @@
-"""Judging a language model: perplexity of text, LAMBADA's last words, the tasks of lm-eval, and counting as a rival."""
+"""Evaluate a language model: perplexity, LAMBADA, lm-eval tasks, and an n-gram baseline."""
 
 from relinear.evaluate.language import Lambada, Perplexity, lambada, lm_eval, perplexity
 from relinear.evaluate.ngram import KneserNey

@@ -1,4 +1,4 @@
-"""Judging a language model: perplexity of text, LAMBADA's last words, and the tasks of lm-eval."""
+"""Evaluate a language model: perplexity, LAMBADA, and lm-eval tasks."""
 
 # Legend: B batch, T tokens, V vocabulary
 

@@ -21,13 +21,11 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 _TEMPLATE = "explore/explore.html"
 _LIVE = (
     "A unit is one dimension of a hook point: a gate, a dimension of a latent, a channel of what a layer puts out. "
-    "Look whether its texts have something in common that those of the random unit beside it have not, and whether "
+    "Look whether its texts have something in common that the texts of the random control unit lack, and whether "
     "changing it does more than changing that one."
 )
 _STATIC = (
-    _LIVE
-    + " This is a file without a model: to type texts, to colour them and to change units, run relinear explore on "
-    "the model's directory."
+    _LIVE + " This file holds no model. To type texts or change units, run relinear explore on the model's directory."
 )
 _KINDS = {torch.float32: "F32", torch.int32: "I32"}
 

@@ -71,7 +71,7 @@ class SecondEmbedding(AttachmentConfig):
 
     Args:
         dim: C, width of the embedding; the model's own by default, and then there is no W.
-        std: standard deviation that e_t starts from; that of the model's own start (``initializer_range``) by default.
+        std: initial standard deviation of e_t; by default the model's own initialisation (``initializer_range``).
 
     Examples:
         >>> model = relinear.from_preset("tiny")

@@ -29,7 +29,7 @@ _LEFT_ALONE = ("none", "dense")
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """One planned replacement: which module, by what, and how it starts."""
+    """One planned replacement: the module, its operator, and the initialisation."""
 
     target: Target
     config: OperatorConfig

@@ -1,4 +1,4 @@
-"""An output head that shares its matrix with the embedding, where an operator takes the embedding's place."""
+"""An output head that shares its matrix with the embedding, where an operator replaces the embedding."""
 
 import re
 from collections.abc import Iterable

@@ -118,9 +118,9 @@ class RunLog(TrainerCallback):
         files.write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
     def check_there(self) -> None:
-        """Raise FileNotFoundError if what was written is gone: a run must not end well in a directory made anew."""
+        """Raise FileNotFoundError if the run's directory is gone: it must not end successfully in a new one."""
         if self.path is not None and not self.path.exists():
-            said = "the directory of the run was removed or became unreachable while the run was at work"
+            said = "the directory of the run was removed or became unreachable during the run"
             raise FileNotFoundError(errno.ENOENT, said, str(self.path.parent))
 
     def report(self, stage: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The optimiser: parameter groups from what each parameter is for, Adam, schedules; and how such parameters start."""
+"""The optimiser: parameter groups by parameter role, Adam, schedules, and the initialisation by role."""
 
 import math
 from typing import Any, Literal
@@ -153,7 +153,7 @@ def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
     )
 
 
-# How a model starts in the maximal update parametrisation
+# Initialisation in the maximal update parametrisation
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The page of one training run: run.json and metrics.jsonl -> figures and what it came to."""
+"""Build the page of one training run from run.json and metrics.jsonl."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -111,7 +111,7 @@ def _check_model(settings: TrainSettings) -> None:
 
 
 def _check_memory(model: Any) -> None:
-    """Refuse what cannot be: weights, gradients and Adam's two states of more bytes than the machine has."""
+    """Raise if weights, gradients and Adam's states exceed the machine's memory."""
     import psutil
 
     needed = 16 * sum(parameter.numel() for parameter in model.parameters())

@@ -175,7 +175,7 @@ class TrainSettings(FitSettings):
             None leaves a layer alone. Patterns as in ``relinear.replace_``.
         layers: decoder layers by number; None takes all, as in ``relinear.replace_``.
         exclude: patterns of layers that stay.
-        init: how operators start, as in ``relinear.replace_``.
+        init: initialisation of operators, as in ``relinear.replace_``.
         attachments: settings of model-level parts, applied in this order.
         objective: what is minimised in place of the model's own loss, such as ``distill:teacher=DIR`` or
             ``cgt:eta=0.5``. A text or a mapping with ``kind``; evaluation is by the model's own loss always.

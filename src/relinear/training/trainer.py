@@ -41,7 +41,7 @@ _ALWAYS = (
     ("trainer_state.json",),
     ("rng_state*.pth",),
 )
-#: a training loss of so many times the first one (but at least of so many nats) is on no way down
+#: a training loss of so many times the first one (but at least of so many nats) counts as diverged
 DIVERGENCE_FACTOR = 100.0
 #: seconds after which an evaluation says how far it is
 _REPORT_AFTER_S = 2.0
