@@ -44,7 +44,7 @@ def trials_in(folder, evaluate, prefix=""):
 
 
 def made(runs):
-    """What carries out the runs of ``trials_in``, unless they have ended."""
+    """What executes the runs of ``trials_in``, unless they have ended."""
     for evaluate, place in runs:
         if read_final_loss(place) is None:
             loss = evaluate()

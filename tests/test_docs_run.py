@@ -145,7 +145,7 @@ def world(tmp_path_factory) -> Path:
 
 
 def run_shell(text: str, language: str) -> None:
-    """Carry out a block of commands in this process."""
+    """Run a block of commands in this process."""
     for words in commands(text, language):
         assert words[0] == "relinear", f"only relinear's commands run; mark the block: {words}"
         name, *given = words[1:]

@@ -154,7 +154,7 @@ def test_the_committed_plans_are_plans(committed):
 
 
 class _Started:
-    """A plan that is carried out as far as its time reaches."""
+    """A plan that is run as far as its time reaches."""
 
     def __init__(self, log, command, needed):
         self.out, self.needed, self.log = Path(command[-1]), needed, log

@@ -1,6 +1,6 @@
 """On a machine with an NVIDIA GPU: the plans of results/plans that take one, as a queue in calls of nine minutes.
 
-``python tools/gpu_evidence.py`` (``make gpu-evidence``) carries out plans by ``relinear compare --plan``, with
+``python tools/gpu_evidence.py`` (``make gpu-evidence``) runs plans by ``relinear compare --plan``, with
 as many runs at once as there are processors but two: small models wait for operations to start, not for the GPU. At the
 end of its time it stops what is under way, which keeps its state; the next call goes on. ``--rehearse`` takes every
 plan through all of its steps on a CPU, at sizes that say nothing.
@@ -63,7 +63,7 @@ def _stop(running: Any) -> None:
 def carry_out(
     out: Path, minutes: float, workers: int | None = None, start: Callable[..., Any] = subprocess.Popen
 ) -> list[str]:
-    """Carry out plans for so many minutes; return the names of those that are not done yet."""
+    """Run plans for so many minutes; return the names of those that are not done yet."""
     ends = time.monotonic() + 60 * minutes - SAVING
     workers = workers or max(1, (os.cpu_count() or 1) - 2)
     at_once = min(AT_ONCE, workers)
@@ -129,7 +129,7 @@ def main() -> int:
         left = rehearse(given.out, given.rehearse)
     else:
         left = carry_out(given.out, given.minutes, given.workers)
-    print(f"left for the next call: {', '.join(left)}" if left else "every plan is carried out")
+    print(f"left for the next call: {', '.join(left)}" if left else "every plan is done")
     return 1 if left and given.rehearse else 0
 
 

@@ -120,7 +120,7 @@ class Row:
 
     @property
     def share(self) -> str:
-        """Of the paper's tokens."""
+        """Return the share of the paper's tokens."""
         whole = _OF_PAPER.get(self.method)
         if not whole:
             return ""

@@ -56,7 +56,7 @@ def analyze_saved(
     loaded: Any = None,
     overwrite: bool = False,
 ) -> dict[str, Result]:
-    """Carry out analyses of a saved model.
+    """Run analyses of a saved model.
 
     Args:
         names: which; those that apply where there are none.

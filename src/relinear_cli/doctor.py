@@ -15,7 +15,7 @@ from relinear_cli.terminal import fitted
 
 #: state of a part: as it should be, something that may be wanted and is not there, something that fails
 GOOD, LACKS, FAILS = "ok", "-", "FAILS"
-#: of a cache, that are counted
+#: files of a cache that are counted at most
 _MOST_FILES = 10_000
 
 #: state, what is looked at, what was found and, where that can be changed, how

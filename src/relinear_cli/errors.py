@@ -41,7 +41,7 @@ def _is_foreign(error: BaseException) -> bool:
 def one_message(error: BaseException) -> str:
     """Return what to tell the user about ``error``, in so many characters as a terminal shows at once."""
     text = _message(error).replace("overwrite=True (--overwrite)", "--overwrite")
-    if len(text) <= _LONGEST:  # so that a mistyped option is told in a moment
+    if len(text) <= _LONGEST:  # so that a mistyped option is reported at once
         return text
     from relinear.system.text import cut
 
@@ -67,7 +67,7 @@ def _message(error: BaseException) -> str:
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run ``command`` and return the exit code of the process, having told the user on stderr what went wrong."""
+    """Run ``command`` and return the exit code of the process; errors are printed to stderr."""
     try:
         return command() or 0
     except KeyboardInterrupt as error:

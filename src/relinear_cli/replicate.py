@@ -1,4 +1,4 @@
-"""``relinear replicate``: the main tables of a paper beside ours."""
+"""``relinear replicate``: the main tables of a paper compared with ours."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ def command(
     executor: options.Executor = None,
     slurm: options.Slurm = None,
 ) -> None:
-    """Repeat the main tables of a paper, at a share of its budget; ends with a page, the paper beside ours.
+    """Repeat the main tables of a paper, at a share of its budget; ends with a page, the paper compared with ours.
 
     It begins with what it will take. If it is killed, start the command again: it resumes.
 

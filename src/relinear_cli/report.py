@@ -45,7 +45,7 @@ def command(
     """Write one page on one or several runs; it holds everything inline and opens without a network.
 
     Of a comparison also its plots are drawn again and its table is printed. With --analyze every analysis that applies
-    to a trained model is carried out, on held-out text of the run, and put on the page: gates, modulators, latents,
+    to a trained model is run, on held-out text of the run, and put on the page: gates, modulators, latents,
     effective ranks, contexts, planes of rotors.
 
     **Example:** `relinear report runs/demo --analyze`
@@ -122,7 +122,7 @@ def trained_in(run: Path) -> list[Path]:
 
 
 def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 64) -> None:
-    """Carry out the analyses that apply to trained models, into ``analysis`` beside each of them.
+    """Run the analyses that apply to trained models, into ``analysis`` beside each of them.
 
     Args:
         folders: as ``trained_in`` finds them. overwrite: rename analyses of something else. samples: sequences to read.
@@ -149,7 +149,7 @@ def _data_of(folder: Path) -> DataSettings:
     from relinear.data import DataSettings
     from relinear.system.files import damaged_file_errors, read_json
 
-    with damaged_file_errors(folder / "run.json", "damaged", "carry out the run again"):
+    with damaged_file_errors(folder / "run.json", "damaged", "start the run again"):
         return DataSettings(**read_json(folder / "run.json")["settings"]["data"])
 
 
@@ -193,7 +193,7 @@ def section_of(run: Path) -> Section:
         section = _section(run)
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"the files in {run} are damaged or of another version ({error!r}); carry out their command again"
+            f"the files in {run} are damaged or of another version ({error!r}); run their command again"
         ) from None
     if section.command == "analyze":
         return section

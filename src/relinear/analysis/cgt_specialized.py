@@ -24,7 +24,7 @@ HOW_TO_READ = (
 )
 #: tokens of the second half: where the paper's Figure 6a looks, and on to where a text has shown itself anyhow
 PLACES = {"1 to 4": slice(0, 4), "5 to 16": slice(4, 16), "17 to 48": slice(16, 48), "after 48": slice(48, None)}
-#: of the moving average (Figure 14)
+#: rate of the moving average (Figure 14)
 RATE = 1 / 300
 DYNAMIC, FROZEN, AVERAGE, CONSTANT = "computed", "frozen", "moving average", "learned constant"
 SAME, OTHER = "frozen, of another text of its source", "frozen, of another source"

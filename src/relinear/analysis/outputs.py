@@ -24,7 +24,7 @@ HOW_TO_READ = (
     "on this data. The update is the norm of trained minus initial parameters, relative to the initial ones."
 )
 
-#: of statistics that are held at a time, in bytes
+#: bytes of statistics that are held at a time
 _MEMORY = 2**30
 
 

@@ -28,7 +28,7 @@ from relinear.training.fitting import compiled as through_compiler
 ModelPass = Literal["step", "prefill", "decode"]
 #: tokens of the prompt that decoding goes on from: few, so that next to no prefill is timed with it
 PROMPT = 8
-#: of AdamW: small, so that the work stays the same
+#: learning rate of AdamW: small, so that the work stays the same
 _LEARNING_RATE = 1e-4
 
 

@@ -53,7 +53,7 @@ def measure_roofline(dtype: torch.dtype) -> Roofline:
 DENSE = "dense"
 Pass = Literal["forward", "step"]
 Mode = Literal["eager", "compiled"]
-#: of a row, beside its case and times; ``error`` is set, and nothing timed, where it failed the correctness gate
+#: columns of a row after its case and times; ``error`` is set, and nothing timed, where it failed the correctness gate
 FIGURES = ("peak_bytes", "memory_ratio", "flops", "parameters", "share_of_floor", "relative_error", "error")
 #: largest relative error, in the Frobenius norm, of a contender against its own float64 copy
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}

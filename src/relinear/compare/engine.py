@@ -1,4 +1,4 @@
-"""Rounds of runs: searches ask for them until they ask for none, an executor carries them out."""
+"""Rounds of runs: searches ask for them until they ask for none, an executor runs them."""
 
 import dataclasses
 import itertools
@@ -43,7 +43,7 @@ Search = Generator[list[Run], list[float], T]
 
 
 def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
-    """Carry out searches that do not need each other: a round is what all of them ask for."""
+    """Run searches that do not need each other: a round is what all of them ask for."""
     results: dict[int, T] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(searches)))
     while answers:
@@ -59,7 +59,7 @@ def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
 
 
 def run_search(search: Search[T], run_round: Callable[[list[Run]], list[float]]) -> T:
-    """Return what a search finds; ``run_round`` carries out a round and returns the loss of every run."""
+    """Return what a search finds; ``run_round`` executes a round and returns the loss of every run."""
     losses: Any = None
     while True:
         try:
@@ -77,7 +77,7 @@ def run_once(settings: Mapping[str, Any], folder: str) -> float:
 
 
 class Engine:
-    """Carries out rounds of runs, and says how far they are.
+    """Execute rounds of runs and report their progress.
 
     Args:
         executor: runs the calls.
@@ -108,7 +108,7 @@ class Engine:
         return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in asked)
 
     def run_round(self, runs: list[Run]) -> list[float]:
-        """Carry out those that have not ended; one that fails ends none of the others.
+        """Execute those that have not ended; one that fails ends none of the others.
 
         Returns:
             Their losses, infinite where training diverged.

@@ -1,4 +1,4 @@
-"""Where runs are carried out: processes of this machine, SLURM through submitit, or a cluster of Dask.
+"""Where runs are executed: processes of this machine, SLURM through submitit, or a cluster of Dask.
 
 Each is an executor as in ``concurrent.futures``. Every call is a process of its own: if one is killed, others go on,
 and no work is lost, as calls are runs that resume.
@@ -48,7 +48,7 @@ class InlineExecutor(Executor):
 
 
 class _ThreadPerCall(ThreadPoolExecutor):
-    """A thread waits for each call, which is carried out elsewhere; an exception in its block ends all of them."""
+    """A thread waits for each call, which runs elsewhere; an exception in its block ends all of them."""
 
     call: Callable[..., Any]
     end: Callable[[], None]
@@ -130,7 +130,7 @@ def _start_server() -> None:
 def _serve(
     send: Any, variables: Mapping[str, str], log: Path | None, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    """Carry out a call and send (error, result)."""
+    """Execute a call and send (error, result)."""
     if sys.platform.startswith("linux"):  # killed with the parent, however that ends: no forgotten run goes on writing
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process

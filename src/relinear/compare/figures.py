@@ -206,7 +206,7 @@ def file_sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Bud
 
 
 def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str]) -> list[Panel]:
-    """Of ``scale.json``: loss against training FLOPs and, where measured, time, with every entry's power law.
+    """Return the panels of ``scale.json``: loss against training FLOPs and time, with every entry's power law.
 
     ``axes``: what it is against -> its title.
     """

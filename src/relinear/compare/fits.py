@@ -62,7 +62,7 @@ class FitReplication:
 
     @property
     def fits(self) -> papers.Fits:
-        """Of the paper."""
+        """Return the paper's fits."""
         assert self.paper.fits is not None
         return self.paper.fits
 

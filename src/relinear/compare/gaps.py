@@ -58,7 +58,7 @@ def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np
 
 
 def _standard_error(difference: np.ndarray) -> float:
-    """Of the mean of ``difference`` (S, N) over blocks, its seeds averaged."""
+    """Return the standard error of the mean of ``difference`` (S, N) over blocks, its seeds averaged."""
     sums, counts = _grouped(difference)
     groups, blocks = len(counts), difference.shape[1]
     rest = sums.mean(0) - difference.mean() * counts

@@ -1,4 +1,4 @@
-"""``relinear replicate``: the main tables of a paper beside ours, at a share of its budget, by recipes and ``compare``.
+"""``relinear replicate``: the main tables of a paper compared with ours, at a share of its budget.
 
 A paper is a file in ``papers/``: its recipe, what a small machine changes in that, its tables, and what is claimed.
 """
@@ -51,7 +51,7 @@ class Replication:
 
     @property
     def share(self) -> float:
-        """Of the paper's tokens."""
+        """Return the share of the paper's tokens."""
         return tokens_of(self.recipe) / tokens_of(self.whole)
 
     @property
@@ -78,7 +78,7 @@ class Replication:
         compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **where)
 
     def section(self, folder: Path) -> Section:
-        """Return its page: the paper beside ours, then the comparison. Raises as ``replicate_section``."""
+        """Return its page: the paper compared with ours, then the comparison. Raises as ``replicate_section``."""
         results, below = read_results(folder / papers.COMPARISON), results_section(folder / papers.COMPARISON)
         entries = {entry["name"]: entry for entry in results["entries"]}
         first = entries.get(next(iter(self.recipe.entries)))
@@ -186,7 +186,7 @@ def replicate(
     slurm: Mapping[str, Any] | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> Path:
-    """Carry out a replication and return its page, ``report.html`` in ``out_dir``.
+    """Run a replication and return its page, ``report.html`` in ``out_dir``.
 
     Started again with the same options it goes on where it was. The comparison is in ``out_dir/comparison``, fits are
     in ``out_dir/fits``.

@@ -41,7 +41,7 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     Args:
         recipe: what to compare.
         workers: runs at once; None for as many as there are cores for.
-        timed: False where runs are carried out on other machines.
+        timed: False where runs are executed on other machines.
 
     Raises:
         ValueError, OSError: for a model or text that is not there, or sizes that cannot be matched.
@@ -81,7 +81,7 @@ class _Runs:
 
     @property
     def tokens(self) -> float:
-        """Of all runs; an evaluated token counts a third."""
+        """Return the tokens of all runs; an evaluated token counts a third."""
         settings = self.settings
         evaluations = self.steps // (settings.eval_every or self.steps) + 1
         evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)

@@ -71,7 +71,7 @@ def compare(
     on_progress: ProgressCallback = no_progress,
     on_event: ProgressCallback | None = None,
 ) -> Results:
-    """Carry out a comparison and leave its results in ``out_dir``.
+    """Run a comparison and leave its results in ``out_dir``.
 
     ``out_dir`` gets ``run.json`` (recipe, sizes, machine), ``tuning/`` and ``runs/ENTRY/seed-N/`` (a run's own
     ``run.json``, ``metrics.jsonl`` and ``block_losses.npy``), ``ngram.json``, ``speed.json`` and, at the end,
@@ -84,7 +84,7 @@ def compare(
         overwrite: start over, and rename what is in the way in ``out_dir``: ``runs`` becomes ``runs.<time>``.
         workers: runs at once, each in a process of its own; None for as many as this machine has cores for. 0 trains in
             this process, so that the peak memory of a run is that of all before it.
-        executor: where runs are carried out: None on this machine, "slurm", the address of a scheduler of Dask
+        executor: where runs are executed: None on this machine, "slurm", the address of a scheduler of Dask
             ("tcp://HOST:8786"), or an executor as ``concurrent.futures`` has them. All see ``out_dir`` by this path.
         slurm: parameters of ``submitit.AutoExecutor`` for jobs of SLURM, such as ``slurm_partition``.
         on_progress: called with what is being done: a ``Progress``.
@@ -202,7 +202,7 @@ def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
 
 
 def _chosen(planned: Planned, choice: _Choice | None) -> Planned:
-    """Of an entry in several bits the one that was chosen."""
+    """Return the chosen candidate of an entry in several bits."""
     bits = choice and choice.settings.bits
     return next((candidate for candidate in planned.candidates if candidate.settings.bits == bits), planned)
 
@@ -283,7 +283,7 @@ class _Comparison:
         return count_ngrams(self.recipe, self.data, self.out_dir)
 
     def _gaps(self, names: Iterable[str]) -> dict[str, Gap]:
-        """Of every entry but the reference, by name."""
+        """Return the gap of every entry but the reference, by name."""
         losses = {name: [self._losses(name, seed) for seed in self.recipe.seeds] for name in names}
         reference = losses.pop(str(self.recipe.reference), None)
         return {} if reference is None else {name: gap(values, reference) for name, values in losses.items()}

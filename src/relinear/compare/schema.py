@@ -86,7 +86,7 @@ class Tuning(TypedDict):
 
 
 class Speed(TypedDict):
-    """Of an entry, measured with all others in turn; ratios are to the ``reference``."""
+    """Speed of an entry, measured in turn with all others; ratios are to the ``reference``."""
 
     train_ratio: Number
     inference_ratio: Number

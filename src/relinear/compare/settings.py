@@ -267,7 +267,7 @@ class CompareSettings(Settings):
 
     @classmethod
     def upgraded(cls, saved: Any) -> Any:
-        """As in every other settings, but for the default of ``train.steps``, which is none beside another budget."""
+        """As in every other settings, but for the default of ``train.steps``: None with another budget."""
         train = saved.get("train") if isinstance(saved, Mapping) else None
         if not isinstance(train, Mapping):
             return super().upgraded(saved)
@@ -417,7 +417,7 @@ class Plan(Settings):
 
     Attributes:
         question: that the comparison decides.
-        command: that carries it out.
+        command: that runs it.
         effect: the gap that is looked for; "not seen" takes a half-width below half of it.
         effect_from: where it comes from.
         spread: standard deviation over seeds of the paired differences, as far as it is known.

@@ -26,7 +26,7 @@ class Candidate:
     nats: float
 
 
-#: of every layer, by name
+#: candidates of every layer, by name
 Choices = Mapping[str, Sequence[Candidate]]
 
 

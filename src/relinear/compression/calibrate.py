@@ -32,20 +32,20 @@ from relinear.system.allocator import release_freed_memory
 from relinear.system.files import remove_temporaries
 from relinear.system.grouped import grouped
 
-#: of a config, what changes nothing that a model computes
+#: fields of a config that do not change what a model computes
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 
 #: what a calibration leaves beside its fingerprint
 _FILES = ("loss.json", "head.safetensors", "candidates-*", "fit-*", "hidden-*", "gradient-*")
 
-#: told the phase, how many decoder layers of it are done, and how many there are
+#: called with the phase, how many decoder layers of it are done, and how many there are
 OnLayer = Callable[[str, int, int], None]
-#: of the linear layers of one decoder layer, by name
+#: statistics of the linear layers of one decoder layer, by name
 Statistics = Mapping[str, CalibrationStatistics]
 
 
 def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
-    """Of everything that decides a calibration's result, the config among it: equal weights may be read in two ways."""
+    """Return a hash of everything that decides a calibration's result, including the config."""
     values = model.config.to_diff_dict() if hasattr(model, "config") else {}
     settings_of_model = {key: value for key, value in values.items() if key not in _PASSING}
     named = (part for pair in model.named_parameters() for part in pair)
@@ -128,7 +128,7 @@ class Calibration:
         batch: blocks a pass.
         kinds: of each block, the number of its kind of text; one kind by default.
         seed: of the next tokens that the model draws; gradients are those of their summed log-likelihood.
-        on_layer: told the progress.
+        on_layer: called with the progress.
 
     Raises:
         ValueError: if ``folder`` holds another calibration, or the layers take no states (B, T, D).
@@ -159,7 +159,7 @@ class Calibration:
         self.tokens, self.seed = blocks.numel(), seed
         self.layers = LayerByLayer(model)
         self.streams = Streams(self.folder, len(self.parts))
-        #: of so many layers one keeps its states on disk, the others' are found again
+        #: one in so many layers keeps its states on disk, those of the others are computed again
         self._every = 0
 
     @property
@@ -177,7 +177,7 @@ class Calibration:
         They are kept in the folder, under ``phase`` and ``key``, and made once.
 
         Args:
-            phase: told with the progress. key: of all that ``make`` depends on.
+            phase: reported with the progress. key: of all that ``make`` depends on.
             make: moments by name -> tensors by names that are unique.
             last: whether nothing more will be asked for, so that states may go from the disk.
         """
@@ -209,7 +209,7 @@ class Calibration:
             self._find_loss()
 
     def _checkpoint_interval(self, stream: int) -> int:
-        """Of how many layers one keeps its states, of ``stream`` bytes, so that all take at most twice the model's."""
+        """Return how many layers share one saved state of ``stream`` bytes: together at most twice the model's size."""
         limit, total = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters()), len(self.layers)
         return next((k for k in range(1, total) if (total // k + k + 4) * stream <= limit), math.isqrt(total))
 

@@ -63,7 +63,7 @@ class Corpus:
 
     @property
     def kinds(self) -> list[int]:
-        """Of each block that calibrates, the number of its corpus: each is taken for a kind of text."""
+        """Return the number of each calibration block's corpus: each corpus counts as a kind of text."""
         names = list(dict.fromkeys(excerpt.corpus for excerpt in self.excerpts))
         return [names.index(excerpt.corpus) for excerpt in self.excerpts]
 

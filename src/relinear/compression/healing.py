@@ -102,7 +102,7 @@ def heal(
         held_out: token ids (N, T) that evaluate it.
         settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``batch_size`` and ``seed`` of these.
         folder: of state and metrics; None keeps nothing.
-        on_progress: told "heal", steps done and in all.
+        on_progress: called with "heal", steps done and in all.
 
     Raises:
         ValueError: if nothing is left to train, or there are fewer blocks than a step takes. NonFiniteLossError: (a

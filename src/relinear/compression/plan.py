@@ -62,7 +62,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
         rows = {name: dict(layer) for name, layer in layers.items()}
     if values.get("format", FORMAT) != FORMAT or not rows:
         what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if rows else "it names no layer"
-        raise ValueError(f"{path} is no compression plan that can be carried out: {what}")
+        raise ValueError(f"{path} is no compression plan that can be applied: {what}")
     return rows
 
 

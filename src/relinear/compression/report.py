@@ -159,7 +159,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
     Raises:
         ValueError: where it lacks what a report has.
     """
-    with damaged_file_errors("this", "no report of a compression", "carry out the compression again"):
+    with damaged_file_errors("this", "no report of a compression", "run the compression again"):
         values = {
             "report": report,
             "picture": _picture(report["layers"]),

@@ -76,7 +76,7 @@ def compress(
         tokenizer: of the model, needed for texts; saved beside the model.
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
         settings: ``CompressSettings`` or a mapping of its fields.
-        plan_file: a plan to carry out in place of one that is made here.
+        plan_file: a plan to apply in place of one that is made here.
         plan_only: stop after the plan, the model as it was. Where ``out_dir`` holds a model already, plan and report
             are put beside its own as ``proposed-*``.
         evaluate_on: texts of other kinds, by name, that the result is also evaluated on; of each ``evaluation_tokens``.
@@ -112,7 +112,7 @@ def compress(
     reader.check(model, tokenizer)
     run_folder = None if out_dir is None else check_folder(out_dir, resolved, overwrite=overwrite)
     if overwrite and plan_file is not None and Path(plan_file).resolve().parent == Path(out_dir or "").resolve():
-        raise ValueError(f"{plan_file}, which is to be carried out, would be renamed; move it, or leave out overwrite")
+        raise ValueError(f"{plan_file}, the plan to apply, would be renamed; move it, or leave out overwrite")
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
     out_of_reach = unreached(model, targets)
@@ -171,7 +171,7 @@ def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: 
 
 
 def proposal(folder: Path, name: str) -> Path:
-    """Return where ``name``, of a plan that is not carried out (yet), is put: a model in ``folder`` keeps its own."""
+    """Return where ``name``, of a plan that is not applied (yet), is put: a model in ``folder`` keeps its own."""
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
 
 

@@ -25,13 +25,13 @@ from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import module_parameters
 
-#: told the phase ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is
+#: called with the phase ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is
 #: done, and how much there is
 OnProgress = Callable[[str, int, int], None]
 
 #: share of a model's parameters that must not be out of reach
 MAX_UNREACHED_SHARE = 0.5
-#: of a sequence on which a model run layer by layer is compared with the whole
+#: tokens of the sequence on which a model run layer by layer is compared with the whole
 CHECKED_TOKENS = 64
 
 

@@ -143,7 +143,7 @@ def register(cls: C) -> C:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return what a process that is started has to be told, so that it knows the kinds that are known here."""
+    """Return what a new process needs to know the kinds that are known here."""
     return plugins.environment(cls for kinds in _REGISTRY.values() for cls in kinds.values())
 
 

@@ -8,13 +8,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from relinear.contract.config import nearest, readable, shown
 
-#: of random numbers: NumPy takes 32 bits
+#: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 #: more is a slip
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
 #: in sequences; more ends in no memory, without a word
 Batch = Annotated[int, Field(gt=0, le=2**20)]
-#: of a CPU; a million end the process, without a word
+#: CPU threads; a million end the process, without a word
 Threads = Annotated[int, Field(gt=0, le=1024)]
 
 
@@ -24,9 +24,9 @@ def _refuse_twice(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-#: of a list: no value is in it twice
+#: refuses a list with a repeated value
 Unique = AfterValidator(_refuse_twice)
-#: of names of modules; one alone may be given as it is
+#: patterns of names of modules; a single one may be a string
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 

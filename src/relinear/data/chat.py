@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Conversation(str):
-    """A document that is a conversation; as a string it is its messages as JSON, so that it can be told from others."""
+    """A document that is a conversation; as a string it is its messages as JSON, which marks it as one."""
 
     __slots__ = ()
 

@@ -130,7 +130,7 @@ def improve(
 
 
 def _error(pairs: Iterator[tuple[Tensor, Tensor]]) -> FitError:
-    """The error of outputs (N, O) beside those that were wanted, part by part, in double precision."""
+    """Return the error of outputs (N, O) against the target outputs, part by part, in double precision."""
     wrong = total = cosine = 0.0
     rows = 0
     for got, wanted in ((part.double() for part in pair) for pair in pairs):

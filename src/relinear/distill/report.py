@@ -38,7 +38,7 @@ class LayerFit:
 
     @property
     def worse_than_zeros(self) -> bool:
-        """Return whether an output of zeros, whose error is 1, would be as near to the layer's (never told by a KL)."""
+        """Return whether an output of zeros, whose error is 1, would be as near to the layer's (never for a KL)."""
         return self.cosine is not None and not self.error < 1
 
 

@@ -220,7 +220,7 @@ class _Run:
 
     @torch.no_grad()
     def perplexity(self, when: str) -> float | None:
-        """Of the model as it now is, in eval mode, on the tokens held out, but for the first of each block.
+        """Return the model's perplexity in eval mode on the held-out tokens, without the first of each block.
 
         None if it returns no logits.
         """
@@ -239,7 +239,7 @@ class _Run:
     # State on disk
 
     def fingerprint(self, full_plan: Plan, settings: Any, operators: list) -> str:
-        """Of everything that decides the result; ``settings`` and ``operators`` as they are written down."""
+        """Return a hash of everything that decides the result; ``settings`` and ``operators`` as they are saved."""
         parameters = [p for r in full_plan.replacements for p in r.target.module.parameters()]
         return fingerprint_of([settings, operators], [self.blocks, *parameters])
 
@@ -313,7 +313,9 @@ class _Run:
             and layer_of(name) == layer_of(group[0].name)
         }
         if not modules:
-            raise ValueError(f"retrain={pattern!r} matches no linear layer beside those replaced near {group[0].name}")
+            raise ValueError(
+                f"retrain={pattern!r} matches no linear layer other than those replaced near {group[0].name}"
+            )
         return modules
 
     # One decoder layer

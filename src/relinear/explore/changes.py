@@ -1,4 +1,4 @@
-"""Changing a unit of a model, or its weights by a prefix: what happens to the next token, beside a control."""
+"""Changing a unit of a model, or its weights by a prefix: what happens to the next token, compared with a control."""
 
 # Legend: B batch, T tokens, V vocabulary, E width of y
 
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
-    """Return what a change of a unit does to the next token after ``text`` and to what is written, beside a control.
+    """Return what a change of a unit does to the next token and to the text written, compared with a control.
 
     The control is a random other unit that is moved equally far, in its own standard deviations.
 
@@ -161,7 +161,7 @@ _CONTEXT = "transformer.context"
 
 
 def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
-    """Return the model specialised to ``prefix`` (``relinear.specialize``) beside itself without it, as JSON values.
+    """Return the model specialised to ``prefix`` compared with the unspecialised one, as JSON values.
 
     Returns:
         "tokens", "shares": the likeliest next tokens after ``text`` and their probabilities for the specialised model,

@@ -19,7 +19,7 @@ _WITHOUT_OWNER = frozenset(
 
 
 def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None) -> Literal["directory", "hub"]:
-    """Return where the saved model ``name`` is to be had, as far as can be told without a network.
+    """Return where the saved model ``name`` is to be had, as far as is known without a network.
 
     Args:
         name: what a user wrote.

@@ -22,7 +22,7 @@ from relinear.kernels.autograd import (
 )
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
 
-#: of the LayerNorm
+#: epsilon of the LayerNorm
 EPS = 1e-5
 
 #: inputs of an output (rank and gate network together) for each token, up to which one C++ kernel takes less time than

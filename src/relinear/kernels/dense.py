@@ -93,9 +93,10 @@ RATE, TILED_RATE = 4e5, 2e6
 
 
 def dense_cost(in_features: int, out_features: int, tokens: int, itemsize: int, tiled: bool) -> float:
-    """Of a dense product on a CPU, in microseconds: an estimate from rates measured on two AVX-512/AMX cores.
+    """Estimate the time of a dense product on a CPU, in microseconds.
 
-    Only the ratio to ``factored_cost`` matters. A large matrix has to be read for few tokens.
+    Rates are measured on two AVX-512/AMX cores; only the ratio to ``factored_cost`` matters. A large matrix has to be
+    read for few tokens.
 
     Args:
         itemsize: bytes of a number.
@@ -110,7 +111,7 @@ def dense_cost(in_features: int, out_features: int, tokens: int, itemsize: int, 
 def factored_cost(
     in_features: int, out_features: int, factor: int, pairs: int, flops: int, blade: bool, tokens: int, tiled: bool
 ) -> float:
-    """Of a sum of sandwiches, as ``dense_cost``.
+    """Return the time of a sum of sandwiches, as ``dense_cost``.
 
     Small factors use a processor badly, and worse the faster it multiplies large ones.
 

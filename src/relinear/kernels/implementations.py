@@ -106,7 +106,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Of x (..., I)."""
+        """Return the number of rows of x (..., I)."""
         return self.size // self.x.shape[-1] if self.size else 0
 
 

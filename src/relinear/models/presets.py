@@ -205,7 +205,7 @@ def draw_as_torch_(model: Any) -> None:
 
 
 def locate_model(name: str, *, presets: bool = True) -> Literal["preset", "directory", "hub"]:
-    """Return where the model ``name`` is to be had, as far as can be told without a network.
+    """Return where the model ``name`` is to be had, as far as is known without a network.
 
     Args:
         name: what a user wrote.

@@ -60,7 +60,7 @@ class BlockHadamardLinear(Operator):
             stage.copy_(fitted)
 
     def flops_per_token(self) -> int:
-        """Of the form that runs, which takes the transform as products of small matrices, not as butterflies."""
+        """Return the FLOPs per token, with the transform computed as products of small matrices, not as butterflies."""
         transformed = list(self.blocks)[0 if self.config.mix_input else 1 :]
         transforms = sum(hadamard_flops(stage.shape[0] * stage.shape[2]) for stage in transformed)
         return transforms + 2 * sum(stage.numel() for stage in self.blocks)

@@ -141,7 +141,7 @@ class HDPLLinear(FusedInference, LatentOperator):
             self.logvar.bias.fill_(_FITTED_LOGVAR)
 
     def flops_per_token(self) -> int:
-        """Of a training forward; eval saves the variance encoder's 2 R I, which there is none of without noise."""
+        """Return the FLOPs per token of a training forward; eval, or no noise, saves the variance encoder's 2 R I."""
         encoders = [encoder for encoder in (self.mu, self.logvar) if encoder is not None]
         return 2 * sum(p.numel() for p in (self.blocks, self.decoder.weight, *(e.weight for e in encoders)))
 

@@ -29,7 +29,7 @@ from relinear.functional.rounding import (
 from relinear.kernels.quantized import code_changer, prepare_few_rows, quantized
 from relinear.operators.fused_inference import FusedInference
 
-#: of the sizes that a layer could have
+#: bits per weight that a layer can have
 BITS = (2, 3, 4, 5, 6, 8)
 #: rows that are rounded to tell what a size costs: at least so many, and of a vocabulary every so many
 SAMPLED_ROWS, SAMPLED_EVERY = 16, 64

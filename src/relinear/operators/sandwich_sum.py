@@ -94,7 +94,7 @@ class SandwichSum(CachingModule):
 
     @property
     def _share(self) -> float:
-        """Of every input window in an output: spread windows are averaged, others summed."""
+        """Return the weight of an input window in an output: spread windows are averaged, others summed."""
         return 1 / self.counts[2] if self.config.windows == "spread" else 1.0
 
     @property
@@ -170,7 +170,7 @@ class SandwichSum(CachingModule):
         return self.apply_factors(eye, left, right).T
 
     def flops_per_token(self) -> int:
-        """Of the factored form."""
+        """Return the FLOPs per token of the factored form."""
         terms, outputs, inputs = self.counts
         left, right = self.factor_sizes
         basis = 0 if self.config.basis == "spinor" else 2 * self.shape.rows * self.window * (inputs + outputs)
@@ -185,7 +185,7 @@ class SandwichSum(CachingModule):
         return size, size
 
     def factored_cost(self, tokens: int, dtype: torch.dtype) -> float:
-        """Of the factored form in inference on a CPU, as ``kernels.dense.dense_cost``."""
+        """Return the cost of the factored form in inference on a CPU, as ``kernels.dense.dense_cost``."""
         blade = self.config.basis == "blade"
         sizes = self.in_features, self.out_features, min(self.factor_sizes)
         return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, tiled(dtype))

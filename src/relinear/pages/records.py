@@ -26,7 +26,7 @@ def read_values(path: Path) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError for a file that is none, FileNotFoundError where there is none."""
     values = read_json(path)
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no JSON object; delete it and carry out its command again")
+        raise ValueError(f"{path} holds no JSON object; delete it and run its command again")
     return values
 
 

@@ -66,7 +66,7 @@ class _LowRank(nn.Module):
         return torch.nn.functional.linear(torch.nn.functional.linear(x, self.down), self.up)
 
     def flops_per_token(self) -> int:
-        """Of the two products."""
+        """Return the FLOPs per token of the two products."""
         return 2 * (self.down.numel() + self.up.numel())
 
 
@@ -88,7 +88,7 @@ class LaurelResidual(nn.Module):
         return out if extra is None else out + beta * extra
 
     def flops_per_token(self) -> int:
-        """Of the low-rank products and of the weighted sum; the layer's own addition to the stream is not ours."""
+        """Return the FLOPs per token of the low-rank products and the weighted sum, without the layer's addition."""
         weighted = 0 if self.weights is None else 3 * self.width
         if self.low_rank is None:
             return weighted
@@ -185,7 +185,7 @@ class LaurelPreviousResidual(nn.Module):
         return y + (mixed if self.low_rank is None else self.low_rank(mixed))
 
     def flops_per_token(self) -> int:
-        """Of the weighted sum of the streams, of h, and of adding it to y."""
+        """Return the FLOPs per token of the weighted sum of the streams, of h, and of adding it to y."""
         mixing = 2 * self.gamma.numel() * self.width
         return mixing + (0 if self.low_rank is None else self.low_rank.flops_per_token() + self.width)
 

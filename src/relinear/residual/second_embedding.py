@@ -38,7 +38,7 @@ class _Table(ContextOwner):
             nn.init.normal_(self.projection.weight, std=self.projection.in_features**-0.5)
 
     def flops_per_token(self) -> int:
-        """Of the projection; looking up counts as nothing."""
+        """Return the FLOPs per token of the projection; the lookup is free."""
         return 0 if self.projection is None else 2 * self.projection.weight.numel()
 
     def forward(self, ids: Tensor) -> Tensor:

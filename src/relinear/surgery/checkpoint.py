@@ -245,7 +245,7 @@ class _Form(NamedTuple):
 
 
 def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
-    """Of all tensors in the files, by their heads alone."""
+    """Return the shapes and types of all tensors in the files, from their headers."""
     tensors: dict[str, _Form] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):

@@ -115,7 +115,7 @@ def plan(
             weight that is there (``from_linear``).
 
     Returns:
-        The plan, to print or to carry out by ``apply_()``.
+        The plan, to print or to apply by ``apply_()``.
 
     Raises:
         ValueError: a pattern without a match (with the nearest names), a size that the operator cannot take, a tied

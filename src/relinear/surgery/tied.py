@@ -31,7 +31,7 @@ class TiedHead(nn.Module):
         return self._table[0]
 
     def flops_per_token(self) -> int:
-        """Of the product; looking up counts as nothing."""
+        """Return the FLOPs per token of the product; the lookup is free."""
         return self.table.flops_per_token()
 
     def forward(self, x: Tensor) -> Tensor:

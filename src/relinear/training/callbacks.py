@@ -124,7 +124,7 @@ class RunLog(TrainerCallback):
             raise FileNotFoundError(errno.ENOENT, said, str(self.path.parent))
 
     def report(self, stage: str, step: int) -> None:
-        """Tell ``on_progress`` of a step; ``stage`` is what was just done, or is about to be."""
+        """Call ``on_progress`` for a step; ``stage`` is what was just done, or is about to be."""
         settings = self._trainer.settings
         known = pace(self.rows, settings, step)
         text = "preparing" if stage == "prepare" else "training"

@@ -196,7 +196,7 @@ class RelinearTrainer(Trainer):
         self._block_losses = block_losses
         self._plain_model: Any = model
         self._redirect: Path | None = None
-        #: told of the batches of an evaluation that takes a while, done and in all
+        #: called with the batches of a long evaluation, done and in all
         self.on_evaluating: Callable[[int, int], None] = lambda done, total: None
 
     def start_from(self, step: int, tokens: int, first_loss: float | None) -> None:

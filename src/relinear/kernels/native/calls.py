@@ -48,7 +48,7 @@ LARGEST_RANK = 16
 PORTION_BYTES = 1 << 22
 #: rows up to which integers are made numbers in registers, each time that they are read
 FEW_ROWS = {torch.float32: 32, torch.bfloat16: 8}
-#: of integers
+#: bits of the integers
 BITS = (2, 3, 4, 5, 6, 8)
 #: in the order of ``activations.h``
 ACTIVATIONS = ("prelu", "gelu", "silu", "elu")
@@ -184,7 +184,7 @@ def gate_backward(to_value: Tensor, logits: Tensor, to_bias: Tensor, y: Tensor, 
 
 
 def _check_product(out: Tensor, name: str, x: Tensor, weight_name: str, weight: Tensor) -> None:
-    """Of weights (K, O / K, I / K), of any strides, with x (N, I)."""
+    """Check weights (K, O / K, I / K), of any strides, and x (N, I) for a product."""
     if x.ndim != 2 or x.shape[0] != out.shape[0]:
         raise ValueError(f"{name} must be a matrix of {out.shape[0]} rows, got {tuple(x.shape)}")
     _check(name, x, torch.float32, *x.shape)

@@ -42,14 +42,14 @@ class Sample:
 
 
 def transponder_arguments(tokens, i, o, rank, bias=True, channel=True, scalar=True) -> tuple:
-    """Of ``modulated_linear``."""
+    """Return the shapes and options for ``modulated_linear``."""
     leading = tokens if isinstance(tokens, tuple) else (tokens,)
     gates = ((o, rank) if channel else None, (1, rank) if scalar else None, (1,), (1,))
     return ((*leading, i), (o, i), (o,) if bias else None, (rank, i), *gates)
 
 
 def hdpl_arguments(tokens, i, o, blocks, rank, bias=True, noise=True, logvar=True) -> tuple:
-    """Of ``hdpl``."""
+    """Return the shapes and options for ``hdpl``."""
     leading = tokens if isinstance(tokens, tuple) else (tokens,)
     encoders = ((rank, i), (rank,), *(((rank, i), (rank,)) if logvar else (None, None)))
     last = ((o, rank), (o,) if bias else None, (*leading, rank) if noise else None)
@@ -57,13 +57,13 @@ def hdpl_arguments(tokens, i, o, blocks, rank, bias=True, noise=True, logvar=Tru
 
 
 def cgt_arguments(tokens, shares, width, templates, rank) -> tuple:
-    """Of ``modulate``."""
+    """Return the shapes and options for ``modulate``."""
     side = (templates, rank, width)
     return ((*tokens, width), (*shares, templates), side, side, (templates, rank))
 
 
 def rotor_arguments(tokens, n, left, right, blocks=1, terms=1, outputs=1, inputs=1, basis="blade") -> tuple:
-    """Of ``sandwich_windows``."""
+    """Return the shapes and options for ``sandwich_windows``."""
     pairs = (terms, outputs, inputs, blocks)
     return ((tokens, inputs, 2**n), (*pairs, left, left), (*pairs, right, right), basis)
 
@@ -71,7 +71,7 @@ def rotor_arguments(tokens, n, left, right, blocks=1, terms=1, outputs=1, inputs
 def rotor_step_arguments(
     tokens, n, left, right, width, blocks=1, seed=3, basis="blade", normalize=True, activation="prelu"
 ) -> tuple:
-    """Of ``rotor_step``."""
+    """Return the shapes and options for ``rotor_step``."""
     pairs = (1, width, 1, blocks)
     factors = (*pairs, left, left), (*pairs, right, right)
     return ((tokens, 2**n), *factors, (width,), (width,), seed, 1, basis, normalize, activation)

@@ -110,7 +110,7 @@ def _backward_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Of some tokens: the gradients of z, of u and of the scalar gate's logit. dg / dlogit = g (1 - g / 2)."""
+    """Compute, for some tokens, the gradients of z, u and the scalar gate's logit. dg / dlogit = g (1 - g / 2)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     rank_at = tl.arange(0, RANK_PAD)
     row_ok, rank_ok = row < tokens, rank_at < RANK
@@ -167,7 +167,7 @@ def _backward_channel_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Of some channels and one part of the tokens: the gradient of B, a sum over these tokens."""
+    """Compute, for some channels and one part of the tokens, the gradient of B, a sum over these tokens."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank_at = tl.arange(0, RANK_PAD)
     column_ok, rank_ok = column < out_features, rank_at < RANK

@@ -39,7 +39,7 @@ class Modulator(nn.Module):
         return modulate(x, self.shares(y), self.left, self.right, self.right_bias)
 
     def flops_per_token(self) -> int:
-        """Of the shares, of [x, 1] R_all, of mixing its columns over the templates, and of the product with L_all."""
+        """Count the FLOPs of the shares, [x, 1] R_all, the mixing of its columns, and the product with L_all."""
         columns, width = self.left.shape[0] * self.left.shape[1], self.left.shape[2]
         return 2 * self.mix.weight.numel() + 4 * columns * width + 2 * columns**2 + 2 * columns
 
