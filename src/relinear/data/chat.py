@@ -52,7 +52,7 @@ def as_document(value: Any) -> str | None:
     return Conversation(json.dumps(cleaned))
 
 
-def spoken(tokenizer: Any, documents: Iterable[str]) -> Iterator[str]:
+def render_conversations(tokenizer: Any, documents: Iterable[str]) -> Iterator[str]:
     """Yield the documents, each conversation as the text that the tokenizer's chat template makes of it.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from relinear.contract.config import shown
-from relinear.data.chat import Closed, encodable, spoken
+from relinear.data.chat import Closed, encodable, render_conversations
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS
 from relinear.hf.model_source import exists, is_cached, is_path
@@ -282,7 +282,7 @@ def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.nd
     separator = separator_id(tokenizer)
     as_bytes = _is_byte_tokenizer(tokenizer)
     special = re.compile("|".join(map(re.escape, (END, PAD))))
-    for texts, ends in _batches(spoken(tokenizer, documents)):
+    for texts, ends in _batches(render_conversations(tokenizer, documents)):
         # Text that spells out a special token goes through the tokenizer, which gives it that token's id.
         if as_bytes and not any(special.search(text) for text in texts):
             encoded: Any = [np.frombuffer(text.encode(), dtype=np.uint8) for text in map(encodable, texts)]

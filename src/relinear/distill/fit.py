@@ -1,7 +1,6 @@
-"""Fitting operators to what layers do: to recorded outputs, within the model to what a module gives, or to its logits.
+"""Fit operators to recorded outputs of layers or, within the model, to the outputs of a module or its logits.
 
-What is fitted is a ``Goal``: samples, the loss of some of them, and how the result is evaluated. ``improve`` is the one
-loop that trains towards it.
+A ``FitObjective`` has samples, the loss of some of them, and an evaluation of the result; ``improve`` trains on it.
 """
 
 # Legend: M recorded tokens, I in_features, O out_features, N blocks, T tokens a block, V vocabulary
@@ -27,10 +26,10 @@ _ROWS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class FitError:
-    """How far outputs are from the wanted ones.
+    """How far outputs are from the target outputs.
 
     relative: sum of squared errors over sum of squares, or the divergence of logits. cosine: mean cosine of a token's
-    output with the wanted; None where nothing has one.
+    output with the target; None where nothing has one.
     """
 
     relative: float
@@ -38,7 +37,7 @@ class FitError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Goal:
+class FitObjective:
     """What modules are trained for together.
 
     samples: how many there are to train on. loss: of some of them, by their indices. error: of the modules as they are,
@@ -50,7 +49,7 @@ class Goal:
     error: Callable[[], FitError]
     by_cosine: bool = False
 
-    def no_worse(self, after: FitError, before: FitError) -> bool:
+    def is_no_worse(self, after: FitError, before: FitError) -> bool:
         """Return whether a result is no worse than the initialisation; what is not a number is worse."""
         if self.by_cosine and after.cosine is not None and before.cosine is not None:
             return after.cosine >= before.cosine
@@ -58,7 +57,7 @@ class Goal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class FitSchedule:
     """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
 
     report_every: steps between two reports of progress. draws: steps of samples drawn at random, in place of passes.
@@ -82,8 +81,8 @@ class Course:
 
 def improve(
     modules: Sequence[nn.Module],
-    goal: Goal,
-    course: Course,
+    objective: FitObjective,
+    schedule: FitSchedule,
     on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> tuple[FitError, FitError]:
     """Train ``modules`` together in place: Adam, a cosine from the full rate to 0, auxiliary losses of operators added.
@@ -95,7 +94,7 @@ def improve(
         the errors before and after. Where the second is worse, the modules get their first parameters back.
     """
     together = nn.ModuleList(modules).eval()
-    before = goal.error()
+    before = objective.error()
     initial = copy.deepcopy(together.state_dict())
     together.train().requires_grad_(True)
     operators = [module for module in modules if isinstance(module, Operator)]
@@ -103,49 +102,51 @@ def improve(
     for module in modules:
         roles = module.param_roles() if isinstance(module, Operator) else {}
         for name, parameter in module.named_parameters():
-            rate = course.learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)
+            rate = schedule.learning_rate * (roles[name].lr_multiplier if name in roles else 1.0)
             groups.append({"params": [parameter], "lr": rate})
     optimizer = torch.optim.Adam(groups)
-    order = course.steps(goal.samples)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / len(order))))
+    order = schedule.steps(objective.samples)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / len(order))))
     with torch.enable_grad():
         for step, rows in enumerate(order, start=1):
-            value = goal.loss(rows) + sum(added for operator in operators for added in operator.aux_losses().values())
+            value = objective.loss(rows) + sum(
+                added for operator in operators for added in operator.aux_losses().values()
+            )
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
-            schedule.step()
-            if step % course.report_every == 0 or step == len(order):
+            scheduler.step()
+            if step % schedule.report_every == 0 or step == len(order):
                 on_progress(step, len(order), float(value.detach()))
     optimizer.zero_grad()
     together.eval()
-    after = goal.error()
-    if goal.no_worse(after, before):
+    after = objective.error()
+    if objective.is_no_worse(after, before):
         return before, after
     together.load_state_dict(initial)
     return before, before
 
 
-# Outputs, by how far they are from the wanted ones
+# Outputs, by how far they are from the target outputs
 
 
 def _error(pairs: Iterator[tuple[Tensor, Tensor]]) -> FitError:
     """Return the error of outputs (N, O) against the target outputs, part by part, in double precision."""
     wrong = total = cosine = 0.0
     rows = 0
-    for got, wanted in ((part.double() for part in pair) for pair in pairs):
-        wrong += float((got - wanted).square().sum())
-        total += float(wanted.square().sum())
-        cosine += float(torch.nn.functional.cosine_similarity(got, wanted, dim=-1).sum())
+    for got, target_outputs in ((part.double() for part in pair) for pair in pairs):
+        wrong += float((got - target_outputs).square().sum())
+        total += float(target_outputs.square().sum())
+        cosine += float(torch.nn.functional.cosine_similarity(got, target_outputs, dim=-1).sum())
         rows += len(got)
     return FitError(wrong / max(total, 1e-30), cosine / rows)
 
 
-def _loss(kind: str, got: Tensor, wanted: Tensor, mean_square: float) -> Tensor:
+def _loss(kind: str, got: Tensor, target_outputs: Tensor, mean_square: float) -> Tensor:
     """The loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
     if kind == "cosine":
-        return 1 - torch.nn.functional.cosine_similarity(got, wanted, dim=-1).mean()
-    return (got - wanted).square().mean() / mean_square
+        return 1 - torch.nn.functional.cosine_similarity(got, target_outputs, dim=-1).mean()
+    return (got - target_outputs).square().mean() / mean_square
 
 
 # One layer, on recorded inputs
@@ -194,15 +195,15 @@ def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) ->
     assert module.bias is not None
     with evaluating(module):
         sums = [
-            (wanted.double() - got.double() if fitted else wanted.double()).sum(0)
-            for got, wanted in pairs.both(module, rows)
+            (target_outputs.double() - got.double() if fitted else target_outputs.double()).sum(0)
+            for got, target_outputs in pairs.both(module, rows)
         ]
     mean = sum(sums) / (rows.stop - rows.start)
     module.bias.copy_(module.bias + mean if fitted else mean)
 
 
-def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> Goal:
-    """Return the goal of ``module``, in the precision to train in, to give the outputs of ``pairs``.
+def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> FitObjective:
+    """Return the objective of ``module``, in the precision to train in, to give the outputs of ``pairs``.
 
     Args:
         train_rows: the first rows, to train on; those behind them evaluate.
@@ -215,7 +216,7 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> G
         got = pairs.run(module, rows)
         return _loss(loss, got, pairs.outputs(rows).to(got), mean_square)
 
-    return Goal(train_rows, value, lambda: measure(module, pairs, held_out), loss == "cosine")
+    return FitObjective(train_rows, value, lambda: measure(module, pairs, held_out), loss == "cosine")
 
 
 # Several operators, within the model
@@ -249,8 +250,8 @@ class _InItsOwnDtype(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Within:
-    """Operators in the places that they are to take, on blocks of tokens; what gives the goal is the original there.
+class InModelFit:
+    """Operators in their places in the model, on blocks of tokens; targets are the outputs of the original.
 
     model: in eval mode; its own parameters stay as they are. operators: name -> operator, every alias of a layer
     included; perhaps in another dtype than the model. originals: modules that the model without them has under their
@@ -264,11 +265,13 @@ class Within:
     train_blocks: int
     batch: int
 
-    def improve(self, goal: Goal, course: Course, on_progress: Callable[..., None]) -> tuple[FitError, FitError]:
+    def improve(
+        self, objective: FitObjective, schedule: FitSchedule, on_progress: Callable[..., None]
+    ) -> tuple[FitError, FitError]:
         """Train the operators by ``improve``."""
         unique = list({id(operator): operator for operator in self.operators.values()}.values())
         with frozen(self.model):
-            return improve(unique, goal, course, on_progress)
+            return improve(unique, objective, schedule, on_progress)
 
     def _ids(self, rows: Tensor | slice) -> Tensor:
         return self.blocks[rows].to(next(self.model.parameters()).device)
@@ -277,24 +280,24 @@ class Within:
         for start in range(self.train_blocks, len(self.blocks), self.batch):
             yield self._ids(slice(start, start + self.batch))
 
-    def to_logits(self) -> Goal:
-        """Return the goal of the model's logits, by KL(model || model with operators) in nats a token."""
+    def to_logits(self) -> FitObjective:
+        """Return the objective of the model's logits, by KL(model || model with operators) in nats a token."""
 
         def divergence(ids: Tensor) -> Tensor:
             with torch.no_grad(), swapped(self.model, self.originals):
-                wanted = self.model(input_ids=ids).logits
+                target_outputs = self.model(input_ids=ids).logits
             with swapped(self.model, self.operators):
-                return kl_terms(self.model(input_ids=ids).logits, wanted).sum(-1).mean()
+                return kl_terms(self.model(input_ids=ids).logits, target_outputs).sum(-1).mean()
 
         @torch.no_grad()
         def error() -> FitError:
             evaluated = len(self.blocks) - self.train_blocks
             return FitError(sum(float(divergence(ids)) * len(ids) for ids in self._held_out()) / evaluated)
 
-        return Goal(self.train_blocks, lambda rows: divergence(self._ids(rows)), error)
+        return FitObjective(self.train_blocks, lambda rows: divergence(self._ids(rows)), error)
 
-    def to_output(self, holder: str, loss: str) -> Goal:
-        """Return the goal of what the module ``holder``, which holds the operators, gives; by "mse" or "cosine"."""
+    def to_output(self, holder: str, loss: str) -> FitObjective:
+        """Return the objective of the outputs of ``holder``, which holds the operators; by "mse" or "cosine"."""
         cast = {id(operator): _InItsOwnDtype(operator).eval() for operator in self.operators.values()}
         placed = {name: cast[id(operator)] for name, operator in self.operators.items()}
 
@@ -303,19 +306,19 @@ class Within:
                 return output_of(self.model, holder, ids).float()
 
         @torch.no_grad()
-        def wanted(ids: Tensor) -> Tensor:
+        def target_outputs(ids: Tensor) -> Tensor:
             return output(ids, self.originals)
 
         @torch.no_grad()
         def error() -> FitError:
-            both = ((output(ids, placed), wanted(ids)) for ids in self._held_out())
+            both = ((output(ids, placed), target_outputs(ids)) for ids in self._held_out())
             return _error((got.flatten(0, -2), right.flatten(0, -2)) for got, right in both)
 
         some = self._ids(slice(0, min(self.train_blocks, self.batch)))
-        mean_square = float(wanted(some).double().square().mean()) or 1.0
+        mean_square = float(target_outputs(some).double().square().mean()) or 1.0
 
         def value(rows: Tensor) -> Tensor:
             ids = self._ids(rows)
-            return _loss(loss, output(ids, placed), wanted(ids), mean_square)
+            return _loss(loss, output(ids, placed), target_outputs(ids), mean_square)
 
-        return Goal(self.train_blocks, value, error, loss == "cosine")
+        return FitObjective(self.train_blocks, value, error, loss == "cosine")

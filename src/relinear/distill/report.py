@@ -19,7 +19,7 @@ class LayerFit:
     parameters, parameters_before: of the operator and of what it replaced.
     start_error, error: squared error of the output over its square, on the validation tokens, before and after
         fitting; with the loss "kl" the divergence of the final logits in nats a token.
-    cosine: mean cosine of a token's output with the wanted one (None with the loss "kl").
+    cosine: mean cosine of a token's output with the target output (None with the loss "kl").
     retrained: whether this is a layer that was trained again rather than replaced.
     joint_start_error, joint_error: where the targets of a decoder layer were trained together, the same error of the
         output of the module that holds them, before and after that.

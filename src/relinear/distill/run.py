@@ -21,7 +21,7 @@ from relinear.contract.config import without_later_settings
 from relinear.contract.modes import evaluating
 from relinear.contract.modules import stock_name
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
-from relinear.distill.fit import Course, Pairs, Within, improve, measure, start_bias_, swapped, to_outputs
+from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
@@ -370,8 +370,8 @@ class _Run:
         name = replacement.name
         inputs, contexts = recording.inputs(name), recording.contexts(name)
         if originally is not None:
-            wanted = originally.inputs(name)
-            return Pairs(inputs, lambda rows: wanted[rows].float(), contexts)
+            target_outputs = originally.inputs(name)
+            return Pairs(inputs, lambda rows: target_outputs[rows].float(), contexts)
         source = copy.deepcopy(replacement.target.module)
         reference = next(source.parameters())
 
@@ -409,23 +409,25 @@ class _Run:
                 source = source if by_logits else source.float()
                 operators[r.name] = self._started(r, number, source, pairs.get(r.name))
             everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
-            course, joint = self._by_blocks, dict[str, Any]()
-            within = Within(self.model, everywhere, self.originals, self.blocks, self.train_blocks, course.batch)
+            schedule, joint = self._by_blocks, dict[str, Any]()
+            in_model = InModelFit(
+                self.model, everywhere, self.originals, self.blocks, self.train_blocks, schedule.batch
+            )
             if not by_logits:
                 by_rows, errors = self._by_rows(self.settings.learning_rate), {}
                 for name, operator in operators.items():
-                    goal = to_outputs(operator, pairs[name], self.train_tokens, self.settings.loss)
-                    errors[name] = improve([operator], goal, by_rows, self._reporting("fit", name))
+                    objective = to_outputs(operator, pairs[name], self.train_tokens, self.settings.loss)
+                    errors[name] = improve([operator], objective, by_rows, self._reporting("fit", name))
             if self.settings.joint:  # then on what the nearest module that holds them all gives
                 holder = _common_parent(group)
-                goal = within.to_output(holder, self.settings.loss)
-                before, after = within.improve(goal, course, self._reporting("fit", holder))
+                objective = in_model.to_output(holder, self.settings.loss)
+                before, after = in_model.improve(objective, schedule, self._reporting("fit", holder))
                 joint = {"joint_start_error": before.relative, "joint_error": after.relative}
                 held_out = slice(self.train_tokens, self.blocks.numel())
                 errors = {n: (errors[n][0], measure(operators[n], pairs[n], held_out)) for n in operators}
         if by_logits:
             report = self._reporting("fit", group[0].name.rpartition(".")[0])
-            errors = dict.fromkeys(operators, within.improve(within.to_logits(), course, report))
+            errors = dict.fromkeys(operators, in_model.improve(in_model.to_logits(), schedule, report))
         fits = []
         for r in group:
             counts = module_parameters(operators[r.name]), module_parameters(r.target.module)
@@ -434,27 +436,27 @@ class _Run:
         replace_with_states_(self.model, group, flat_states(operators))
         return fits
 
-    def _by_rows(self, learning_rate: float) -> Course:
+    def _by_rows(self, learning_rate: float) -> FitSchedule:
         """How one module is trained, on recorded tokens."""
         settings = self.settings
-        return Course(settings.epochs, settings.batch_size, learning_rate, settings.seed, report_every=20)
+        return FitSchedule(settings.epochs, settings.batch_size, learning_rate, settings.seed, report_every=20)
 
     @property
-    def _by_blocks(self) -> Course:
+    def _by_blocks(self) -> FitSchedule:
         """How operators are trained within the model."""
         settings = self.settings
         batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
-        return Course(settings.epochs, batch, settings.learning_rate, settings.seed)
+        return FitSchedule(settings.epochs, batch, settings.learning_rate, settings.seed)
 
-    def _retrain(self, name: str, wanted: Tensor) -> LayerFit:
+    def _retrain(self, name: str, target_outputs: Tensor) -> LayerFit:
         """Train one linear layer, behind the replacements, to give what it gave before them."""
         module = self.model.get_submodule(name)
         trained = copy.deepcopy(module).float()
         with self._record({name: module}) as recording:
-            pairs = Pairs(recording.inputs(name), lambda rows: wanted[rows].float())
-            goal = to_outputs(trained, pairs, self.train_tokens, "mse")
-            course = self._by_rows(self.settings.retrain_learning_rate)
-            initial, end = improve([trained], goal, course, self._reporting("retrain", name))
+            pairs = Pairs(recording.inputs(name), lambda rows: target_outputs[rows].float())
+            objective = to_outputs(trained, pairs, self.train_tokens, "mse")
+            schedule = self._by_rows(self.settings.retrain_learning_rate)
+            initial, end = improve([trained], objective, schedule, self._reporting("retrain", name))
         module.load_state_dict(trained.state_dict())
         kind, size = type(module).__name__, module_parameters(module)
         return LayerFit(name, kind, size, size, initial.relative, end.relative, end.cosine, retrained=True)

@@ -10,7 +10,7 @@ from relinear.contract.modes import evaluating
 from relinear.contract.operator import NotLinearError, check_model, named_operators, plain_linear
 from relinear.hf.config_record import sync_record
 from relinear.surgery.select import is_adapted
-from relinear.surgery.tied import settle_head_, swap_layer
+from relinear.surgery.tied import swap_layer, untie_config_
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
         'Linear'
     """
     check_model(model, "fold_")
-    settle_head_(model)
+    untie_config_(model)
     operators = dict(named_operators(model))
     if not operators:
         raise ValueError("the model holds no relinear operator: nothing to fold")

@@ -89,7 +89,7 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
-def settle_head_(model: Any) -> None:
+def untie_config_(model: Any) -> None:
     """Where embedding and head are no longer tied, as after PEFT merged a copy of one, model and config say so."""
     model = unwrapped(model)
     head = output_head(model)

@@ -29,7 +29,7 @@ from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
 from relinear.surgery.select import is_adapted
-from relinear.surgery.tied import settle_head_
+from relinear.surgery.tied import untie_config_
 
 _MARK = "_relinear_original"
 
@@ -91,7 +91,7 @@ def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: boo
 
 
 def _save_pretrained(original: Any, model: Any, save_directory: Any, /, *args: Any, **kwargs: Any) -> None:
-    settle_head_(model)
+    untie_config_(model)
     with _record_of_this_model(model):
         original(model, save_directory, *args, **kwargs)
 
