@@ -130,8 +130,8 @@ def in_readme() -> str:
     """How many claims got which verdict."""
     every = _counts([claim for paper in papers() for claim in paper["claims"]])
     return (
-        f"**Of {sum(every[verdict] for verdict in VERDICTS)} claims that we tested, {every['held']} held at our sizes, "
-        f"{every['partly']} held partly, {every['did not hold']} did not hold, and {every['inconclusive']} are "
+        f"**We tested {sum(every[verdict] for verdict in VERDICTS)} claims, in small models: {every['held']} held, "
+        f"{every['partly']} held in part, {every['did not hold']} did not, and {every['inconclusive']} are "
         "inconclusive.**"
     )
 
