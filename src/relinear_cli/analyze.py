@@ -110,6 +110,6 @@ def analyze_saved(
 
 
 def _name(path: str) -> str:
-    """What a reader calls the model: the folders that are not the same for every run are left."""
+    """Return a short name of the model: the folders that are not the same for every run are left."""
     parts = [p for p in Path(path).parts if p not in ("model", "runs", ".", "..", "/") and not p.startswith("seed")]
     return parts[-1] if parts else path

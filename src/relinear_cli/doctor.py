@@ -47,7 +47,7 @@ def _requirements() -> dict[str, list[str]]:
 
 
 def _unmet(line: str) -> str:
-    """What is wrong with a requirement: "" where an installed version meets it."""
+    """Return what is wrong with a requirement: "" where an installed version meets it."""
     from packaging.requirements import Requirement
 
     wanted = Requirement(line)
@@ -72,7 +72,7 @@ def _packages() -> Iterator[_Finding]:
 
 
 def _extras() -> Iterator[_Finding]:
-    """What every extra brings; those of developers are left out."""
+    """Return the requirements of every extra; those of developers are left out."""
     for extra, lines in _requirements().items():
         if extra in ("", "dev", "docs", "outside", "ecosystem"):
             continue

@@ -145,7 +145,7 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
 
 
 def _data_of(folder: Path) -> DataSettings:
-    """What a run was trained on. Raises ValueError where its run.json does not say so."""
+    """Return the corpus that a run was trained on. Raises ValueError where its run.json does not say so."""
     from relinear.data import DataSettings
     from relinear.system.files import damaged_file_errors, read_json
 
@@ -184,7 +184,7 @@ def page_of(runs: list[Path], out: Path | None) -> Path:
 
 
 def section_of(run: Path) -> Section:
-    """What the page says of the directory ``run``, with the analyses that are in it. Raises as ``write_report_of``."""
+    """Return the section on the directory ``run``, with the analyses in it. Raises as ``write_report_of``."""
     import dataclasses
 
     from relinear.analysis.report import analyses_blocks

@@ -35,7 +35,7 @@ ANALYSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is looked at.
+    """The model and the text to analyse.
 
     model: in eval mode. ids: (N, T) token ids of real text, or what else it reads of a task's samples. tokenizer: to
     name tokens; None names them by number. control: a model to set beside it, or None. name, control_name: for legends.

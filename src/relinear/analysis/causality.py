@@ -17,7 +17,7 @@ from relinear.hf.vocabulary import max_positions
 
 @dataclasses.dataclass(frozen=True)
 class CausalityReport:
-    """What ``check_causality`` saw.
+    """The result of ``check_causality``.
 
     tokens: length of the sequence; every suffix of it was changed. modules: how many modules' outputs were compared.
     module: name of the first module, in order of execution, whose output saw the future, None if none did.

@@ -130,7 +130,7 @@ def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penal
 
 
 def probe_features(y: Tensor, task: ArithmeticTask, where: str = "anywhere") -> Tensor:
-    """What a probe of the coefficients reads in each task of each sample: y (B, T, E) -> (B, K, E).
+    """Return what a probe of the coefficients reads in each task of each sample: y (B, T, E) -> (B, K, E).
 
     ``where`` is one of ``PLACES``: y at one position of the second half of the examples, drawn for each sample and
     task; its mean over that half; or y at the end of the task.

@@ -193,7 +193,7 @@ _SURFACES = "the same as surfaces, as in the paper's Figure 3: flat is a gate th
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """What a page shows of ``numbers``: gates by depth and token, how far they vary, and a row a layer and gate."""
+    """Return the blocks of a page: gates by depth and token, how far they vary, and a row a layer and gate."""
     found: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
     found += [_channels(numbers, name) for name in numbers.get("channel", {})]
     if not numbers.get("channel"):  # a directory of an older version has pictures alone

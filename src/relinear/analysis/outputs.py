@@ -68,7 +68,7 @@ def _groups(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
 
 
 def _described(sums: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
-    """What products of [1, x, y], summed over tokens, say of a layer; sizes of x and y are given."""
+    """Return a layer's statistics from products of [1, x, y] summed over tokens; sizes of x and y are given."""
     tokens, mean = sums[0, 0], sums[0] / sums[0, 0]
     centred = (sums - tokens * mean[:, None] * mean)[1:, 1:]
     of_inputs, crossed, of_outputs = centred[:inputs, :inputs], centred[:inputs, inputs:], centred[inputs:, inputs:]

@@ -115,7 +115,7 @@ LISTED = 200  # gates in the table of a page
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """What a page shows of ``numbers``: purity against chance for every gate, and those of largest lift by name."""
+    """Return the blocks of a page: purity against chance for every gate, and those of largest lift by name."""
     gates = [(name, k, gate) for name, layer in numbers["layers"].items() for k, gate in enumerate(layer)]
     gates.sort(key=lambda found: found[2]["base_rate"] - found[2]["purity"])
     texts = [f"{name}, gate {k}: {'  '.join(gate['text'])}" for name, k, gate in gates]

@@ -33,7 +33,7 @@ _LEARNING_RATE = 1e-4
 
 
 class ModelBenchSettings(Settings):
-    """What to measure of whole models.
+    """Settings of the benchmark of whole models.
 
     Attributes:
         preset: name of a stock model (``relinear.models.preset_names()``).

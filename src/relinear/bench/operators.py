@@ -202,7 +202,7 @@ def bench_case(
 
 
 def _row(contender: str, case: Case, timing: Timing | None, **figures: Any) -> dict[str, Any]:
-    """What is written of one contender in one case; figures that are not given are None."""
+    """Return the row of one contender in one case; figures that are not given are None."""
     row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
     row |= {} if timing is None else dataclasses.asdict(timing)
     return row | {"contender": contender} | dict.fromkeys(FIGURES) | figures

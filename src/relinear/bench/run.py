@@ -63,7 +63,7 @@ Dtype = Literal["fp32", "bf16"]
 
 
 class BenchSettings(Settings):
-    """What to measure of single layers.
+    """Settings of the benchmark of single layers.
 
     Attributes:
         operators: settings as in ``hdpl:rank=128,blocks=8``.

@@ -51,7 +51,7 @@ _LENGTH = 128
 
 @dataclasses.dataclass(frozen=True)
 class FitReplication:
-    """What ``replicate`` is going to do: every method in every set of projections, on every seed.
+    """The plan of a replication: every method in every set of projections, on every seed.
 
     name, paper: which. request: the options, defaults filled in.
     """

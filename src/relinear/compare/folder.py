@@ -104,7 +104,7 @@ def _check_as_begun(
 
 
 def _computed(settings: TrainSettings) -> str:
-    """What a run computes in, and where: "float32 on cpu"."""
+    """Return the precision and device of a run: "float32 on cpu"."""
     return f"{precision(settings)} on {training_device(settings).type}"
 
 

@@ -249,7 +249,7 @@ def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
 
 
 def _inner(config: Any) -> str:
-    """What a config calls the width of its MLP."""
+    """Return a config's name for the width of its MLP."""
     return "n_inner" if hasattr(config, "n_inner") else "intermediate_size"
 
 

@@ -38,7 +38,7 @@ _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Replication:
-    """What ``replicate`` is going to do.
+    """The plan of a replication.
 
     name, paper: which. request: the options, defaults filled in. whole: the recipe as the paper has it. recipe: ours.
     """
@@ -61,7 +61,7 @@ class Replication:
 
     @property
     def shown_model(self) -> str:
-        """What the entries are made of."""
+        """Return the model that entries are made from."""
         return self.recipe.train.model + ", small sizes" * (self.request["model"] == papers.SMALL)
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
@@ -293,7 +293,7 @@ def _gap(entry: EntryResult | None, against: EntryResult | None) -> Gap | None:
 
 
 def _differences(plan: Replication, results: Results) -> Table:
-    """What is set otherwise than in the paper's recipe."""
+    """Return a table of the settings that differ from the paper's recipe."""
     first = results["entries"][0]
 
     def facts(recipe: CompareSettings) -> dict[str, str]:

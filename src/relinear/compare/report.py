@@ -162,7 +162,7 @@ def verdict(results: Results) -> str:
 
 
 def _size(entry: EntryResult, results: Results) -> tuple[float, str]:
-    """What entries are matched by, or else parameters: how much of it an entry has, and its name."""
+    """Return the size of an entry in what entries are matched by (else parameters), and its name."""
     by = results["match"]["by"]
     if by == "bytes" and (stored := entry.get("stored")):
         return stored["bytes"], "bytes"
@@ -178,7 +178,7 @@ def _alike(first: EntryResult, second: EntryResult, results: Results) -> bool:
 
 
 def _unit(results: Results) -> str:
-    """What losses and perplexities are stated of."""
+    """Return the unit of losses and perplexities."""
     trained = results["entries"][0]["settings"].get("data") or {}
     return "byte" if trained.get("tokenizer") == "bytes" else "token"
 

@@ -99,7 +99,7 @@ def _config(recipe: CompareSettings, name: str) -> Any:
 
 
 def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None) -> dict[str, Any]:
-    """What changes in an entry at ``width``."""
+    """Return the changes in an entry at ``width``."""
     settings, config = recipe.settings_of(name), _config(recipe, name)
     if width % config.num_attention_heads:
         raise ValueError(f"{name}: width {width} is no multiple of its {config.num_attention_heads} heads")

@@ -149,7 +149,7 @@ class Diverged(TypedDict):
 
 
 class BudgetEntry(TypedDict):
-    """What a table of budgets says of an entry at one of them."""
+    """An entry at one budget, as in a table of budgets."""
 
     name: Words
     learning_rate: Number
@@ -182,7 +182,7 @@ class MatchResult(TypedDict):
 
 
 class Provenance(TypedDict):
-    """What was asked, where, and by which command."""
+    """The request, its machine, and the command."""
 
     recipe: dict[str, Any]
     machine: dict[str, Any]

@@ -15,7 +15,7 @@ from relinear.surgery.summary import module_parameters
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What a layer could become.
+    """An option for a layer.
 
     config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes). nats: predicted
     increase of the loss per token.
@@ -96,7 +96,7 @@ def _spend(chosen: dict[str, Candidate], candidates: Choices, remaining: float) 
 
 
 class Size(NamedTuple):
-    """What a layer takes: parameters, bytes as stored."""
+    """The cost of a layer: parameters, bytes as stored."""
 
     parameters: int
     stored: int
@@ -129,7 +129,7 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What the layers that may be replaced may cost together, and what each does.
+    """The budget for the layers that may be replaced, and the cost of each.
 
     what: in words, with the setting that says so. unit: of costs. limit: at most so much. whole: what they cost as they
     are. cost: of a layer by name, as an operator or, for None, as it is; None where it cannot be that.

@@ -69,7 +69,7 @@ class Corpus:
 
     @property
     def repeats(self) -> str:
-        """What is to be said of a text that teaches nothing; empty where it does not repeat itself."""
+        """Return a warning about a text that repeats itself; empty where it does not."""
         runs = self.blocks.unfold(1, min(4, self.blocks.shape[1]), 1).flatten(0, 1)
         distinct = len(runs.unique(dim=0)) / max(1, len(runs))
         if distinct >= LEAST_DISTINCT:

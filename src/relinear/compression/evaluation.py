@@ -25,7 +25,7 @@ PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a model did on token ids (N, T): losses of windows in nats a token (N,), its likeliest tokens (N, T - 1)."""
+    """Result on token ids (N, T): losses of windows in nats a token (N,), its likeliest tokens (N, T - 1)."""
 
     losses: Tensor
     likeliest: Tensor
@@ -51,7 +51,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What a model did: on tokens of the corpus, and on other texts by name.
+    """Results of a model: on tokens of the corpus, and on other texts by name.
 
     repeated: share of the 4-grams of its greedy continuations of passages that were there before; None without any.
     """

@@ -40,7 +40,7 @@ WARMUP = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class HealReport:
-    """What healing did.
+    """The result of healing.
 
     what: "operators" or "all". tokens, steps: trained on. best_step: after which step the parameters are those
     that were kept; 0 where healing did not help. before, after: KL(original || model) on the held-out part, in nats a

@@ -165,7 +165,7 @@ class LayerByLayer:
                 layer.__dict__.pop("forward", None)
 
     def _as_output(self, hidden: Tensor) -> Any:
-        """What a layer returns, with ``hidden`` in the place of its own states."""
+        """Return a layer's output, with ``hidden`` in the place of its own states."""
         return type(self._output)([hidden, *self._output[1:]]) if isinstance(self._output, tuple | list) else hidden
 
 

@@ -68,7 +68,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class CompressPlan:
-    """What every layer that may be replaced becomes. ``str`` shows it by type of layer.
+    """The operator of every layer that may be replaced. ``str`` shows it by type of layer.
 
     layers: by name, in the model's order. others: parameters of the model outside of them.
     """
@@ -182,7 +182,7 @@ def layer_type(name: str) -> str:
 
 
 def _nats(layer: Mapping[str, Any], layer_plan: LayerPlan) -> float | None:
-    """What a layer of a file is predicted to cost; None where its sizes say that it was edited."""
+    """Return the predicted cost of a layer in a file; None where its sizes say that it was edited."""
     nats = layer.get("nats")
     if not isinstance(nats, int | float) or isinstance(nats, bool):
         return None

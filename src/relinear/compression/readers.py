@@ -79,7 +79,7 @@ def _gguf(model: Any, name: str, config: OperatorConfig | None) -> int | None:
 
 
 def _gguf_remainder(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
-    """What stands before tensors, vectors in single precision, and what tensors are filled up with."""
+    """Return the bytes of the header, of vectors in single precision, and of the padding of tensors."""
     inside = {id(p) for module in modules.values() for p in module.parameters()}
     outside = {id(p): p for p in model.parameters() if id(p) not in inside}.values()
     stored = sum(p.numel() * (4 if p.ndim == 1 else 2) for p in outside)

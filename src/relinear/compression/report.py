@@ -23,7 +23,7 @@ DEGENERATE = 1.3
 
 @dataclasses.dataclass(frozen=True)
 class CompressReport:
-    """What a compression did; printing it shows the plan by type of layer and the sizes.
+    """The result of a compression; printing it shows the plan by type of layer and the sizes.
 
     plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats a token. seconds:
     by phase, of this call. bytes, bytes_before: of the whole model, floats at no more than half precision. budget: what

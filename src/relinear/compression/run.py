@@ -286,7 +286,7 @@ class _Job:
         return healing, compared(original, compressed, corpus.unseen)
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
-        """What the model does, as it now is; None where nothing is to be evaluated."""
+        """Evaluate the model as it now is; None where nothing is to be evaluated."""
         settings = self.settings
         if not settings.evaluate:
             return None

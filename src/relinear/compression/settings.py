@@ -136,7 +136,7 @@ class CompressSettings(Settings):
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What statistics hang on, as JSON values: in a directory that has them all else may differ."""
+        """Return the settings that statistics depend on, as JSON values; all others may change between starts."""
         return self.model_dump(mode="json", include={"tokens", "sequence_length", "batch_size", "seed"})
 
     @property

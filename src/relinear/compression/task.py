@@ -37,7 +37,7 @@ CHECKED_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a compression works on.
+    """The inputs of a compression.
 
     modules: the layers that may be replaced, by name. settings: of the compression. folder: of what is kept.
 

@@ -16,7 +16,7 @@ _OLD_NAMES = {
 
 
 class ParamRole(NamedTuple):
-    """What a parameter is for, so that one optimiser recipe serves every operator.
+    """The role of a parameter, so that one optimiser recipe serves every operator.
 
     fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales, for tables that are
         looked up, and for what turns rather than sums, as bivectors).

@@ -46,7 +46,7 @@ def checksum(path: Path) -> int:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """What ``build`` returned, or None if the entry is absent or any of its files is not what was written."""
+    """Return what ``build`` returned, or None if the entry is absent or any of its files is not what was written."""
     try:
         manifest = read_json(folder / _MANIFEST)
         for name, (size, sha256) in manifest["files"].items():

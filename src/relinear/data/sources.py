@@ -207,7 +207,7 @@ def _named(split: str) -> str:
 
 
 class _Errors(logging.Handler):
-    """What ``datasets`` logs, in place of stderr: it names the file, which its exceptions do not."""
+    """Collect what ``datasets`` logs, in place of stderr: it names the file, which its exceptions do not."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

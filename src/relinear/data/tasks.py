@@ -294,7 +294,7 @@ class MixtureTask(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """What ``Samples`` draws for a ``MixtureTask``: its texts are there.
+    """The texts that ``Samples`` draws for a ``MixtureTask``.
 
     task: the settings. length: tokens a sample.
     sources: for each source the token ids of its documents; excerpts start anywhere in those that are long enough.

@@ -38,7 +38,7 @@ class FitError:
 
 @dataclasses.dataclass(frozen=True)
 class FitObjective:
-    """What modules are trained for together.
+    """The objective that modules are trained on together.
 
     samples: how many there are to train on. loss: of some of them, by their indices. error: of the modules as they are,
     in evaluation mode. by_cosine: by which of its numbers results are compared.

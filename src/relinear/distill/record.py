@@ -242,7 +242,7 @@ def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] |
 
 
 def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
-    """What the module ``name`` gives (the first of several) in a pass of ``model`` over ids (N, T), which ends there.
+    """Return the (first) output of the module ``name`` in a pass of ``model`` over ids (N, T), which ends there.
 
     Raises:
         ValueError: if that is no tensor, or the module is never called.

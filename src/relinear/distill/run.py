@@ -345,7 +345,7 @@ class _Run:
         return fits
 
     def _copies(self, group: list[Replacement]) -> dict[str, nn.Module]:
-        """What a group is about to change, as it is, where the target asks for it: name -> copy, aliases included."""
+        """Copy the modules that a group changes, where the target asks for it: name -> copy, aliases included."""
         if self.settings.target != "original":
             return {}
         changed = {id(module): copy.deepcopy(module) for module in self._changed(group).values()}
@@ -354,7 +354,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _pairs(self, group: list[Replacement]) -> Iterator[dict[str, Pairs]]:
-        """What each target of a group sees, and what its operator is to give for it."""
+        """Return the inputs and the target outputs of each target of a group."""
         modules = {r.name: r.target.module for r in group}
         dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
         with contextlib.ExitStack() as stack:

@@ -50,7 +50,7 @@ def _look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple
 
 
 def _discounts(counts: np.ndarray) -> tuple[float, ...]:
-    """What is taken off counts of 1, of 2, and of 3 and more (Chen and Goodman 1999, equation 17)."""
+    """Return the discounts for counts of 1, of 2, and of 3 and more (Chen and Goodman 1999, equation 17)."""
     n = [int((counts == i).sum()) for i in (1, 2, 3, 4)]
     if not n[0] or not n[1]:
         return _DISCOUNTS

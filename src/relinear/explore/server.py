@@ -27,7 +27,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
-    """What a function of a subject gives for the values of a request, each of the type of its parameter."""
+    """Return the result of a subject's function for the values of a request, each of the type of its parameter."""
     number = str(values.get("model", 0))
     if number not in map(str, range(len(subjects))):
         raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {shown(number)}")

@@ -294,6 +294,6 @@ def _usual_folder(name: str) -> Path:
 
 
 def _weights(directory: Path) -> list[list[Any]]:
-    """What changes when another model is saved in the directory; nothing for a name."""
+    """Return name, size and time of every saved file of the directory; nothing for a name."""
     files = sorted(path for path in directory.glob("*") if path.suffix in (".safetensors", ".json"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

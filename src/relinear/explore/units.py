@@ -71,7 +71,7 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
 
 
 def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict[str, HookPoint]:
-    """What linear maps and operators of the decoder's layers put out, without the parts of operators."""
+    """Return the outputs of linear maps and operators of the decoder's layers, without the parts of operators."""
     find = layer_finder(model)
     outputs = [name for name, point in every.items() if point.kind == OUTPUT]
     inside = [name for name in outputs if find(name.removesuffix(f".{OUTPUT}")) is not None]
@@ -92,7 +92,7 @@ class HookPointFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What the units of a model do on a corpus.
+    """Statistics of a model's units on a corpus.
 
     hook_points: by name, in the model's order.
     ids: (N, T), the texts.

@@ -306,7 +306,7 @@ def step_order(x: Tensor, branches: int, seed: int, step: int) -> Tensor:
 
 
 class NetworkSettings(NamedTuple):
-    """What a network of rotor layers is beside its numbers.
+    """Describe a network of rotor layers, without its parameters.
 
     Attributes:
         out_features: size of the result.

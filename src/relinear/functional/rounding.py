@@ -22,7 +22,7 @@ _PARTS = 16
 
 
 class Grid(NamedTuple):
-    """What a code c of row o and group k means: scale (c - zero).
+    """Scale and zero point, by which a code c of row o and group k stands for scale (c - zero).
 
     scale, zero: (O, K); zero in codes. top: (O, 1), the largest code.
     """

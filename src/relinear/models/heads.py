@@ -15,7 +15,7 @@ SCALE = "relinear_readout_scale"
 
 
 class _OnHead(AttachmentConfig):
-    """What is attached to the output head, where there is one."""
+    """Base of attachments to the output head."""
 
     def for_part(self, model: nn.Module) -> Self | None:
         """Return nothing, where ``model`` has no output head."""

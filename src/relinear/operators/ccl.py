@@ -340,7 +340,7 @@ class CCL(OperatorConfig):
 
     @property
     def fit_hint(self) -> str:  # type: ignore[override]
-        """What to do where it cannot."""
+        """Return advice for when it cannot."""
         if self.composition == "selection":
             return "a token uses a part of the basis alone; use init='fresh', or relinear.distill_ to fit it on data"
         return (

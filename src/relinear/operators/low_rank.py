@@ -25,7 +25,7 @@ RANK_STEP = 8
 
 
 class RankLinear(Operator):
-    """What layers that are a product of two thin matrices have in common: the exact fits of a weight."""
+    """Base of layers that are a product of two thin matrices: the exact fits of a weight."""
 
     config: RankConfig
 
@@ -83,7 +83,7 @@ class LowRankLinear(RankLinear):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankConfig(OperatorConfig):
-    """What settings of one rank have in common."""
+    """Base of settings with one rank."""
 
     rank: Count = 64
 

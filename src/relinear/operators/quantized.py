@@ -79,7 +79,7 @@ class QuantizedLinear(FusedInference, Operator):
         return quantized(x, *self._tensors()) if y is None else y
 
     def _tensors(self) -> tuple[Any, ...]:
-        """What ``quantized`` takes after x."""
+        """Return the arguments of ``quantized`` after x."""
         return self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias
 
     def rows(self, ids: Tensor) -> Tensor:

@@ -246,7 +246,7 @@ class StaticModulator(_Alphas):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModulatorSettings(Config):
-    """What a modulator looks like, wherever it is put.
+    """Settings of a modulator, wherever it is put.
 
     Args:
         rank: R, the hidden width of the bottleneck (Table 6; the paper's default is 8).

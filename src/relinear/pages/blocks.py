@@ -109,7 +109,7 @@ Block = Text | Table | Chart | Facts | Listing | Part
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """What a page says of one run. ``entries``: name -> colour, for the filter; ``command`` names the kind of run."""
+    """A page's section on one run. ``entries``: name -> colour, for the filter; ``command`` names the kind of run."""
 
     title: str
     command: str

@@ -205,7 +205,7 @@ def _new_streams(runner: Any, inputs: dict[str, Any]) -> _Streams:
 
 
 class _Received:
-    """What the layers were handed, by layer, until they have used it."""
+    """The input handed to each layer, by layer, until it is used."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, _Streams] = {}

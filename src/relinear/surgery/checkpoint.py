@@ -77,7 +77,7 @@ def check_record(values: Mapping[str, Any]) -> None:
 
 
 def _packed(bits: int) -> dict[str, int]:
-    """What a record says of parameters that are stored as integers."""
+    """Return what a record says of parameters that are stored as integers."""
     return {"bits": bits, "group": GROUP}
 
 
@@ -175,7 +175,7 @@ def _saved_as(model: Any) -> str:
 
 
 def _saved_prefix(model: Any) -> str:
-    """What the class that was saved calls its body; "" where it calls it nothing, or is not known."""
+    """Return the name of the body in the class that was saved; "" where it has none, or is not known."""
     return getattr(getattr(transformers, _saved_as(model), None), "base_model_prefix", "")
 
 
@@ -225,7 +225,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
 
 
 class _Form(NamedTuple):
-    """What a checkpoint has of a tensor, or a model wants: its shape and the kind of its numbers."""
+    """Shape and number type of a tensor, stored in a checkpoint or required by a model."""
 
     shape: tuple[int, ...]
     kind: str
@@ -541,7 +541,7 @@ def _check_saving(model: Any, directory: Any) -> None:
 
 
 def _special_tokens(holder: Any, model: Any, tokenizer: Any) -> dict[str, int]:
-    """What of a tokenizer's special tokens ``holder``, a config of ``model``, is to take over."""
+    """Return the tokenizer's special tokens that ``holder``, a config of ``model``, takes over."""
     built = not getattr(model.config, "_name_or_path", "")  # its ids are the defaults of the config's class
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokens = {name: getattr(tokenizer, name, None) for name in names if built or getattr(holder, name, None) is None}

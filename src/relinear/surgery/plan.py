@@ -44,7 +44,7 @@ class Replacement:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What ``replace_`` would do; nothing has changed yet. Printing it shows a line a layer.
+    """The changes that ``replace_`` would make; nothing has changed yet. Printing it shows a line a layer.
 
     left: why each other linear layer stays as it is, by name.
     notes: what the user may not have meant; ``apply_`` warns of it, and the summary shows it.
@@ -146,7 +146,7 @@ def plan(
 
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
-    """What of a plan deserves a warning: trained weights that are lost, operators larger than what they replace."""
+    """Return warnings about a plan: trained weights that are lost, operators larger than what they replace."""
     replaced = [r for r in replacements if not isinstance(r.config, WrapperConfig)]  # a wrapper may keep the layer
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     lost = [r.name for r in replaced if not isinstance(r.target.module, Operator)]

@@ -85,7 +85,7 @@ class Summary:
 
 
 def _size_columns(of: Row | Summary, count: int) -> list[str]:
-    """What the columns of numbers hold for ``count`` alike rows: bits are those a weight takes, scales included."""
+    """Return the numeric columns for ``count`` alike rows: bits are those a weight takes, scales included."""
     parameters, before, size = of.parameters * count, of.parameters_before * count, of.bytes * count
     bits = f"{8 * size / parameters:.4g}" if parameters else ""
     active, flops = parameters - of.inactive_parameters * count, of.flops_per_token * count

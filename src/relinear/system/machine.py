@@ -48,7 +48,7 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 @functools.cache
 def _cpu_facts() -> dict[str, str]:
-    """What Linux says of the first processor, by name; nothing elsewhere."""
+    """Return what Linux reports of the first processor, by name; nothing elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

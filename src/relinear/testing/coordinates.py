@@ -94,7 +94,7 @@ def _run(model: Any, optimizer: torch.optim.Optimizer, seed: int, ids: Tensor, s
 
 @contextlib.contextmanager
 def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """What layers and sub-blocks return while a ``with`` block runs, by kind, in order."""
+    """Record the outputs of layers and sub-blocks while a ``with`` block runs, by kind, in order."""
     recorded: dict[str, list[Tensor]] = {}
 
     def record(kind: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -34,7 +34,7 @@ class StopOnTerminate(TrainerCallback):
         self.stopped = False
 
     def ask(self, *_: Any) -> None:
-        """What SIGTERM calls."""
+        """Handle SIGTERM."""
         self._asked = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

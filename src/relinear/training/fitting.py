@@ -47,7 +47,7 @@ class NonFiniteLossError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What came out of a run.
+    """The result of a run.
 
     validation_loss, perplexity: at the end, nats for a token and its exponential; None without validation data.
     initial_perplexity: before the first step.

@@ -360,7 +360,7 @@ def change_codes(values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, s
 
 
 class Network:
-    """What ``rotor_network`` takes beside its inputs, checked.
+    """Check and return the arguments of ``rotor_network`` other than its inputs.
 
     Args:
         in_features, out_features: sizes of inputs and results.
@@ -424,7 +424,7 @@ class Network:
         self.gradients = 2 * branches + sum(factor.numel() for factor in (*left, *right))
 
     def description(self, bias: Tensor | None) -> tuple[Any, Any]:
-        """What C++ takes for it: ``Description``, and every ``Layer``."""
+        """Return its C++ form: ``Description``, and every ``Layer``."""
         _check("bias", bias, torch.float32, self.out_features)
         head = self.in_features, self.out_features, *map(_at, self.places), *self.flags, _at(bias), *self.settings
         return _numbers((*head, *map(_at, self.numbers), self.count)), self.layers

@@ -32,7 +32,7 @@ EPSILON = tl.constexpr(1e-5)  # that of torch's layer norm
 
 
 class _Tile(NamedTuple):
-    """What a kernel is compiled for, by the legend's letters; BLADE: whether windows are in blade coordinates."""
+    """Compile-time constants of a kernel, by the legend's letters; BLADE: whether windows are in blade coordinates."""
 
     BLADE: tl.constexpr
     T: tl.constexpr
@@ -236,7 +236,7 @@ def _branch(
     PERMUTE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What a branch activates, (T V,), with the coordinate of its sandwich that each is and the scale of the norm."""
+    """Return what a branch activates, (T V,), the coordinates of these in its sandwich, and the scale of the norm."""
     at = tl.arange(0, TILE.T * TILE.V)
     coordinate = at % TILE.V
     total = tl.zeros((TILE.T * TILE.V // TILE.L_PAD, TILE.L_PAD), tl.float32)

@@ -21,7 +21,7 @@ from relinear.kernels.triton import cgt, hdpl, rotor, transponder
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What one kernel is checked with.
+    """The sample arguments that one kernel is checked with.
 
     Args:
         module: that of the kernel, and the name of its function there.

@@ -43,7 +43,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 class Tile(NamedTuple):
-    """What the kernel of a product is compiled for."""
+    """Compile-time constants of a product's kernel."""
 
     ROWS: tl.constexpr
     COLUMNS: tl.constexpr

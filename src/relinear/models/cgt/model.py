@@ -33,7 +33,7 @@ _PASSED_ON = frozenset(
 
 @dataclasses.dataclass
 class CGTOutput(ModelOutput):
-    """What a CGT returns; fields that were not asked for are None.
+    """The output of a CGT; fields that were not asked for are None.
 
     Args:
         loss: scalar, where labels or targets were given.
@@ -289,7 +289,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
 
 
 class _CGTWithHead(CGTPreTrainedModel):
-    """What the language model and the regression model share."""
+    """Base of the language model and the regression model."""
 
     transformer: CGTModel
 
