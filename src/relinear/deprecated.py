@@ -106,7 +106,7 @@ def find_moved_modules() -> None:
 
 
 class RenamedHook:
-    """What an operator's author or caller still knows by an old name: it works for one version, and warns."""
+    """Keep an old name working for one version, with a warning."""
 
     def __init__(self, new: str) -> None:
         self.new = new

@@ -1,4 +1,4 @@
-"""What several commands read from their arguments: operators, overrides, models; and options that they share."""
+"""Options that several commands share, and the operators, overrides and models in their arguments."""
 
 from __future__ import annotations
 

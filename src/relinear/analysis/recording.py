@@ -1,4 +1,4 @@
-"""What gated operators do on real tokens: their gates, recorded while the model runs."""
+"""Record the gates of operators while the model runs."""
 
 # Legend: N sequences, T tokens, R rank, O out_features, C context_dim
 

@@ -1,4 +1,4 @@
-"""What analyses have left in a directory -> blocks of a page, each with a sentence on how to read it."""
+"""Build the blocks of a page from the analyses in a directory, each with a sentence on how to read it."""
 
 import dataclasses
 from collections.abc import Sequence

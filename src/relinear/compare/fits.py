@@ -1,4 +1,4 @@
-"""What ``replicate`` does for a paper that fits operators to projections of a pretrained decoder."""
+"""Run ``replicate`` for a paper that fits operators to projections of a pretrained decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison is going to train: every entry, at the size that makes it comparable.
+"""Plan a comparison: every entry, at the size that makes it comparable.
 
 Which rank, blocks or model width gives a model the parameters or FLOPs that are wanted is searched for.
 """

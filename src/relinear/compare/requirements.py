@@ -1,4 +1,4 @@
-"""What training takes on this machine, said in five lines before it starts: runs, parameters, tokens, time, disk."""
+"""Estimate what training takes on this machine, before it starts: runs, parameters, tokens, time, disk."""
 
 from __future__ import annotations
 

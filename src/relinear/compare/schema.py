@@ -1,4 +1,4 @@
-"""What results.json holds, from a run to the report: one type for what is written and for what is read.
+"""The types of results.json, from a run to the report: one type for what is written and for what is read.
 
 ``NotRequired`` is what records of earlier versions lack, or what some entries have. More may be there.
 """

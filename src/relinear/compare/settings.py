@@ -1,4 +1,4 @@
-"""What a comparison is asked to do: entries, budget, how sizes are matched, seeds, tuning; and plans of comparisons."""
+"""The settings of a comparison: entries, budget, how sizes are matched, seeds, tuning; and plans of comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan may cost, in parameters or stored bytes, and the least predicted loss under that."""
+"""Choose the plan of least predicted loss under a budget in parameters or stored bytes."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What layers may become: candidates, the plan that is chosen among them, and fits."""
+"""The candidates for each layer, the plan that is chosen among them, and fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compression did, as a value that can be printed and written, and the page on it."""
+"""The report of a compression, as a value that can be printed and written, and as a page."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a compression takes on this machine, said in five lines before it starts."""
+"""Estimate what a compression takes on this machine, before it starts."""
 
 from __future__ import annotations
 

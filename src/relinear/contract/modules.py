@@ -1,4 +1,4 @@
-"""What is true of any model's modules: what wraps them, which lie outermost, which are new."""
+"""Helpers for modules of any model: wrappers, outermost modules, new modules."""
 
 import warnings
 from collections.abc import Callable, Iterator

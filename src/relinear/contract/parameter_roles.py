@@ -1,4 +1,4 @@
-"""What a parameter is for: its fan-in and fan-out, how they grow with a model's width, and what follows from that."""
+"""The role of a parameter: its fan-in and fan-out, how they grow with a model's width, and what follows from that."""
 
 import warnings
 from typing import Literal, NamedTuple

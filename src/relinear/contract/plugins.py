@@ -1,4 +1,4 @@
-"""What other packages add, found by its name: operators, residual methods, objectives, analyses and recipes.
+"""Find what other packages add, by name: operators, residual methods, objectives, analyses and recipes.
 
 A package offers them as entry points, which are looked at when a name is unknown and imported when it is asked for::
 

@@ -1,4 +1,4 @@
-"""What layers of a model see: blocks of tokens in, recorded activations out, in bounded memory."""
+"""Record activations of layers on blocks of tokens, in bounded memory."""
 
 # Legend: N blocks, T tokens a block, M recorded tokens, I in_features, C context_dim
 

@@ -1,4 +1,4 @@
-"""What a distillation did, layer by layer."""
+"""The report of a distillation, layer by layer."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""What is known of Hugging Face models: where layers, heads and embeddings are, how they are initialised and saved."""
+"""Facts about Hugging Face models: where layers, heads and embeddings are, how they are initialised and saved."""

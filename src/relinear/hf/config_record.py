@@ -1,4 +1,4 @@
-"""What a model's ``config.json`` says about its operators and attachments, so that it can be rebuilt."""
+"""Record a model's operators and attachments in its ``config.json``, so that it can be rebuilt."""
 
 import copy
 from collections.abc import Mapping

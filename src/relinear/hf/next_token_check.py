@@ -1,4 +1,4 @@
-"""Whether a model predicts next tokens: what its perplexity, its distillation and its compression rest on."""
+"""Check that a model predicts next tokens, as perplexity, distillation and compression require."""
 
 # Legend: T tokens, V vocabulary
 

@@ -1,4 +1,4 @@
-"""Whether a model and its parts have an embedding for every token that they are given, and for every position."""
+"""Check that a model and its parts have an embedding for every token and position of their inputs."""
 
 from typing import Any
 

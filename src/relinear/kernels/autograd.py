@@ -1,4 +1,4 @@
-"""What autograd functions of our own share: autocast, derivatives beyond the first, results that change, portions.
+"""Shared by our autograd functions: autocast, derivatives beyond the first, results that change, portions.
 
 torch cannot lower them under autocast: ``lowered`` does. A backward pass written by hand is in no graph. Where one is
 wanted (``create_graph=True``), or torch maps over several gradients at once, the gradients are those of the reference.

@@ -1,4 +1,4 @@
-"""What a page is put together from. All text is plain: the template escapes it."""
+"""The blocks of a page. All text is plain: the template escapes it."""
 
 from __future__ import annotations
 

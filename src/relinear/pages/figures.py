@@ -1,4 +1,4 @@
-"""What a figure shows, described once: figures.js draws it on a page, ``drawn`` into a file by Matplotlib."""
+"""The description of a figure: figures.js draws it on a page, ``drawn`` into a file by Matplotlib."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What pages say of what commands leave in their directories: pictures, settings, how a record was made."""
+"""Describe the results of commands on pages: pictures, settings, how a record was made."""
 
 import base64
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a model is made of: layer, operator, parameters, FLOPs a token, before and after."""
+"""Summarise a model: layer, operator, parameters, FLOPs a token, before and after."""
 
 import dataclasses
 import math

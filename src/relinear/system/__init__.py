@@ -1,1 +1,1 @@
-"""What lies below every room: the machine, atomic files, the C library's allocator."""
+"""The base of all packages: the machine, atomic files, the C library's allocator."""

@@ -1,4 +1,4 @@
-"""What the machine can do and what a run used of it: bf16 units, threads, peak memory, versions."""
+"""The machine's features and a run's use of it: bf16 units, threads, peak memory, versions."""
 
 import contextlib
 import datetime

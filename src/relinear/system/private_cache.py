@@ -1,4 +1,4 @@
-"""What may be read from a cache: files and folders that no other user can have put there."""
+"""Read only files and folders from a cache that no other user can have put there."""
 
 import contextlib
 import errno

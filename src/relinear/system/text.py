@@ -1,4 +1,4 @@
-"""What messages say of what they were given."""
+"""Format values for messages."""
 
 import re
 from collections.abc import Mapping, Sequence

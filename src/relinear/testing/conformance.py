@@ -106,7 +106,7 @@ def fit_error(case: Case, module: Operator, linear: nn.Module) -> float:
 
 
 class OperatorConformance:
-    """What every operator promises, as tests: subclass it as ``Test...`` in a file of tests and name its ``cases``.
+    """Tests of what every operator promises: subclass it as ``Test...`` in a file of tests and name its ``cases``.
 
     A row of ``cases`` is a variant that takes another path through the code. Compiling with inductor takes the longest
     by far; ``pytest -k "not inductor"`` leaves it out.

@@ -1,4 +1,4 @@
-"""What a run writes down and shows while it goes: metrics.jsonl, progress, throughput, moments of latents."""
+"""Record and show a run's progress: metrics.jsonl, progress, throughput, moments of latents."""
 
 # Legend: R latent size
 

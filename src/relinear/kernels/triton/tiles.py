@@ -1,4 +1,4 @@
-"""What the kernels share: a tile of a matrix product, and the sizes of tiles (untuned)."""
+"""Shared by the kernels: a tile of a matrix product, and the sizes of tiles (untuned)."""
 
 # Legend: N rows, K summed dimension
 

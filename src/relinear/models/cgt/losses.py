@@ -1,4 +1,4 @@
-"""What keeps a context slow, spread out and informative: the regularisers of the CGT paper, one function an equation.
+"""The regularisers of the CGT paper, which keep a context slow, spread out and informative; one function an equation.
 
 Sums that the paper writes with a proportionality sign are averages here, so that a weight means the same for every
 length and batch size. Only positions marked in ``real`` (B, T) enter, by default all. ``shares`` (B,) weight samples,

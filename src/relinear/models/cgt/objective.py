@@ -1,4 +1,4 @@
-"""What a Contextually Guided Transformer is trained on: the auxiliary loss, the regularisers, and their sum."""
+"""The objective of a Contextually Guided Transformer: the auxiliary loss, the regularisers, and their sum."""
 
 # Legend: B batch, T tokens, E width of y, H tokens of the rest
 
