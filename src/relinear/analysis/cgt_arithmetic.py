@@ -236,7 +236,7 @@ def run(subject: Subject) -> Result:
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return what a page shows of ``numbers``: a row for each kind of y, and what probes read off y."""
-    found: list[Block] = []
+    page_blocks: list[Block] = []
     rows = [
         Row([KINDS[kind], Cell.of(value["answers"], ".1%"), Cell.of(value["symbols"], ".1%")])
         for kind, value in numbers["accuracy"].items()
@@ -244,15 +244,17 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     rows.append(Row(["best guess without examples", Cell.of(numbers["guessing"], ".1%"), ""]))
     for token, layers in numbers.get("task_vectors", {}).items():
         rows.append(Row([f"activations moved from {token!r}, best layer", Cell.of(max(layers), ".1%"), ""]))
-    found.append(Table(["examples", "answers right", "symbols right"], rows))
+    page_blocks.append(Table(["examples", "answers right", "symbols right"], rows))
     if "probe" not in numbers:
-        return found
+        return page_blocks
     rows = [Row([f"probe of y, {place}", Cell.of(value["error"])]) for place, value in numbers["probe"].items()]
-    found.append(Table(["measure", "value"], [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])]), *rows]))
+    page_blocks.append(
+        Table(["measure", "value"], [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])]), *rows])
+    )
     read = numbers["probe"]["average"]
     names = ("a", "b") if len(read["r2"]) == 2 else ("coefficient",)
     for name, truth, predicted in zip(names, zip(*read["truth"]), zip(*read["predicted"])):
         spots = Series(name=name, colour=PALETTE[0], x=truth, y=predicted, mode="points", opacity=0.4)
         panel = Panel([spots], Axis(title=f"{name} (scaled)"), Axis(title="read from y"), [Guide()], legend=False)
-        found.append(Chart(f"{name}, read from the mean of y.", panel, inline=True, stem="cgt_probe"))
-    return found
+        page_blocks.append(Chart(f"{name}, read from the mean of y.", panel, inline=True, stem="cgt_probe"))
+    return page_blocks

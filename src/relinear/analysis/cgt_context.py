@@ -98,7 +98,7 @@ def run(subject: Subject) -> Result:
     step, order = max(1, length // POSITIONS), y[0].std(0).argsort(descending=True)[:COMPONENTS]
     points, how = embedded(vectors)
     classes = [index % len(names) for index in range(len(vectors))]
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "variation": variation,
         "products": dot_products(y)[::step, ::step].tolist(),
         "step": step,
@@ -109,14 +109,14 @@ def run(subject: Subject) -> Result:
         "classes": classes,
         "sources": list(names),
     }
-    text = f"from token to token y varies by {found['variation']:.2f} (Eq. 4)"
+    text = f"from token to token y varies by {results['variation']:.2f} (Eq. 4)"
     if len(names) > 1:
-        found["neighbours"], found["chance"] = neighbours(vectors, classes)
+        results["neighbours"], results["chance"] = neighbours(vectors, classes)
         before = untrained(subject.model).context(subject.ids)[:, -LAST:].mean(1)
-        found["neighbours_untrained"] = neighbours(before, classes)[0]
-        text += f"; the nearest neighbour of {found['neighbours']:.0%} of texts is of their source (by chance "
-        text += f"{found['chance']:.0%}, without training {found['neighbours_untrained']:.0%})"
-    return Result(found, text)
+        results["neighbours_untrained"] = neighbours(before, classes)[0]
+        text += f"; the nearest neighbour of {results['neighbours']:.0%} of texts is of their source (by chance "
+        text += f"{results['chance']:.0%}, without training {results['neighbours_untrained']:.0%})"
+    return Result(results, text)
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

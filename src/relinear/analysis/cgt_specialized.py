@@ -34,14 +34,14 @@ ANOTHER = "frozen, of another text"
 @torch.no_grad()
 def losses(model: Any, ids: Tensor, context: Tensor | None = None, rate: float = 0.0, batch: int = 32) -> Tensor:
     """Cross-entropy (N, H - 1) at each token of ids (N, H) but the first, with y frozen at ``context`` (N, E)."""
-    found = []
+    parts = []
     with evaluating(model):
         for start in range(0, len(ids), batch):
             part = ids[start : start + batch]
             y = {} if context is None else {"frozen_context": context[start : start + batch], "context_rate": rate}
             logits = model(part, use_cache=False, **y).logits
-            found.append(F.cross_entropy(logits[:, :-1].mT.float(), part[:, 1:], reduction="none"))
-    return torch.cat(found)
+            parts.append(F.cross_entropy(logits[:, :-1].mT.float(), part[:, 1:], reduction="none"))
+    return torch.cat(parts)
 
 
 def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, rate: float = 0.03) -> Tensor:
@@ -102,16 +102,16 @@ def run(subject: Subject) -> Result:
     else:
         others = {ANOTHER: own.roll(-1, 0)}
     frozen = {FROZEN: own, **others, CONSTANT: constant.expand_as(own)}
-    found = {DYNAMIC: losses(model, rest), AVERAGE: losses(model, rest, own, RATE)}
-    found |= {kind: losses(model, rest, given) for kind, given in frozen.items()}
+    results = {DYNAMIC: losses(model, rest), AVERAGE: losses(model, rest, own, RATE)}
+    results |= {kind: losses(model, rest, given) for kind, given in frozen.items()}
     if subject.control is not None:  # Figure 13a
-        found[f"none: {subject.control_name}"] = losses(subject.control, rest)
+        results[f"none: {subject.control_name}"] = losses(subject.control, rest)
     numbers: dict[str, Any] = {
         "texts": len(rest),
-        "losses": {kind: values.mean(0).tolist() for kind, values in found.items()},
+        "losses": {kind: values.mean(0).tolist() for kind, values in results.items()},
         "less_computed": {
-            kind: {place: _mean((values - found[DYNAMIC])[:, where]) for place, where in PLACES.items()}
-            for kind, values in found.items()
+            kind: {place: _mean((values - results[DYNAMIC])[:, where]) for place, where in PLACES.items()}
+            for kind, values in results.items()
             if kind != DYNAMIC
         },
         "shifts": {},
@@ -152,12 +152,12 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         shown.append(Series(name=kind, colour=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
     side = Axis(title="loss less that with y computed (nats)")
     panel = Panel(shown, Axis(title="position in the second half"), side, [Guide(y=0)])
-    found: list[Block] = [
+    page_blocks: list[Block] = [
         Table(["y", *(f"{place}, nats" for place in PLACES)], rows),
         Chart(f"Running means over {width} positions, {numbers['texts']} texts.", panel, stem="cgt_specialized"),
     ]
     for name, shifts in numbers["shifts"].items():
-        found.append(
+        page_blocks.append(
             Text(f"With the y of {name} these rise most: {', '.join(token for token, _ in shifts)}.", soft=True)
         )
-    return found
+    return page_blocks

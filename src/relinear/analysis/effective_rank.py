@@ -173,13 +173,15 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     ]
     head = ["layer", "model", *(f"effective rank of {space}" for space in SPACES)]
     rank = max(layer["rank"] for layers in numbers.values() for layer in layers.values())
-    found: list[Block] = []
+    page_blocks: list[Block] = []
     for space, meaning in SPACES.items():
         shown = [series for name in numbers for series in decays(numbers[name], space, name, palette[name])]
         guide = Guide(x=rank, text=f"rank of one operator: {rank}")
         text = f"{space}: {meaning}. A line a layer; one that falls late is a rank that is used."
-        found.append(Chart(text, decay_panel(shown, f"{space}: {meaning}", guide), inline=True, stem="effective_rank"))
-    return [*found, Table(head, rows, (0, 1))]
+        page_blocks.append(
+            Chart(text, decay_panel(shown, f"{space}: {meaning}", guide), inline=True, stem="effective_rank")
+        )
+    return [*page_blocks, Table(head, rows, (0, 1))]
 
 
 def decay_panel(shown: list[Series], title: str, *guides: Guide) -> Panel:
@@ -190,10 +192,10 @@ def decay_panel(shown: list[Series], title: str, *guides: Guide) -> Panel:
 
 def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
     """Return a line a layer, with its name and effective rank where it is pointed at."""
-    found = []
+    series = []
     for number, (layer, values) in enumerate(layers.items()):
         decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]
         text = f"{model}, {layer}: effective rank {values['effective_rank'][space]:.1f}"
         look: dict[str, Any] = {"mode": "points" if len(decay) == 1 else "plain", "opacity": 0.6, "legend": number == 0}
-        found.append(Series(name=model, colour=colour, x=range(1, len(decay) + 1), y=decay, texts=text, **look))
-    return found
+        series.append(Series(name=model, colour=colour, x=range(1, len(decay) + 1), y=decay, texts=text, **look))
+    return series

@@ -57,13 +57,13 @@ def applies(model: nn.Module) -> bool:
 
 def run(subject: Subject) -> Result:
     """Fingerprints of the first inputs."""
-    found = context_fingerprints(subject.model, subject.ids[:INPUTS, :TOKENS])
-    words = [[subject.token_text(token) for token in row] for row in found["ids"]]
-    rows = found["similarity"]
+    fingerprints = context_fingerprints(subject.model, subject.ids[:INPUTS, :TOKENS])
+    words = [[subject.token_text(token) for token in row] for row in fingerprints["ids"]]
+    rows = fingerprints["similarity"]
     pairs = [rows[i][j] for i in range(len(rows)) for j in range(i)]
     alike = f"cosine between the inputs' mean contexts {sum(pairs) / len(pairs):.2f}; " if pairs else ""
-    text = f"{alike}the context moves {found['step']:.2f} as far from token to token as between any two tokens"
-    return Result(found | {"text": words}, text)
+    text = f"{alike}the context moves {fingerprints['step']:.2f} as far from token to token as between any two tokens"
+    return Result(fingerprints | {"text": words}, text)
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
@@ -71,7 +71,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     similarity = numbers["similarity"]
     names = [f"input {index + 1}" for index in range(len(similarity))]
     rows = [Row([name, *(Cell.of(v, ".2f") for v in row)]) for name, row in zip(names, similarity, strict=True)]
-    found: list[Block] = [
+    page_blocks: list[Block] = [
         Table(["cosine of mean contexts", *names], rows),
         Text(
             f"From token to token the context moves {numbers['step']:.2f} as far as between any two tokens.", soft=True
@@ -84,5 +84,5 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         sides: dict[str, Any] = {"x": numbered(words), "y": [f"dimension {index}" for index in range(len(table))]}
         heat = Heat(values=table, **sides, bounds=(-limit, limit), what="context", diverging=True)
         text = f"{name}: a column a token, a row a dimension of the context; blue below 0, red above."
-        found.append(Chart(text, Panel([heat], title=name), stem="fingerprints"))
-    return found
+        page_blocks.append(Chart(text, Panel([heat], title=name), stem="fingerprints"))
+    return page_blocks

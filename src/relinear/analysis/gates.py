@@ -40,11 +40,11 @@ def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[s
             for part, gates in parts.items():
                 for key, value in _counted(gates.double()).items():
                     sums[name, part][key] += value
-    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    statistics: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for (name, part), s in sums.items():
         values, tokens = s["count"] * s["total"].numel(), s["count"]
         mean = s["total"] / tokens
-        found[name][part] = {
+        statistics[name][part] = {
             "histogram": (s["histogram"] / values).tolist(),
             "mean": float(mean.mean()),
             "entropy": float(s["entropy"] / values),
@@ -53,7 +53,7 @@ def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[s
             "open": 1 - float((s["active"] + s["shut"]) / values),
             "variation": float((s["squares"] / tokens - mean.square()).clamp_min(0).sqrt().mean()),
         }
-    return dict(found)
+    return dict(statistics)
 
 
 def _counted(gates: Tensor) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         for name, parts in numbers.items()
         for part, values in parts.items()
     ]
-    found: list[Block] = []
+    page_blocks: list[Block] = []
     for part in (p for p in ("basis", "output") if any(p in layer for layer in numbers.values())):
         layers = {short_name(name): layer[part]["histogram"] for name, layer in numbers.items() if part in layer}
         table = [[round(share, 5) for share in histogram] for histogram in layers.values()]
@@ -119,8 +119,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         heat = Heat(values=table, x=bins, y=list(layers), bounds=bounds, what="share of gates")
         panel = Panel([heat], Axis(title=f"{part} gate, from shut to open"))
         text = f"{part} gates over all tokens, a row a layer: heaped at both ends is a switch, in the middle undecided."
-        found.append(Chart(text, panel, height=180 + 22 * len(layers), stem="gates"))
-    return [*found, Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
+        page_blocks.append(Chart(text, panel, height=180 + 22 * len(layers), stem="gates"))
+    return [*page_blocks, Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
 
 
 def _high(table: list[list[float]]) -> float:

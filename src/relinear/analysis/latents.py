@@ -53,19 +53,19 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
     with evaluating(model), observe(model, look):
         for row in ids:
             model(input_ids=row[None])
-    found = {}
+    statistics = {}
     for name, kept in sums.items():
         tokens = kept["tokens"]
         variance = (kept["squares"] / tokens - (kept["mu"] / tokens).square()).clamp_min(0)
         nats = kept["nats"] / tokens
-        found[name] = {
+        statistics[name] = {
             "deviation": variance.sqrt().sort(descending=True).values.tolist(),
             "sigma": kept["sigma"] / tokens / len(variance),
             "nats": nats if math.isfinite(nats) else None,
             "active": int((variance > ACTIVE).sum()),
             "size": len(variance),
         }
-    return found
+    return statistics
 
 
 def applies(model: nn.Module) -> bool:

@@ -31,13 +31,13 @@ HOW_TO_READ = (
 
 def modulators(model: nn.Module) -> dict[str, nn.Module]:
     """Return every modulator of ``model`` by the name of the layer or sub-block that it modulates."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if getattr(module, "is_modulator", False):
             parts = name.split(".")
             cut = next(i for i, part in enumerate(parts) if part.endswith("modulator"))
-            found.setdefault(".".join(parts[:cut]), module)
-    return found
+            modules.setdefault(".".join(parts[:cut]), module)
+    return modules
 
 
 def variance_split(gate: Tensor) -> dict[str, float]:
@@ -194,12 +194,12 @@ _SURFACES = "the same as surfaces, as in the paper's Figure 3: flat is a gate th
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the blocks of a page: gates by depth and token, how far they vary, and a row a layer and gate."""
-    found: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
-    found += [_channels(numbers, name) for name in numbers.get("channel", {})]
+    page_blocks: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
+    page_blocks += [_channels(numbers, name) for name in numbers.get("channel", {})]
     if not numbers.get("channel"):  # a directory of an older version has pictures alone
-        found.append(Chart(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
-    found.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
-    return [*found, *_alphas(numbers["modules"]), _table(numbers["modules"])]
+        page_blocks.append(Chart(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
+    page_blocks.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
+    return [*page_blocks, *_alphas(numbers["modules"]), _table(numbers["modules"])]
 
 
 def _table(modules: Mapping[str, Any]) -> Table:

@@ -37,7 +37,7 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
         theirs, normalised to a largest one of 1}, "linear_share": of the variance of the outputs that an affine map of
         the inputs explains, adjusted for its number of inputs; None where these are over half of T}}.
     """
-    found: dict[str, dict[str, Any]] = {}
+    statistics: dict[str, dict[str, Any]] = {}
     for group in _groups(layers):
         sums: dict[str, Tensor] = {}
 
@@ -50,8 +50,8 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
             for row in ids:
                 model(row[None])
         seen = [name for name in group if name in sums and sums[name][0, 0] > 1]  # an expert may see no token
-        found |= {name: _described(sums[name], *linear_features(group[name])) for name in seen}
-    return found
+        statistics |= {name: _described(sums[name], *linear_features(group[name])) for name in seen}
+    return statistics
 
 
 def _groups(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
@@ -92,7 +92,7 @@ def _described(sums: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
 @torch.no_grad()
 def updates(layers: Mapping[str, nn.Module], initial: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the norm of trained minus initial parameters over that of the initial ones, by layer."""
-    found: dict[str, float] = {}
+    norms: dict[str, float] = {}
     for name, module in layers.items():
         moved = before = 0.0
         for key, parameter in module.named_parameters(name):
@@ -100,8 +100,8 @@ def updates(layers: Mapping[str, nn.Module], initial: Mapping[str, Tensor]) -> d
                 moved += float((parameter - first.to(parameter)).double().square().sum())
                 before += float(first.double().square().sum())
         if before:
-            found[name] = math.sqrt(moved / before)
-    return found
+            norms[name] = math.sqrt(moved / before)
+    return norms
 
 
 def _replaced(model: nn.Module) -> dict[str, nn.Module]:
@@ -129,10 +129,10 @@ def run(subject: Subject) -> Result:
         if others:
             numbers[subject.control_name] = output_statistics(subject.control, others, subject.ids)
     lines = []
-    for name, found in numbers.items():
-        ranks = [row["effective_rank"]["data"] for row in found.values()]
-        shares = [row["linear_share"] for row in found.values() if row["linear_share"] is not None]
-        text = f"{name}: {len(found)} layers, mean effective rank {sum(ranks) / len(ranks):.1f} of their outputs"
+    for name, rows in numbers.items():
+        ranks = [row["effective_rank"]["data"] for row in rows.values()]
+        shares = [row["linear_share"] for row in rows.values() if row["linear_share"] is not None]
+        text = f"{name}: {len(rows)} layers, mean effective rank {sum(ranks) / len(ranks):.1f} of their outputs"
         lines.append(text + (f"; a dense layer explains {sum(shares) / len(shares):.1%} of them" if shares else ""))
     return Result(numbers, "\n".join(lines))
 
@@ -153,10 +153,10 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
             rank = Cell(f"{row['effective_rank']['data']:.1f} of {row['width']}", row["effective_rank"]["data"])
             rows.append(layer_row(layer, model, rank, Cell.of(row["linear_share"]), Cell.of(row.get("update"))))
     text, title = "Singular values of the centred outputs, a line a layer.", "singular values of outputs"
-    found: list[Block] = [Chart(text, decay_panel(spectra, title), stem="outputs", inline=True)]
+    page_blocks: list[Block] = [Chart(text, decay_panel(spectra, title), stem="outputs", inline=True)]
     if shares:
         guide, across = Guide(x=1, text="linear"), Axis(title="linear share")
         text = "Share of the outputs' variance that the best dense layer explains: at 1 the operator is linear here."
         panel = Panel(shares, across, Axis(rows=True), [guide], title="linear share")
-        found.append(Chart(text, panel, stem="outputs", inline=True))
-    return [*found, Table(["layer", "model", "effective rank", "linear share", "update"], rows, (0, 1))]
+        page_blocks.append(Chart(text, panel, stem="outputs", inline=True))
+    return [*page_blocks, Table(["layer", "model", "effective rank", "linear share", "update"], rows, (0, 1))]

@@ -80,9 +80,9 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
             degrees = [Cell(f"{angle:.1f}°", angle) for angle in (largest, mean)]
             rows.append(layer_row(name, side, Cell.of(len(rotors), "d"), *degrees))
     for number, side in enumerate(SIDES):
-        found = [(angle, name) for name in numbers for rotor in numbers[name].get(side, []) for angle in rotor]
-        texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in found]
-        place: dict[str, Any] = {"x": [angle for angle, _ in found], "y": [short_name(name) for _, name in found]}
+        pairs = [(angle, name) for name in numbers for rotor in numbers[name].get(side, []) for angle in rotor]
+        texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in pairs]
+        place: dict[str, Any] = {"x": [angle for angle, _ in pairs], "y": [short_name(name) for _, name in pairs]}
         look: dict[str, Any] = {"mode": "points", "opacity": 0.6, "texts": texts}
         shown.append(Series(name=side, colour=PALETTE[number], number=number, **place, **look))
     panel = Panel(shown, Axis(title="angle of a plane (degrees)", from_zero=True), Axis(rows=True))
