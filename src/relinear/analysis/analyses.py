@@ -203,7 +203,9 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
         if len(groups) >= DOCUMENTS and sum(map(len, groups)) >= sequences:
             break
     turns = itertools.zip_longest(*groups)
-    found = [row for turn in turns for row in turn if row is not None][:sequences]
-    if len(found) < (1 if text.fewer else sequences):
-        raise ValueError(f"the text has only {len(found)} sequences of {length} tokens, {sequences} are asked for")
-    return torch.tensor(found)
+    sequences_read = [row for turn in turns for row in turn if row is not None][:sequences]
+    if len(sequences_read) < (1 if text.fewer else sequences):
+        raise ValueError(
+            f"the text has only {len(sequences_read)} sequences of {length} tokens, {sequences} are asked for"
+        )
+    return torch.tensor(sequences_read)

@@ -57,9 +57,9 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
         raise ValueError(f"accuracy is measured on the second half of the examples; the task has {task.examples}")
     answers = task.answer_mask() & (task.example_of() >= task.examples - second)
     with evaluating(model):
-        found = {"dynamic": _right(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
+        right_shares = {"dynamic": _right(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
         if not hasattr(model, "context"):
-            return found
+            return right_shares
         y = model.context(ids)
         parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS if kind != "dynamic"}
         for start in range(0, task.length, task.task_length):
@@ -74,7 +74,7 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
                 rest = ids[:, begin:end]
                 logits = model(input_ids=rest, frozen_context=given).logits
                 parts[kind].append(_right(logits, rest, answers[begin:end], second))
-    return found | {kind: torch.stack(values).mean(0) for kind, values in parts.items()}
+    return right_shares | {kind: torch.stack(values).mean(0) for kind, values in parts.items()}
 
 
 def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> float:
@@ -170,7 +170,7 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
     answers = torch.zeros(query.shape[1], dtype=torch.bool)
     begin = equals + 1 + (token == "|")
     answers[begin : begin + task.digits + 3] = True
-    found, states = [], []
+    right_shares, states = [], []
     with evaluating(model):
         # hooks, as the last of hidden_states comes after the final normalisation
         kept = [b.register_forward_hook(lambda m, a, out: states.append(_hidden(out))) for b in model.transformer.h]
@@ -186,10 +186,10 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
 
             handle = block.register_forward_hook(transplant)
             try:
-                found.append(float(_right(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
+                right_shares.append(float(_right(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
             finally:
                 handle.remove()
-    return found
+    return right_shares
 
 
 def _hidden(output: Any) -> Tensor:
@@ -214,7 +214,10 @@ def run(subject: Subject) -> Result:
         },
         "guessing": guessing_accuracy(samples),
     }
-    lines = [f"{KINDS[kind]}: {found['answers']:.1%} of the answers" for kind, found in numbers["accuracy"].items()]
+    lines = [
+        f"{KINDS[kind]}: {right_shares['answers']:.1%} of the answers"
+        for kind, right_shares in numbers["accuracy"].items()
+    ]
     lines.append(f"the best guess without examples: {numbers['guessing']:.1%}")
     if hasattr(model, "context"):
         y = model.context(ids)

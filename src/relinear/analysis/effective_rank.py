@@ -85,8 +85,8 @@ def realised_spectra(
     read = sum(torch.einsum("tor,tos->rs", b, b) for b in blocks)
     # (O, O) in tiles: rows of two blocks meet over all tokens.
     write = torch.cat([torch.cat([torch.einsum("tor,tpr->op", a, b) for b in blocks], dim=1) for a in blocks], dim=0)
-    found = {"operators": torch.as_tensor(gram), "outputs": write, "inputs": torch.as_tensor(read)}
-    return {space: singular_values(products) for space, products in found.items()}
+    by_space = {"operators": torch.as_tensor(gram), "outputs": write, "inputs": torch.as_tensor(read)}
+    return {space: singular_values(products) for space, products in by_space.items()}
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
     operators: dict[str, Any] = dict(named_operators(model))
     conditioned = any(op.config.conditioned for op in operators.values())
     gates = next(iter(record_gates(model, ids))) if conditioned else {}
-    found = {}
+    by_name = {}
     for name, operator in operators.items():
         if not is_ranked(operator):
             continue
@@ -128,16 +128,16 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
         left, right = operator.factors() if has_factors else (operator.to_dense(), None)
         own = gates.get(name, {})
         spectra = realised_spectra(left, right, own.get("basis"), own.get("output"), ids.shape[1])
-        found[name] = {
+        by_name[name] = {
             "tokens": ids.shape[1],
             "distinct_tokens": len(ids.unique()),
             "rank": min(left.shape) if right is None else min(*left.shape, *right.shape),
             "effective_rank": {space: effective_rank(values) for space, values in spectra.items()},
             "singular_values": {space: (v / v[0].clamp_min(1e-300)).tolist() for space, v in spectra.items()},
         }
-    if not found:
+    if not by_name:
         raise ValueError("no operator of this model is a linear map of its input; nothing to rank")
-    return found
+    return by_name
 
 
 def applies(model: nn.Module) -> bool:

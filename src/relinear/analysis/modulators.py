@@ -90,13 +90,13 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
     Raises:
         ValueError: if the model has no modulator, or none is called ``keep``.
     """
-    found = modulators(model)
-    if not found:
+    by_name = modulators(model)
+    if not by_name:
         raise ValueError("the model has no modulator; put some in with relinear.Transponder or PathTransponder")
     statistics: dict[str, dict[str, Any]] = {}
     scalar: dict[str, Tensor] = {}
     channel: dict[str, Tensor] = {}
-    with_channel = [name for name, module in found.items() if _has_channel_gate(module)]
+    with_channel = [name for name, module in by_name.items() if _has_channel_gate(module)]
     known = [name.rpartition(".")[2] for name in with_channel]
     if keep is not None and keep not in known:
         raise ValueError(f"no module named {keep!r} has channel gates; there are: {', '.join(dict.fromkeys(known))}")
@@ -117,9 +117,9 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
                 channel[name] = first.clone()
         statistics[name] = row
 
-    with watching(found.items(), look), evaluating(model):
+    with watching(by_name.items(), look), evaluating(model):
         model(ids.to(next(model.parameters()).device), use_cache=False)
-    return GateRecord({name: statistics[name] for name in found if name in statistics}, scalar, channel)
+    return GateRecord({name: statistics[name] for name in by_name if name in statistics}, scalar, channel)
 
 
 def _has_channel_gate(module: nn.Module) -> bool:
@@ -171,13 +171,13 @@ def _shown_channels(record: GateRecord) -> dict[str, Any]:
     distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
     # all values but the outermost half per cent on either side
     spread = round(max(float(np.quantile(distances, 0.99)), 0.02), 4)
-    names, found = list(record.channel), {}
+    names, gates_of_module = list(record.channel), {}
     for name in (names[i] for i in _spaced(len(names), MAPS)):
         gate = record.channel[name].numpy()
         channels = _spaced(gate.shape[1], CHANNELS)
         values = [[round(v, 3) for v in row] for row in gate[:, channels].tolist()]
-        found[name] = {"channels": channels, "values": values, "spread": spread}
-    return found
+        gates_of_module[name] = {"channels": channels, "values": values, "spread": spread}
+    return gates_of_module
 
 
 def _spaced(count: int, most: int) -> list[int]:
@@ -217,15 +217,15 @@ def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
     rows = ((numbers["modules"][name], values) for name, values in numbers["scalar"].items())
     modules = grouped((row["module"], (row["layer"], values)) for row, values in rows)
     charts = []
-    for number, (module, found) in enumerate(modules.items()):
-        found.sort(key=lambda pair: pair[0])
-        depth: dict[str, Any] = {"x": [layer for layer, _ in found], "size": 4}
+    for number, (module, gates_of_module) in enumerate(modules.items()):
+        gates_of_module.sort(key=lambda pair: pair[0])
+        depth: dict[str, Any] = {"x": [layer for layer, _ in gates_of_module], "size": 4}
         shown = []
-        for token in _spaced(len(found[0][1]), LINES):
+        for token in _spaced(len(gates_of_module[0][1]), LINES):
             label = f"{token} {numbers['tokens'][token]}" if token < len(numbers["tokens"]) else str(token)
-            gates = [values[token] for _, values in found]
+            gates = [values[token] for _, values in gates_of_module]
             shown.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], y=gates, opacity=0.45, **depth))
-        mean = [float(np.mean(values)) for _, values in found]
+        mean = [float(np.mean(values)) for _, values in gates_of_module]
         shown.append(Series(name="mean of all tokens", colour=REFERENCE, number=1, y=mean, **depth))
         axes = Axis(title="decoder layer"), Axis(title=f"scalar gate of {module}")
         text = f"{module}: a line a token, the strong one their mean. Lines apart are gates that read the token."
@@ -240,7 +240,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
     for kind, value, title in [(name, *panel) for name, panels in PANELS.items() for panel in panels]:
         rows = [(row, row["gates"][kind][value]) for row in modules.values() if kind in row["gates"]]
         shown = math.sqrt if value == "total" else float
-        lines = grouped((row["module"], (row["layer"], shown(found))) for row, found in rows)
+        lines = grouped((row["module"], (row["layer"], shown(gates_of_module))) for row, gates_of_module in rows)
         data = []
         for number, (module, spots) in enumerate(lines.items()):
             x, y = zip(*sorted(spots), strict=True)
@@ -255,12 +255,12 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
 
 def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
     """The channel gate of a layer as a map."""
-    row, found = numbers["modules"][name], numbers["channel"][name]
-    spread = found["spread"]
-    words = numbered(numbers["tokens"][: len(found["values"])])
-    channels = [f"channel {channel}" for channel in found["channels"]]
+    row, gates_of_module = numbers["modules"][name], numbers["channel"][name]
+    spread = gates_of_module["spread"]
+    words = numbered(numbers["tokens"][: len(gates_of_module["values"])])
+    channels = [f"channel {channel}" for channel in gates_of_module["channels"]]
     look: dict[str, Any] = {"what": "gate", "diverging": True, "surface": "modulators_surface"}
-    heat = Heat(values=found["values"], x=channels, y=words, bounds=(1 - spread, 1 + spread), **look)
+    heat = Heat(values=gates_of_module["values"], x=channels, y=words, bounds=(1 - spread, 1 + spread), **look)
     text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: {_CHANNELS}"
     panel = Panel([heat], title=f"{row['module']}, layer {row['layer']}")
     return Chart(text, panel, height=520, stem="modulators_channel")

@@ -40,10 +40,12 @@ def planes(model: nn.Module) -> dict[str, dict[str, list[list[float]]]]:
     Returns:
         {name of the rotors: {"left" | "right": for every term and pair of windows its angles, largest first}}.
     """
-    found = {}
+    by_module = {}
     for name, module in _with_rotors(model).items():
-        found[name] = {side: plane_angles(beta).flatten(0, -2).tolist() for side, beta in module.bivectors().items()}
-    return found
+        by_module[name] = {
+            side: plane_angles(beta).flatten(0, -2).tolist() for side, beta in module.bivectors().items()
+        }
+    return by_module
 
 
 def _with_rotors(model: nn.Module) -> dict[str, Any]:
@@ -58,16 +60,16 @@ def applies(model: nn.Module) -> bool:
 
 def run(subject: Subject) -> Result:
     """Return the angles of the model's rotors; its text is not read."""
-    found = planes(subject.model)
-    if not found:
+    by_module = planes(subject.model)
+    if not by_module:
         raise ValueError("no layer of this model has rotors; this analysis is for relinear.Rotor")
-    largest = [rotor[0] for row in found.values() for rotors in row.values() for rotor in rotors]
+    largest = [rotor[0] for row in by_module.values() for rotors in row.values() for rotor in rotors]
     text = (
-        f"{len(largest)} rotors in {len(found)} modules: the largest angle of a rotor is "
+        f"{len(largest)} rotors in {len(by_module)} modules: the largest angle of a rotor is "
         f"{sum(largest) / len(largest):.1f} degrees "
         f"on average, {max(largest):.1f} at most"
     )
-    return Result(found, text)
+    return Result(by_module, text)
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

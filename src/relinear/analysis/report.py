@@ -63,12 +63,12 @@ def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
 
 def _with_pictures(blocks: Sequence[Block], folder: Path) -> list[Block]:
     """Those of ``blocks`` that have something to show: the picture of a stem stands at the first of its charts."""
-    found: list[Block] = []
+    page_blocks: list[Block] = []
     seen: set[str] = set()
     for block in blocks:
         if isinstance(block, Chart) and block.stem not in seen:
             seen.add(block.stem)
             block = dataclasses.replace(block, image=picture_of(folder / block.stem))
         if not isinstance(block, Chart) or block.panel is not None or block.image is not None:
-            found.append(block)
-    return found
+            page_blocks.append(block)
+    return page_blocks

@@ -62,7 +62,7 @@ def top_tokens(
             "tokens, or a smaller min_occurrences"
         )
     positions = max(10, math.ceil(top_share * ids.numel()))
-    found = {}
+    by_layer = {}
     for name, pieces in recorded.items():
         gates = torch.cat(pieces).double()
         sums = torch.zeros(len(tokens), gates.shape[1], dtype=torch.float64)
@@ -71,7 +71,7 @@ def top_tokens(
         between = (occurrences[:, None] * (means - gates.mean(0)).square()).sum(0)
         best = means.masked_fill(~known[:, None], -1).topk(count, dim=0).indices
         highest = gates.topk(min(positions, len(gates)), dim=0).indices
-        found[name] = [
+        by_layer[name] = [
             {
                 "tokens": tokens[best[:, k]].tolist(),
                 "values": means[best[:, k], k].tolist(),
@@ -81,7 +81,7 @@ def top_tokens(
             }
             for k in range(gates.shape[1])
         ]
-    return found
+    return by_layer
 
 
 def applies(model: nn.Module) -> bool:
@@ -91,14 +91,16 @@ def applies(model: nn.Module) -> bool:
 
 def run(subject: Subject) -> Result:
     """Top tokens of every basis gate; the text names the gates with the largest lift of the middle layer."""
-    found: dict[str, list[dict[str, Any]]] = top_tokens(subject.model, subject.ids)
-    for gates in found.values():
+    by_layer: dict[str, list[dict[str, Any]]] = top_tokens(subject.model, subject.ids)
+    for gates in by_layer.values():
         for gate in gates:
             gate["text"] = [subject.token_text(token) for token in gate["tokens"]]
-    layer = list(found)[len(found) // 2]
-    order = sorted(range(len(found[layer])), key=lambda k: found[layer][k]["purity"] - found[layer][k]["base_rate"])
+    layer = list(by_layer)[len(by_layer) // 2]
+    order = sorted(
+        range(len(by_layer[layer])), key=lambda k: by_layer[layer][k]["purity"] - by_layer[layer][k]["base_rate"]
+    )
     chosen = order[::-1][:SHOWN]
-    every = [gate for gates in found.values() for gate in gates]
+    every = [gate for gates in by_layer.values() for gate in gates]
     mean = {key: sum(gate[key] for gate in every) / len(every) for key in _COLUMNS}
     lines = [
         f"{len(every)} basis gates: purity {mean['purity']:.2f} on average, where chance is {mean['base_rate']:.2f}; "
@@ -106,9 +108,9 @@ def run(subject: Subject) -> Result:
         f"{layer}, gates of largest lift:",
     ]
     for k in chosen:
-        gate = found[layer][k]
+        gate = by_layer[layer][k]
         lines.append(f"  gate {k:3d}  purity {gate['purity']:.2f} ({gate['base_rate']:.2f})  {'  '.join(gate['text'])}")
-    return Result({"layers": found}, "\n".join(lines))
+    return Result({"layers": by_layer}, "\n".join(lines))
 
 
 LISTED = 200  # gates in the table of a page
@@ -117,7 +119,7 @@ LISTED = 200  # gates in the table of a page
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the blocks of a page: purity against chance for every gate, and those of largest lift by name."""
     gates = [(name, k, gate) for name, layer in numbers["layers"].items() for k, gate in enumerate(layer)]
-    gates.sort(key=lambda found: found[2]["base_rate"] - found[2]["purity"])
+    gates.sort(key=lambda item: item[2]["base_rate"] - item[2]["purity"])
     texts = [f"{name}, gate {k}: {'  '.join(gate['text'])}" for name, k, gate in gates]
     chance, purity = ([round(gate[key], 4) for _, _, gate in gates] for key in ("base_rate", "purity"))
     look: dict[str, Any] = {"mode": "points", "opacity": 0.6, "legend": False}
