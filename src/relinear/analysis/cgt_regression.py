@@ -75,14 +75,14 @@ def run(subject: Subject) -> Result:
     if samples is None or not isinstance(samples.task, RegressionTask):
         raise ValueError("cgt_regression needs samples of the task that the model knows: --data cgt-regression:...")
     after = [k for k in FREEZE_AFTER if k < samples.task.pairs] if subject.model.config.modulated else []
-    losses = regression_errors(subject.model, samples, after)
+    error = regression_errors(subject.model, samples, after)
     ridge = ridge_errors(samples)
-    lines = [f"y computed: {losses['dynamic'][-1]:.4f} at the last pair, ridge {ridge[-1]:.4f}"]
+    lines = [f"y computed: {error['dynamic'][-1]:.4f} at the last pair, ridge {ridge[-1]:.4f}"]
     for k in after:
         lines.append(
-            f"after {k}: frozen {losses[f'frozen_{k}'][0]:.4f}, computed {losses['dynamic'][k]:.4f}, ridge {ridge[k]:.4f}"
+            f"after {k}: frozen {error[f'frozen_{k}'][0]:.4f}, computed {error['dynamic'][k]:.4f}, ridge {ridge[k]:.4f}"
         )
-    numbers = {"errors": {name: values.tolist() for name, values in losses.items()}, "ridge": ridge.tolist()}
+    numbers = {"errors": {name: values.tolist() for name, values in error.items()}, "ridge": ridge.tolist()}
     return Result(numbers, "\n".join(lines))
 
 
