@@ -236,7 +236,8 @@ def train(
         OSError: if ``out_dir`` cannot be written.
 
     Examples:
-        >>> settings = {"model": "tiny", "operators": {"all-linear": "low_rank:rank=8"}, "steps": 2, "batch_size": 2}
+        >>> settings = {"model": "tiny", "operators": {"all-linear": "low_rank:rank=8"}, "steps": 2}
+        >>> settings["data"] = {"max_validation_tokens": 2048}
         >>> relinear.train(settings, "run").steps
         2
     """
