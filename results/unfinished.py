@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from relinear.compare.figures import budgets
-from relinear.compare.folder import BLOCK_LOSSES
 from relinear.compare.gaps import gap
 from relinear.compare.results import budget_row, count_ngrams
 from relinear.compare.settings import CompareSettings
@@ -35,6 +34,7 @@ from relinear.pages.figures import colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import read_json
 from relinear.training import TrainSettings
+from relinear.training.fitting import BLOCK_LOSSES
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

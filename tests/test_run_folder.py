@@ -43,7 +43,7 @@ TABLE = read_table()
 
 
 def run_folder(path: Path) -> RunFolder:
-    return RunFolder(path, "train", "run.json", NAMES, earlier={"run.json": EARLIER}, free=("threads",))
+    return RunFolder(path, "train", "run.json", NAMES, earlier_records={"run.json": EARLIER}, may_differ=("threads",))
 
 
 def work(path: Path, settings: dict, overwrite: bool = False, ends: bool = True) -> str:
@@ -204,7 +204,7 @@ def test_the_page_has_every_state_and_its_counts():
 
 def test_records_of_earlier_versions_may_be_other_files(tmp_path):
     earlier = {"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)}
-    how = {"earlier": earlier, "settings_of": lambda record: record.get("settings", {})}
+    how = {"earlier_records": earlier, "settings_of": lambda record: record.get("settings", {})}
     folder = RunFolder(tmp_path, "compress", "compress.json", ("plan.json", "calibration"), **how)
     put(tmp_path / "plan.json", json.dumps({"layers": [MINE], "title": "My house"}))
     with pytest.raises(ValueError, match=r"has plan\.json, and no record"):

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import BLOCK_LOSSES
 from relinear.compare.gaps import gap
 from relinear.system.files import read_json, write_json
+from relinear.training.fitting import BLOCK_LOSSES
 
 WARMUPS = (0.25, 0.5, 0.75)
 

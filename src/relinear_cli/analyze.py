@@ -83,7 +83,7 @@ def analyze_saved(
         task="analyze",
         record=RECORD,
         names=[f"{name}.json" for name in known_analyses()],
-        earlier={RECORD: ("model", "control", "data", "sequences")},
+        earlier_records={RECORD: ("model", "control", "data", "sequences")},
         settings_of=lambda record: record.get("settings", {"only": names} | {key: record.get(key) for key in asked}),
     )
     folder.check(asked, overwrite=overwrite)

@@ -373,7 +373,7 @@ def _by_hook_point(
         names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]
         if not names:
             near = nearest(str(pattern), inside or points)
-            raise ValueError(f"no operator with a latent and no gate is named {shown(pattern)}; {near}")
+            raise ValueError(f"no latent, gate or layer output is named {shown(pattern)}; {near}")
         for one in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
             if not isinstance(one, Intervention):
                 raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {shown(one)}")

@@ -176,7 +176,10 @@ def run_model_bench(
     settings_by_name = {name: {key: config.to_dict() for key, config in one.items()} for name, one in variants.items()}
     stated = settings.model_dump(mode="json") | {"variants": settings_by_name}
     folder = RunFolder(
-        out_dir, "bench --model", "models.json", earlier={"models.json": ("settings", "machine", "rounds", "rows")}
+        out_dir,
+        "bench --model",
+        "models.json",
+        earlier_records={"models.json": ("settings", "machine", "rounds", "rows")},
     )
     record = folder.check(stated, overwrite=overwrite)
     with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):

@@ -171,7 +171,7 @@ def run_bench(
         task="bench",
         record="bench.json",
         names=("bench.png", "bench.svg"),
-        earlier={"bench.json": ("settings", "machine", "roofline", "rows")},
+        earlier_records={"bench.json": ("settings", "machine", "roofline", "rows")},
         settings_of=lambda record: BenchSettings.upgraded(record.get("settings")),
     )
     record = folder.check(stated, overwrite=overwrite)

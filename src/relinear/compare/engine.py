@@ -108,7 +108,7 @@ class Engine:
         return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in asked)
 
     def run_round(self, runs: list[Run]) -> list[float]:
-        """Execute those that have not ended; one that fails ends none of the others.
+        """Execute the runs that have not ended; a failing run stops no other.
 
         Returns:
             Their losses, infinite where training diverged.

@@ -147,8 +147,8 @@ def _serve(
         os._exit(128 + signal.SIGTERM)
     except Exception as error:
         traceback.print_exc()
-        mendable = isinstance(error, ValueError | OSError | FloatingPointError | ImportError)
-        answer = (ValueError(str(error)) if mendable else RuntimeError(f"{type(error).__name__}: {error}"), None)
+        is_user_error = isinstance(error, ValueError | OSError | FloatingPointError | ImportError)
+        answer = (ValueError(str(error)) if is_user_error else RuntimeError(f"{type(error).__name__}: {error}"), None)
     send.send(answer)
 
 
@@ -243,13 +243,14 @@ def executor_at(
     """Return an executor, which ends what it is doing where its block ends by an exception.
 
     Args:
-        place: an executor; None for processes of this machine, "slurm", or the address of a scheduler of Dask.
-        workers: calls at once, of this machine and in SLURM's queue (0: the default there); 0 here: in this process.
+        executor: an executor; None for processes of this machine, "slurm", or the address of a scheduler of Dask.
+        workers: calls at once, of this machine and in SLURM's queue; 0 means SLURM's default, or this process
+            when ``executor`` is None.
         folder: of the comparison; gets ``worker.log`` or ``slurm/``.
         parameters: of jobs of SLURM.
 
     Raises:
-        ValueError: for another place.
+        ValueError: for any other executor.
         ImportError, OSError: if its package is not installed, or it does not answer.
     """
     if isinstance(executor, Executor):

@@ -156,7 +156,7 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
 
 
 def _chosen_trials(record: Tuning) -> list[Trial]:
-    """The short runs at the initialisation and warm-up that were chosen; where there are none, those of full length."""
+    """The short runs at the initialisation and warm-up that were chosen; without any, the runs of full length."""
     trials = record["trials"] or record.get("full_length", {}).get("trials", [])
     chosen = {key: record[key] for key in ("initializer_range", "warmup_ratio") if record.get(key) is not None}
     return [t for t in trials if all(t.get(key) == value for key, value in chosen.items())]

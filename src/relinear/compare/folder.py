@@ -13,14 +13,13 @@ from relinear.compare.settings import CompareSettings
 from relinear.data import PackedData
 from relinear.system.files import os_errors_named
 from relinear.system.run_folder import RunFolder
-from relinear.training.fitting import training_device, training_dtype
-from relinear.training.run import read_result
+from relinear.training.fitting import BLOCK_LOSSES, training_device, training_dtype
+from relinear.training.run import RUN, read_result
 from relinear.training.settings import TrainSettings
 
-RUN, RESULTS, SCALE, SPEED, NGRAM = "run.json", "results.json", "scale.json", "speed.json", "ngram.json"
+RESULTS, SCALE, SPEED, NGRAM = "results.json", "scale.json", "speed.json", "ngram.json"
 #: folders of short runs, of final runs, and of comparisons at each budget or size
 TUNING, RUNS, BUDGETS, SIZES = "tuning", "runs", "budgets", "sizes"
-BLOCK_LOSSES = "block_losses.npy"
 FORMAT = 1
 
 
@@ -39,8 +38,8 @@ def comparison_folder(out_dir: str | Path) -> RunFolder:
         task="compare",
         record=RUN,
         names=(RESULTS, SCALE, SPEED, NGRAM, TUNING, RUNS, BUDGETS, SIZES, "plots"),
-        earlier={RUN: ("format", "recipe", "entries")},
-        free=("description",),
+        earlier_records={RUN: ("format", "recipe", "entries")},
+        may_differ=("description",),
         settings_of=lambda record: CompareSettings.upgraded(recipe_of(record)),
     )
 

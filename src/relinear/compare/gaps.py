@@ -79,7 +79,7 @@ def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> 
 
     Returns:
         mean, low and high (95 %; None for one seed, which says nothing of others), the ``values`` of the seeds, and
-        ``standard_error``: that of the evaluation, over blocks with seeds averaged (None without blocks). The interval
+        ``standard_error``: the evaluation's, over blocks with seeds averaged (None without blocks). The interval
         is that of Student's t over the paired values, widened by the evaluation's error: half-widths add as squares.
     """
     whole = len({len(losses) for losses in (*entry_losses, *reference)}) == 1

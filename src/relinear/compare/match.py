@@ -42,7 +42,7 @@ class Size:
     inactive_flops: int = 0
 
     def of(self, by: str) -> int:
-        """Return the one that is matched."""
+        """Return the size that entries are matched ``by``."""
         return getattr(self, by)
 
 
@@ -185,7 +185,7 @@ def _widths(
 ) -> None:
     """Try widths with the number of heads kept: coarsely over the whole range, then finely around the target.
 
-    With ``tolerance`` the width of the MLP is changed, too, where that of the model has steps that are too coarse.
+    With ``tolerance`` the MLP's width is changed, too, where the model's width has too coarse steps.
     """
     config = config_of_preset(settings, name)
     heads, width = config.num_attention_heads, config.hidden_size
@@ -298,7 +298,7 @@ def plan_comparison(
         return [Planned(name, settings_by_name[name], size_by_name[name], None) for name in recipe.entries]
 
     def at(target: int, reference: str | None = None) -> list[Planned]:
-        """Every entry at the size of ``target``, that of the entry ``reference`` if any."""
+        """Every entry at the size ``target``, which the entry ``reference``, if given, has."""
         planned = []
         for name, entry in recipe.entries.items():
             settings, size, mismatch = settings_by_name[name], size_by_name[name], 0.0 if name == reference else None

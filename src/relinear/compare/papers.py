@@ -164,7 +164,7 @@ def share_of(budget: float | str | None, default: float) -> float:
 
 
 def paper_table(table: PaperTable, cell: Callable[[str, str], Cell], palette: Mapping[str, str]) -> Table:
-    """Return a table of the paper with our columns behind its own; ``cell`` gives that of an entry and a measure."""
+    """Return a table of the paper, our columns behind its own; ``cell`` makes a cell from an entry and a measure."""
     rows = []
     for name, row in table.rows.items():
         keys = [(each, row.measure) if row.measure else (row.entry, each) for each in table.ours.values()]

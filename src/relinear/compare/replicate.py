@@ -133,7 +133,7 @@ def replication(
         budget: share of the paper's tokens; warm-ups and evaluations go with it. "paper" is 1, with the paper's model
             and text unless others are named. None takes minutes on two cores.
         model: "small", "paper", or what a recipe takes. data: "paper", or what a recipe takes; ``stdlib`` by default.
-        tokenizer: in place of that of the sizes. seeds: in place of the paper's.
+        tokenizer: in place of the one that the sizes bring. seeds: in place of the paper's.
         evaluate_on: a second text, for what is fitted to a pretrained model.
 
     Raises:

@@ -241,7 +241,7 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
 
 
 def _tried(tuning: Tuning) -> int:
-    """Runs of tuning, short ones and whole ones; those of full length that tuning had made count once."""
+    """Number of tuning's runs, short or of full length; a run that appears in both lists counts once."""
     rows = [*tuning.get("trials", ()), *tuning.get("full_length", {}).get("trials", ())]
     return len({tuple(sorted(row.items())) for row in rows})
 

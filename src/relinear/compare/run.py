@@ -16,7 +16,6 @@ from relinear.compare.folder import (
     BUDGETS,
     NGRAM,
     RESULTS,
-    RUN,
     RUNS,
     SIZES,
     SPEED,
@@ -52,7 +51,7 @@ from relinear.system.files import read_json, write_json
 from relinear.system.machine import available_cores
 from relinear.system.progress import ProgressCallback, no_progress
 from relinear.training.fitting import NonFiniteLossError, training_device
-from relinear.training.run import read_result
+from relinear.training.run import RUN, read_result
 from relinear.training.settings import TrainSettings
 
 T = TypeVar("T")
@@ -314,19 +313,19 @@ class _Comparison:
 
     def _tuned(self, planned: Planned, tune: Tune) -> Search[_Choice]:
         """The rate, initialisation, warm-up and bits that are found best, in short runs and in runs of full length."""
-        settings, rate, init_std, ratio = planned.settings, planned.settings.learning_rate, None, None
+        settings, rate, initializer_range, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning: Any = {}
         trials = None
         rates_tuned = self.recipe.tune is not None and self.recipe.entries[planned.name].learning_rate is None
         if rates_tuned or planned.candidates:
-            tuned = rates_tuned and not self.recipe.keeps_warmup(planned.name)
-            ratios = (tune.warmup_ratio or (None,)) if tuned else (None,)
-            initial_std = None
+            tunes_warmup = rates_tuned and not self.recipe.keeps_warmup(planned.name)
+            ratios = (tune.warmup_ratio or (None,)) if tunes_warmup else (None,)
+            preset_range = None
             if tune.initializer_range is not None and not self.recipe.keeps_initialisation(planned.name):
-                initial_std = preset_config(settings.model, **settings.model_overrides).initializer_range
+                preset_range = preset_config(settings.model, **settings.model_overrides).initializer_range
             starts = [(ratio, each) for ratio in ratios for each in planned.candidates or (planned,)]
             searches = [self._trials(planned.name, each.settings, tune.fraction, ratio) for ratio, each in starts]
-            search = functools.partial(grid_search, tune, initializer_range=initial_std)
+            search = functools.partial(grid_search, tune, initializer_range=preset_range)
             if not rates_tuned:
                 search = functools.partial(one_rate, rate=rate)
             results = yield from side_by_side([search(trials=trials) for trials in searches])
@@ -338,7 +337,7 @@ class _Comparison:
                 raise NonFiniteLossError(
                     f"training diverged at every learning rate of {grid}; lower tune.learning_rates"
                 )
-            rate, init_std = best_result.rate, best_result.initializer_range
+            rate, initializer_range = best_result.rate, best_result.initializer_range
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": best_result.edge}
             tuning |= {"initializer_edge": best_result.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
             fewest = settings.bits != 2 and settings.bits == min(self.recipe.match.bits)
@@ -348,13 +347,13 @@ class _Comparison:
         if tune.check_full_length:
             if trials is None or tune.fraction < 1:  # else tuning's own are of full length
                 trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
-            full = yield from check_neighbours(tune, trials, rate, init_std)
+            full = yield from check_neighbours(tune, trials, rate, initializer_range)
             full_length = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
             # report the edge for the rate that is used
             tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": full_length}
             rate = full.rate
-        chosen = _with_rate(_with_warmup(settings, ratio), rate, init_std)
-        return _Choice(chosen, tuning | {"diverged": None, "initializer_range": init_std} if tuning else None)
+        chosen = _with_rate(_with_warmup(settings, ratio), rate, initializer_range)
+        return _Choice(chosen, tuning | {"diverged": None, "initializer_range": initializer_range} if tuning else None)
 
     def _rejected(self, name: str) -> list[float]:
         """The rates at which a final run of an entry diverged."""
@@ -400,9 +399,9 @@ class _Comparison:
         short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
         at = functools.partial(_with_rate, short)
 
-        def run(rate: float, init_std: float | None, folder: Path) -> Run:
-            stated = "" if init_std is None else f", initializer_range {init_std:g}"
-            return Run("tune", f"tuning {study}, learning rate {rate:g}{stated}", at(rate, init_std), folder)
+        def run(rate: float, initializer_range: float | None, folder: Path) -> Run:
+            stated = "" if initializer_range is None else f", initializer_range {initializer_range:g}"
+            return Run("tune", f"tuning {study}, learning rate {rate:g}{stated}", at(rate, initializer_range), folder)
 
         common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
         common |= {} if short.bits is None else {"bits": short.bits}

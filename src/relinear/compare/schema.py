@@ -31,7 +31,7 @@ class Point(TypedDict):
 
 
 class Stored(TypedDict):
-    """How a run's model was stored; the run's losses are those of what was stored."""
+    """How a run's model was stored; the run's losses were measured on what was stored."""
 
     bits: Count
     bytes: Count

@@ -208,7 +208,7 @@ def _widths(value: Any) -> Any:
 
 
 class _SharedTrainSettings(TrainSettings):
-    """Training settings whose steps may be those of a budget: warm-up is checked with the steps of every entry."""
+    """Training settings whose steps a budget may give: warm-up is checked with the steps of every entry."""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> _SharedTrainSettings:
@@ -239,7 +239,7 @@ class CompareSettings(Settings):
         train: what all entries share (see ``TrainSettings``).
         tokens: budget in training tokens, in place of ``train.steps``; 20.5M is a number.
         budgets: several such budgets: every entry is trained to each, with a whole schedule. Settings of steps within
-            a run (warm-up, evaluations) are those of the largest and shrink with the budget.
+            a run (warm-up, evaluations) are meant for the largest and shrink with the budget.
         sizes: widths to compare at; a comparison at each, and power laws over all.
         match: how sizes are made equal.
         seeds: a run of every entry for each.

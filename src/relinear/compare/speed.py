@@ -86,7 +86,7 @@ def measure_speed(
 ) -> dict[str, Speed]:
     """Return tokens per second of training steps and of inference passes (whole sequences), and their ratios.
 
-    Inference is that of ``relinear.for_inference_``. Training first, then inference: every round times every model
+    Inference is timed after ``relinear.for_inference_``. Training first, then inference: every round times every model
     once, so that what slows the machine slows all of them, and ratios are of times in the same round.
 
     Args:
@@ -125,7 +125,7 @@ def measure_speed(
 
 
 def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> float:
-    """Return about how long training takes a token: of a step on few, uncompiled; ``flops`` are those of a token."""
+    """Return about how long training takes a token: of a step on few, uncompiled; a token takes ``flops``."""
     tokens = round(_TIMED.get(training_device(settings).type, _TIMED["cpu"]) / (3 * flops))
     length = min(settings.data.sequence_length, max(128, min(tokens, 256)))
     batch = max(1, min(settings.batch_size, tokens // length))

@@ -63,7 +63,7 @@ def table_rows(results: Results) -> Iterable[dict[str, Any]]:
 
 
 def curve_rows(results: Results) -> Iterable[dict[str, Any]]:
-    """Yield the points of every final run, at the largest budget; ``loss`` is that of training."""
+    """Yield the points of every final run, at the largest budget; ``loss`` is the training loss."""
     for entry in results["entries"]:
         for run in entry["runs"]:
             head = {"entry": entry["name"], "seed": run.get("seed")}
@@ -73,7 +73,7 @@ def curve_rows(results: Results) -> Iterable[dict[str, Any]]:
 
 
 def latex_tables(results: Results) -> str:
-    """Return the table, and that of gaps by budget where there are several, as LaTeX for the package booktabs."""
+    """Return the table, and with several budgets a table of gaps by budget, as LaTeX for the package booktabs."""
     table = results_table(results)
     columns = [index for index, head in enumerate(table.head) if head.startswith(_PRINTED)]
     by_budget = budget_table(results)

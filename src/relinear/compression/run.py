@@ -163,7 +163,7 @@ def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: 
         task="compress",
         record="compress.json",
         names=("calibration", *_RESULTS),
-        earlier={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
+        earlier_records={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
         settings_of=lambda record: record.get("settings", settings.measured),
     )
     folder.check(settings.measured, overwrite=overwrite)
@@ -181,8 +181,8 @@ class _Job:
     def __init__(
         self, task: Task, run_folder: RunFolder | None, made_by: Any, tokenizer: Any, out_of_reach: tuple[str, ...]
     ) -> None:
-        self.left = out_of_reach
-        self.task, self._kept, self._made = task, run_folder, made_by
+        self.out_of_reach = out_of_reach
+        self.task, self.run_folder, self.made_by = task, run_folder, made_by
         self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
         self.space = SearchSpace(task)
         self.budget = budget_of(self.model, self.modules, self.settings, tokenizer)
@@ -202,19 +202,19 @@ class _Job:
         loss = calibration.loss
         self._lap("calibration")
         budget = self.budget if given_plan is None else None
-        layer_plan = given_plan or self.space.plan(calibration, self.budget)
+        plan = given_plan or self.space.plan(calibration, self.budget)
         if is_edited(place := proposal(self.folder, "plan.json")):
             set_aside(place)
-        layer_plan.save(place)
+        plan.save(place)
         self._lap("plan")
         healing, evaluation = None, None
-        if not plan_only and layer_plan.replaced:
-            healing, evaluation = self._make(corpus, calibration, layer_plan, tokenizer)
-        if not plan_only:  # only now: killed in the hours before, a model that is there keeps the plan it was made by
+        if not plan_only and plan.replaced:
+            healing, evaluation = self._make(corpus, calibration, plan, tokenizer)
+        if not plan_only:  # not earlier: if killed before this point, an existing model must keep its own plan
             self._rename_others(place)
             place.replace(self.folder / "plan.json")
         report = CompressReport(
-            layer_plan,
+            plan,
             calibration.tokens,
             loss,
             {phase: end - start for (_, start), (phase, end) in itertools.pairwise(self.ends.items())},
@@ -223,11 +223,11 @@ class _Job:
             healing=healing,
             budget=budget,
             bytes_before=bytes_before,
-            bytes=bytes_before - sum(map(self._saved_bytes, layer_plan.layers.values())),
+            bytes=bytes_before - sum(map(self._saved_bytes, plan.layers.values())),
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
-            left=self.left,
+            left=self.out_of_reach,
         )
         values = report.to_dict()
         where = partial(proposal, self.folder) if plan_only else self.folder.joinpath
@@ -235,15 +235,15 @@ class _Job:
         write_page(where("report.html"), values)
         return report
 
-    def _rename_others(self, plan: Path) -> None:
+    def _rename_others(self, plan_file: Path) -> None:
         """Rename what was made by another plan, or with other settings, than the result that is about to be written."""
-        made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan)["sha256"]}
-        if self._kept is not None:
-            if made_by != self._made:
+        made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan_file)["sha256"]}
+        if self.run_folder is not None:
+            if made_by != self.made_by:
                 for name in _RESULTS:
-                    if name != plan.name:
+                    if name != plan_file.name:
                         set_aside(self.folder / name)
-            self._kept.write(made=made_by)
+            self.run_folder.write(made=made_by)
 
     @staticmethod
     def _saved_bytes(layer: LayerPlan) -> int:
@@ -251,15 +251,15 @@ class _Job:
         return round(layer.parameters_before * (16 - (layer.bits or 16)) / 8)
 
     def _make(
-        self, corpus: Corpus, calibration: Calibration, layer_plan: CompressPlan, tokenizer: Any
+        self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Carry the plan out and heal; compare the result with the original where that is asked for."""
         if self.settings.heal_tokens:
-            check_healable(self.settings, len(layer_plan.replaced))
+            check_healable(self.settings, len(plan.replaced))
         original = self._observe("original", corpus, tokenizer)
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
-        replace_layers_(self.task, layer_plan, fit_layers(self.task, layer_plan, calibration))
+        replace_layers_(self.task, plan, fit_layers(self.task, plan, calibration))
         self._lap("fit")
         healing = None
         if teacher is not None:

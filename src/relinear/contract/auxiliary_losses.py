@@ -72,7 +72,7 @@ def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Return whether the labels of ``model`` are its inputs, each predicting the next; so unless it says not."""
+    """Return whether a model's labels are its inputs, shifted by one: True unless its loss type says otherwise."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
     # Not by the property ``loss_function``, which logs where a type is unknown: no compiler follows that.
@@ -151,7 +151,7 @@ def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | flo
     return 1.0 if total is None or targets is None else targets.sum() / total
 
 
-def _named(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward pass by name."""
     names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
     return dict(zip(names, args)) | kwargs
@@ -161,7 +161,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     # torch.compile makes a graph of its own of what hooks of the outermost module compute
     if not model.training or not (recording := [op for _, op in named_operators(model) if op.has_auxiliary()]):
         return None
-    inputs = _named(model, args, kwargs)
+    inputs = _arguments_by_name(model, args, kwargs)
     counted = counted_tokens(inputs, model)
     for operator in recording:
         operator.reduce_auxiliary(counted)

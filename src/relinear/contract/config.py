@@ -240,8 +240,8 @@ class Config:
 
     def __str__(self) -> str:
         """Show the settings that define a size (whole numbers: ranks, blocks) and those that are not the default."""
-        shown = [f for f in dataclasses.fields(self) if _is_size(self, f) or _differs(self, f)]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in shown)})"
+        fields = [f for f in dataclasses.fields(self) if _is_size(self, f) or _differs(self, f)]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields)})"
 
 
 def _is_size(config: Config, field: dataclasses.Field) -> bool:

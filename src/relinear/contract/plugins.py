@@ -50,20 +50,20 @@ def load(family: str, name: str) -> Any:
 
 def import_named() -> None:
     """Import the modules that the environment names; skip one that fails, with a warning."""
-    for module in _named():
+    for module in _modules_in_environment():
         try:
             importlib.import_module(module)
         except Exception as error:
             warnings.warn(f"{VARIABLE} names {module}, which fails with {error!r}", UserWarning, stacklevel=2)
 
 
-def _named() -> list[str]:
+def _modules_in_environment() -> list[str]:
     return [module for part in os.environ.get(VARIABLE, "").split(",") if (module := part.strip())]
 
 
 def environment(classes: Iterable[type]) -> dict[str, str]:
     """Return the environment of a new process, so that it knows ``classes`` of other packages."""
-    modules = dict.fromkeys([*_named(), *(cls.__module__ for cls in classes if _is_foreign(cls))])
+    modules = dict.fromkeys([*_modules_in_environment(), *(cls.__module__ for cls in classes if _is_foreign(cls))])
     return {VARIABLE: ",".join(module for module in modules if module != "__main__")}
 
 

@@ -9,7 +9,6 @@ import torch
 from pydantic import InstanceOf
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
 from relinear.contract.operator import (
     Init,
@@ -19,6 +18,7 @@ from relinear.contract.operator import (
     dense_weight,
     is_conv1d,
     linear_features,
+    named_operators,
 )
 from relinear.contract.parameter_roles import ParamRole
 

@@ -107,7 +107,7 @@ def distill_(
             task="distill",
             record="distill.json",
             names=("layers", "recorded", "model", "report.json"),
-            earlier={"distill.json": ("fingerprint", "settings", "done")},
+            earlier_records={"distill.json": ("fingerprint", "settings", "done")},
             settings_of=lambda record: DistillSettings.upgraded(record.get("settings")),
         )
         folder.check(stated, overwrite=overwrite)
@@ -125,7 +125,7 @@ def distill_(
     layer_of = layer_finder(model)
     groups = [list(g) for _, g in itertools.groupby(full_plan.replacements, key=lambda r: layer_of(r.name))]
     for group in groups:  # both refuse what cannot be, before any work
-        run._retrained(group)
+        run.retrained(group)
         if settings.joint:
             _common_parent(group)
     with contextlib.nullcontext() if folder is None else folder.open(stated, overwrite=overwrite) as earlier:
@@ -143,7 +143,7 @@ def _carried_out(
     """Fit what an earlier call did not."""
     with evaluating(run.model):
         before = run.perplexity("before")
-    if run.settings.bias:  # of zeros, to every target that has none, so that its operator has one, in checkpoints too
+    if run.settings.bias:  # Give every target without a bias a zero bias, so its operator gets one.
         bare = [stock_name(r.name) for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
         if bare:
             attach_(run.model, LayerBias(layers=tuple(bare)))
@@ -272,7 +272,7 @@ class _Run:
             self.originals.update(self._copies(group))
             weights = safetensors.torch.load_file(path)
             replace_with_states_(self.model, group, weights)
-            load_states_(self.model, self._retrained(group), weights)
+            load_states_(self.model, self.retrained(group), weights)
         self._write_record(done)
         return done
 
@@ -296,9 +296,9 @@ class _Run:
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
         """The operators of a group and the layers that are trained again after it."""
-        return {r.name: self.model.get_submodule(r.name) for r in group} | self._retrained(group)
+        return {r.name: self.model.get_submodule(r.name) for r in group} | self.retrained(group)
 
-    def _retrained(self, group: list[Replacement]) -> dict[str, nn.Module]:
+    def retrained(self, group: list[Replacement]) -> dict[str, nn.Module]:
         pattern = self.settings.retrain
         if pattern is None:
             return {}
@@ -326,7 +326,7 @@ class _Run:
 
         return report
 
-    def _record(self, modules: Mapping[str, nn.Module], **kw: Any):
+    def _record_activations(self, modules: Mapping[str, nn.Module], **kw: Any):
         folder = (self.folder.path if self.folder else Path(".")) / "recorded" if self.settings.on_disk else None
         report = self._reporting("record", next(iter(modules)).rpartition(".")[0])
         return record(
@@ -335,9 +335,9 @@ class _Run:
 
     def layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit and replace the targets of one decoder layer."""
-        retrained, copies, before = self._retrained(group), self._copies(group), {}
+        retrained, copies, before = self.retrained(group), self._copies(group), {}
         if retrained:
-            with swapped(self.model, self.originals), self._record(retrained, outputs=True) as recording:
+            with swapped(self.model, self.originals), self._record_activations(retrained, outputs=True) as recording:
                 before = {name: recording.inputs(name).clone() for name in retrained}
         fits = self._fit(number, group)
         fits += [self._retrain(name, before.pop(name)) for name in retrained]
@@ -358,11 +358,11 @@ class _Run:
         modules = {r.name: r.target.module for r in group}
         dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
         with contextlib.ExitStack() as stack:
-            recording = stack.enter_context(self._record(modules, context_dims=dims))
+            recording = stack.enter_context(self._record_activations(modules, context_dims=dims))
             originally = None
             if self.originals:
                 with swapped(self.model, self.originals):
-                    originally = stack.enter_context(self._record(modules, outputs=True))
+                    originally = stack.enter_context(self._record_activations(modules, outputs=True))
             yield {r.name: self._pair(r, recording, originally) for r in group}
 
     @staticmethod
@@ -452,7 +452,7 @@ class _Run:
         """Train one linear layer, behind the replacements, to give what it gave before them."""
         module = self.model.get_submodule(name)
         trained = copy.deepcopy(module).float()
-        with self._record({name: module}) as recording:
+        with self._record_activations({name: module}) as recording:
             pairs = Pairs(recording.inputs(name), lambda rows: target_outputs[rows].float())
             objective = to_outputs(trained, pairs, self.train_tokens, "mse")
             schedule = self._by_rows(self.settings.retrain_learning_rate)

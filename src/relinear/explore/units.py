@@ -144,7 +144,7 @@ class Index:
 def index_folder(directory: str | Path) -> RunFolder:
     """Return the folder of an index, which is replaced where it was made from other things."""
     earlier = {"index.json": ("format", "made_from", "sites")}
-    return RunFolder(directory, "explore", "index.json", ("units.safetensors",), earlier=earlier)
+    return RunFolder(directory, "explore", "index.json", ("units.safetensors",), earlier_records=earlier)
 
 
 def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | None:

@@ -210,7 +210,7 @@ def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[Su
     Raises:
         ValueError: if a layer is another one (parallel, sandwich norms, scaled), or an index is out of range.
     """
-    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, True)]
+    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=True)]
 
 
 def unnormalised_sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
@@ -222,10 +222,10 @@ def unnormalised_sub_blocks(model: nn.Module, layers: Iterable[int] | None = Non
     Raises:
         ValueError: if an output is normalised on its way, or holds the stream already; or an index is out of range.
     """
-    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, False)]
+    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=False)]
 
 
-def _blocks(index: int, layer: nn.Module, plain: bool) -> list[SubBlock]:
+def _blocks(index: int, layer: nn.Module, *, plain: bool) -> list[SubBlock]:
     """Attention and MLP of a layer; ``plain``: only where both outputs are added as they are, one after the other."""
     children = dict(layer.named_children())
     norms = {name for name in children if "norm" in name or name.startswith("ln")}

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def token_tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return what parts of ``model`` embed its tokens with beside it: each part names its own as ``token_table``.
+    """Return the extra token embeddings that attached parts own: each names its own as ``token_table``.
 
     Raises:
         ValueError: if one is wrapped (by an adapter), so that its size cannot be changed.

@@ -16,7 +16,8 @@ from relinear.clifford.blades import MAX_DIMENSION
 from relinear.clifford.tables import device_table
 from relinear.contract.config import MOST_LAYERS, Count, IntRange, NonNegative, check_choice, register
 from relinear.contract.inference import ParameterCache
-from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, ParamRole
+from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
+from relinear.contract.parameter_roles import ParamRole
 from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
 from relinear.kernels.autograd import lowered

@@ -15,7 +15,7 @@ from relinear.surgery.tied import swap_layer, untie_config_
 
 @dataclasses.dataclass(frozen=True)
 class FoldReport:
-    """The folded layers, those that could not be (name -> reason), and the largest change of the model's output."""
+    """Folded layers, layers that could not be folded (name -> reason), and the largest change of the model's output."""
 
     folded: tuple[str, ...]
     left: dict[str, str]

@@ -10,7 +10,7 @@ from relinear.surgery.patterns import listed, matches
 
 
 def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
-    """Freeze every parameter of ``model`` but those of the modules that ``patterns`` name.
+    """Freeze every parameter of ``model`` outside the modules that ``patterns`` name.
 
     With gates initialised as the identity, as below, it makes a parameter-efficient fine-tune.
 

@@ -91,7 +91,7 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
     """(Name, value, whether it is packed) of all that a checkpoint holds, tied parameters once.
 
     Packed are matrices and stacks of them. An operator's parameters that sum over nothing (bivectors, gains) stay, and
-    so do those that integers would make no smaller.
+    so do parameters that integers would make no smaller.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: item[0] in tied)
@@ -113,7 +113,7 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
 def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return what a checkpoint of ``model`` holds in ``bits`` bits; floats that are not packed have 16.
 
-    ``moments`` are those of ``gradient_moments``; a matrix without any is rounded to nearest.
+    ``moments`` come from ``gradient_moments``; a matrix without any is rounded to nearest.
 
     Raises:
         ValueError: if a weight is NaN or infinite; names it.

@@ -41,7 +41,7 @@ def plan_for_transformers_(model: Any) -> None:
 
 
 def split_parameters(operator: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield name and dimension of every parameter of ``operator`` that is split, those of operators inside it too."""
+    """Yield name and dimension of every split parameter of ``operator``, and of operators inside it."""
     for prefix, part in operator.named_modules():
         for key, dim in getattr(part, "tensor_parallel", {}).items():
             for name, parameter in part.named_parameters():

@@ -17,7 +17,7 @@ def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def own_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
-    """Give ``model`` copies of those of its parameters that are among ``shared``; tied ones stay tied in it."""
+    """Give ``model`` its own copies of its parameters that are in ``shared``; tied ones stay tied in it."""
     copies: dict[int, nn.Parameter | None] = {id(parameter): None for parameter in shared}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -44,7 +44,7 @@ class Summary:
     flops_per_token: forward FLOPs of the rows; attention scores, norms and activations are left out.
     coverage: what operators took the place of, what was left, and why; printed below the table.
     notes: what ``replace_`` warned of; printed last.
-    bytes: what a checkpoint holds of the model. inactive_*: sums of those of the rows.
+    bytes: what a checkpoint holds of the model. inactive_*: sums over the rows.
     """
 
     rows: tuple[Row, ...]

@@ -38,8 +38,8 @@ class RunFolder:
         task: its name, such as "train".
         record: the file name of its record.
         names: what else the task writes at the top of the folder.
-        earlier: how to recognise records of 0.1 and 0.2, which lack ``made_by``: file -> its top-level keys.
-        free: settings that may differ when the task goes on.
+        earlier_records: how to recognise records of 0.1 and 0.2, which lack ``made_by``: file -> its top-level keys.
+        may_differ: settings that may differ when the task goes on.
         settings_of: takes from a record, of an earlier version too, its settings as this version writes them.
     """
 
@@ -50,12 +50,12 @@ class RunFolder:
         record: str,
         names: Collection[str] = (),
         *,
-        earlier: Mapping[str, Collection[str]] = MappingProxyType({}),
-        free: Collection[str] = (),
+        earlier_records: Mapping[str, Collection[str]] = MappingProxyType({}),
+        may_differ: Collection[str] = (),
         settings_of: Callable[[Mapping[str, Any]], Any] = lambda record: record.get("settings"),
     ) -> None:
         self.path, self.task, self.names = Path(path), task, (record, *names)
-        self.free, self.settings_of, self._earlier = free, settings_of, earlier
+        self.may_differ, self.settings_of, self._earlier_records = may_differ, settings_of, earlier_records
         self._head: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
 
@@ -72,7 +72,7 @@ class RunFolder:
         values = _object_in(self.record_path)
         if "made_by" in values:
             return values if (values["made_by"], values.get("task")) == ("relinear", self.task) else None
-        for name, keys in self._earlier.items():
+        for name, keys in self._earlier_records.items():
             if _object_in(self.path / name).keys() >= set(keys):
                 return values
         return None
@@ -126,7 +126,7 @@ class RunFolder:
         with exclusive(self.path):
             record = self.check(settings, overwrite=overwrite)
             if overwrite:
-                self.set_aside()
+                self.set_all_aside()
             remove_temporaries(self.path)
             self._head = made_by(self.task) | {"settings": dict(settings)} | provenance()
             self._head["wrote"] = list((record or {}).get("wrote", []))
@@ -140,7 +140,7 @@ class RunFolder:
                     self.record_path.unlink()
                 raise
 
-    def set_aside(self) -> None:
+    def set_all_aside(self) -> None:
         """Rename all that the task writes, the record first, so that a kill leaves no half of a run."""
         for name in self.names:
             set_aside(self.path / name)
@@ -163,7 +163,7 @@ class RunFolder:
         """Return the settings that must be the same."""
         if not isinstance(settings, Mapping):  # of a record that is damaged: it differs from every setting
             return settings
-        return {key: value for key, value in settings.items() if key not in self.free}
+        return {key: value for key, value in settings.items() if key not in self.may_differ}
 
     def _taken(self) -> list[str]:
         """Return the names of the task that exist; empty folders do not count."""

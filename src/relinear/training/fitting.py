@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from relinear.training.callbacks import RunLog, StopOnTerminate
     from relinear.training.trainer import RelinearTrainer
 
+BLOCK_LOSSES = "block_losses.npy"
 #: what training writes at the top of its folder
-FILES = ("metrics.jsonl", "checkpoints", "block_losses.npy", "latent_moments.json")
+FILES = ("metrics.jsonl", "checkpoints", BLOCK_LOSSES, "latent_moments.json")
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
 FREE: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 
@@ -77,7 +78,7 @@ class TrainResult:
 
     @classmethod
     def of_rows(cls, rows: Sequence[dict[str, Any]], **fields: Any) -> TrainResult:
-        """Return the result of the rows of metrics.jsonl; ``fields`` are those that the rows do not have."""
+        """Return the result that rows of metrics.jsonl give; ``fields`` adds what the rows do not have."""
         held_out = [row for row in rows if "perplexity" in row]
         last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
         return cls(
@@ -264,7 +265,7 @@ def fit(
     opened: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     folder: RunFolder | None = None
     if out_dir is not None and is_first_rank():
-        folder, values = RunFolder(out_dir, "fit", "fit.json", FILES, free=FREE), settings.model_dump(mode="json")
+        folder, values = RunFolder(out_dir, "fit", "fit.json", FILES, may_differ=FREE), settings.model_dump(mode="json")
         if not overwrite and (record := folder.read()) is not None:
             allow_other_ranks_(folder, record, values)
         opened = folder.open(values, overwrite=overwrite)
@@ -307,7 +308,7 @@ def allow_other_ranks_(folder: RunFolder, record: Mapping[str, Any], settings: M
             f"{folder.path} holds a run of {ranks} ranks with {then} sequences in a step, and this would be "
             f"{rank_count()} with {here}; change batch_size or accumulation to make it {then}"
         )
-    folder.free = (*folder.free, "batch_size", "accumulation")
+    folder.may_differ = (*folder.may_differ, "batch_size", "accumulation")
 
 
 def fit_in_folder(
@@ -340,7 +341,7 @@ def fit_in_folder(
             home / "checkpoints",
             callbacks=callbacks,
             data_collator=collate,
-            block_losses=None if out_dir is None else home / "block_losses.npy",
+            block_losses=None if out_dir is None else home / BLOCK_LOSSES,
         )
         log = RunLog(trainer, None if out_dir is None else home / "metrics.jsonl", on_progress)
         trainer.on_evaluating = log.report_batch
@@ -356,7 +357,7 @@ def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) 
     """Return the validation loss of ``model`` as a run takes it at its end; losses by block go to ``out_dir``."""
     from relinear.training.trainer import RelinearTrainer
 
-    losses = out_dir / "block_losses.npy"
+    losses = out_dir / BLOCK_LOSSES
     with _prepared(model, settings.updated(compile=False)):
         trainer = RelinearTrainer(model, settings, *_datasets(data), out_dir / "checkpoints", block_losses=losses)
         trainer.state.global_step = settings.steps  # at the end, all of the validation text counts

@@ -19,7 +19,7 @@ from relinear.data.corpora import open_corpus
 from relinear.data.tasks import RegressionTask, task_of
 from relinear.hf.vocabulary import check_length_fits
 from relinear.models import draw_as_torch_, from_preset, locate_model, preset_names
-from relinear.surgery import checkpoint as checkpoint_room
+from relinear.surgery import checkpoint
 from relinear.surgery.packed import gradient_moments
 from relinear.surgery.plan import attach_, plan
 from relinear.surgery.summary import summary
@@ -42,6 +42,7 @@ from relinear.training.fitting import (
 from relinear.training.optim import check_readout, scale_added_, scale_stock_, width_ratio
 from relinear.training.settings import TrainSettings
 
+RUN = "run.json"
 #: what to do where a directory's record is of no use
 _ELSEWHERE = "give another directory, or overwrite this one"
 
@@ -85,7 +86,7 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
         if settings.model_start == "torch":
             draw_as_torch_(model)
         return model
-    model = checkpoint_room.from_pretrained(name)
+    model = checkpoint.from_pretrained(name)
     return model if settings.dtype == "pure_bfloat16" else model.float()
 
 
@@ -101,7 +102,7 @@ def _check_model(settings: TrainSettings) -> None:
         setting = "model_overrides" if settings.model_overrides else f"model_start={settings.model_start!r}"
         raise ValueError(f"{setting} is for presets, and {name!r} is none; {nearest(name, preset_names())}")
     try:
-        with checkpoint_room.reading_config(name):
+        with checkpoint.reading_config(name):
             AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ValueError(
@@ -143,7 +144,7 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
     if record is None or record.get("status") != "done":
         return None
     curve = read_metrics(out_dir / "metrics.jsonl")
-    with damaged_file_errors(out_dir / "run.json", "the record of a run whose result is damaged", _ELSEWHERE):
+    with damaged_file_errors(out_dir / RUN, "the record of a run whose result is damaged", _ELSEWHERE):
         return TrainResult(**record["result"] | {"out_dir": out_dir, "curve": curve})
 
 
@@ -173,7 +174,7 @@ def read_final_loss(out_dir: str | Path) -> float | None:
 
 
 def _read_record(out_dir: Path) -> dict[str, Any] | None:
-    path = out_dir / "run.json"
+    path = out_dir / RUN
     if not path.exists():
         return None
     with damaged_file_errors(path, "no record of a run", _ELSEWHERE):
@@ -189,10 +190,10 @@ def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = F
     folder = RunFolder(
         out_dir,
         task="train",
-        record="run.json",
+        record=RUN,
         names=("model", *FILES),
-        earlier={"run.json": ("status", "settings", "machine", "model", "data")},
-        free=FREE,
+        earlier_records={RUN: ("status", "settings", "machine", "model", "data")},
+        may_differ=FREE,
         settings_of=lambda record: TrainSettings.upgraded(record.get("settings")),
     )
     record = None if overwrite else folder.read()
@@ -286,7 +287,7 @@ def train(
         if settings.bits is not None:
             result = _store_in_bits(model, data, settings, result)
         elif settings.save_model:
-            checkpoint_room.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
+            checkpoint.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
         folder.write(**facts | {"status": "done", "result": result.to_dict()})
         if not settings.keep_checkpoint:
             remove_checkpoints(out_dir / "checkpoints")
@@ -306,16 +307,16 @@ def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: Train
         moments = gradient_moments(model, samples)
     with contextlib.nullcontext(out_dir) if settings.save_model else tempfile.TemporaryDirectory() as home:
         target = Path(home) / "model"
-        checkpoint_room.save_pretrained(model, target, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
+        checkpoint.save_pretrained(model, target, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
         size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
-        read = checkpoint_room.from_pretrained(target)
+        read = checkpoint.from_pretrained(target)
     loss = evaluate(read, data, settings, out_dir)
     stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
     return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
 
 
 def run_facts(model: Any, data: Any) -> dict[str, Any]:
-    """Return what ``run.json`` says of a run that goes on beside its settings: the model as it is initialised, data."""
+    """Return what, besides the settings, ``run.json`` says of a running run: the model as initialised, its data."""
     table = summary(model)
     counts = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
     return {
@@ -327,6 +328,6 @@ def run_facts(model: Any, data: Any) -> dict[str, Any]:
 
 
 def read_result_of(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
-    """Return the result of a run with these settings that has ended here; raises ValueError where another run is."""
+    """Return the result of a finished run with these settings; raises ValueError if ``out_dir`` holds another run."""
     record = run_folder(out_dir, settings).check(settings.model_dump(mode="json"))
     return read_result(out_dir) if record else None

@@ -180,7 +180,7 @@ class TrainSettings(FitSettings):
         objective: what is minimised in place of the model's own loss, such as ``distill:teacher=DIR`` or
             ``cgt:eta=0.5``. A text or a mapping with ``kind``; evaluation is by the model's own loss always.
         bits: 2 to 8 store the trained model in so many bits, as ``relinear.save_pretrained`` does, and read it back:
-            the loss of the run is that of what was stored.
+            the run's loss is measured on what was stored.
         data: the corpus, the tokenizer and the sequence length.
         eval_start_tokens: as for ``FitSettings``; a bound by default, as the whole validation text may take minutes.
     """
