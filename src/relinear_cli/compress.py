@@ -86,13 +86,13 @@ def command(
     values = options.options_among(locals(), CompressSettings)
     settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
     corpora, judges = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
-    check_folder(out, settings, overwrite=overwrite)
+    folder = check_folder(out, settings, overwrite=overwrite)
     if plan is not None:
         read_layers(plan)
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     text_reader = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
-    if dry_run or overwrite or not (out / "compress.json").is_file():
+    if dry_run or overwrite or folder.read() is None:
         print_requirements(compress_requirements(loaded, settings))
     if dry_run:
         return

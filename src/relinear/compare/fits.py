@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from inspect import isroutine
@@ -35,7 +34,7 @@ from relinear.surgery.summary import summary
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import available_cores, on_threads
 from relinear.system.progress import Progress, ProgressCallback
-from relinear.system.timing import duration
+from relinear.system.timing import duration, seconds_of
 from relinear.training.settings import TrainSettings
 
 #: names in the folder: the model that stands in, one file a fit, the text that stands in for a second one
@@ -121,10 +120,9 @@ class FitReplication:
             flops = measure_size(trained, vocabulary).flops
             seconds = trained.steps * trained.tokens_per_step * seconds_per_token(trained, vocabulary, flops)
         check_projections(model, self.fits.projections.values(), self._model)
-        before = time.perf_counter()
-        fitted(model, tokenizer, [self._texts[0]] * 2, short)
+        pace = seconds_of(lambda: fitted(model, tokenizer, [self._texts[0]] * 2, short))
         longer = first["settings"]["tokens"] / short["settings"]["tokens"]
-        seconds += longer * (time.perf_counter() - before) * len(jobs) / at_once
+        seconds += longer * pace * len(jobs) / at_once
         table, tokens = summary(model), first["settings"]["tokens"]
         also = "" if trained is None else f"; {number(trained.steps * trained.tokens_per_step)} to train the decoder"
         return {

@@ -233,11 +233,8 @@ class Quantized(OperatorConfig):
         weight, several = dense_weight(linear).detach().float(), len(statistics.kinds) > 1
         left = held_out(statistics.kinds)[1] if several else uncompensated(statistics.inputs)
         left = left.to(weight)
-        rows = (
-            torch.linspace(0, len(weight) - 1, min(len(weight), max(SAMPLED_ROWS, len(weight) // SAMPLED_EVERY)))
-            .long()
-            .to(weight.device)
-        )
+        count = min(len(weight), max(SAMPLED_ROWS, len(weight) // SAMPLED_EVERY))
+        rows = torch.linspace(0, len(weight) - 1, count).long().to(weight.device)
         share = torch.ones(len(weight)).to(weight)
         if statistics.outputs is not None:
             share = (statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()).to(weight)

@@ -69,15 +69,15 @@ def _at(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _typed(name: str, of: Tensor, *given: int) -> None:
+def _typed(name: str, of: Tensor, *arguments: int) -> None:
     """Run a kernel of float32 and bfloat16 numbers, those of ``of``, on as many threads as torch does."""
-    _kernel(name)(of.dtype == torch.bfloat16, torch.get_num_threads(), *given)
+    _kernel(name)(of.dtype == torch.bfloat16, torch.get_num_threads(), *arguments)
 
 
-def _numbers(given: Iterable[int]) -> bytes:
+def _numbers(values: Iterable[int]) -> bytes:
     """Addresses, strides and sizes as a C array."""
-    given = tuple(given)
-    return struct.pack(f"{len(given)}q", *given)
+    values = tuple(values)
+    return struct.pack(f"{len(values)}q", *values)
 
 
 def _check(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
@@ -160,8 +160,8 @@ def modulate_backward(
         ("to_hidden", to_hidden, rows, rank), ("twice", twice, rows, 1), ("total", total, rows, 1),
     ):  # fmt: skip
         _check(name, tensor, torch.float32, *shape)
-    given = to_z, to_hidden, to_up, total, y, grad, hidden, up, twice
-    _typed("modulate_backward", y, *map(_at, given), rows, columns, rank)
+    arguments = to_z, to_hidden, to_up, total, y, grad, hidden, up, twice
+    _typed("modulate_backward", y, *map(_at, arguments), rows, columns, rank)
 
 
 def gate(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> None:
@@ -205,9 +205,9 @@ def block_low_rank(out: Tensor, x: Tensor, blocks: Tensor, s: Tensor, up: Tensor
     _check_product(out, "s", s, "up", up[None])
     _check("bias", bias, torch.float32, out.shape[1])
     strides = _numbers(blocks.stride()), _numbers(up[None].stride())
-    given = _at(out), _at(x), _at(blocks), strides[0], _at(s), _at(up), strides[1], _at(bias)
+    arguments = _at(out), _at(x), _at(blocks), strides[0], _at(s), _at(up), strides[1], _at(bias)
     sizes = len(x), x.shape[1], s.shape[1], out.shape[1], len(blocks)
-    _kernel("block_low_rank")(torch.get_num_threads(), *given, *sizes)
+    _kernel("block_low_rank")(torch.get_num_threads(), *arguments, *sizes)
 
 
 def block_low_rank_gradient(to_blocks: Tensor, to_up: Tensor, grad: Tensor, x: Tensor, s: Tensor) -> None:
@@ -229,12 +229,12 @@ def gated_product(out: Tensor, h: Tensor, mix: Tensor, bias: Tensor | None, feat
     for name, tensor in (("bias", bias), ("offset", offset)):
         _check(name, tensor, torch.float32, out.shape[1])
     strides = _numbers(mix[None].stride()), _numbers(weight[None].stride())
-    given = _at(out), _at(h), _at(mix), strides[0], _at(bias), _at(features), _at(weight), strides[1], _at(offset)
+    arguments = _at(out), _at(h), _at(mix), strides[0], _at(bias), _at(features), _at(weight), strides[1], _at(offset)
     sizes = len(h), h.shape[1], features.shape[1], out.shape[1]
-    _kernel("gated_product")(torch.get_num_threads(), *given, *sizes)
+    _kernel("gated_product")(torch.get_num_threads(), *arguments, *sizes)
 
 
-def _taken(x: Tensor, like: Tensor, inputs: int) -> Tensor:
+def _contiguous_rows(x: Tensor, like: Tensor, inputs: int) -> Tensor:
     """x (..., I), contiguous. Raises ValueError unless it is of the layer's dtype and size."""
     if x.dtype != like.dtype or x.shape[-1] != inputs:
         raise ValueError(f"x must be {like.dtype} of {inputs} features, got {x.dtype} {tuple(x.shape)}")
@@ -258,7 +258,7 @@ def hdpl_layer(
     run, sizes = _kernel("hdpl_layer"), (inputs, rank, outputs, groups)
 
     def layer(x: Tensor, with_latent: bool) -> tuple[Tensor, Tensor | None]:
-        rows, leading = _taken(x, blocks, inputs), x.shape[:-1]
+        rows, leading = _contiguous_rows(x, blocks, inputs), x.shape[:-1]
         y, z = x.new_empty((*leading, outputs)), x.new_empty((*leading, rank)) if with_latent else None
         tensors = y.data_ptr(), _at(z), rows.data_ptr(), blocks.data_ptr(), encoder.data_ptr()
         more = encoder_bias.data_ptr(), decoder.data_ptr(), _at(bias)
@@ -298,13 +298,13 @@ def ccl_layer(
     half, run, parameters = dtype == torch.bfloat16, _kernel("ccl_layer"), (basis, mix, bias, gain, offset, *gates)
     sizes, widths = (inputs, context, len(trunk) // 2, rank, outputs, gate_bias), _numbers(map(len, trunk[::2]))
 
-    def layer(x: Tensor, given: Tensor | None) -> Tensor:
-        rows, count = _taken(x, basis, inputs), x.numel() // inputs
-        given = None if given is None else _taken(given, basis, context)
-        if (0 if given is None else given.numel()) != count * context:
+    def layer(x: Tensor, features: Tensor | None) -> Tensor:
+        rows, count = _contiguous_rows(x, basis, inputs), x.numel() // inputs
+        features = None if features is None else _contiguous_rows(features, basis, context)
+        if (0 if features is None else features.numel()) != count * context:
             raise ValueError(f"a context of {context} features must have as many rows as x, {count}")
         y, numbers = x.new_empty((*x.shape[:-1], outputs)), _numbers((*sizes, *map(_at, parameters)))
-        at = y.data_ptr(), rows.data_ptr(), _at(given), count
+        at = y.data_ptr(), rows.data_ptr(), _at(features), count
         run(half, torch.get_num_threads(), *at, numbers, _numbers(map(_at, trunk)), widths, eps)
         return y
 
@@ -329,11 +329,11 @@ def quantized_layer(
     most = max(1, PORTION_BYTES // (inputs * 4))
 
     def layer(x: Tensor) -> Tensor:
-        rows, count, threads = _taken(x, scales, inputs), x.numel() // inputs, torch.get_num_threads()
+        rows, count, threads = _contiguous_rows(x, scales, inputs), x.numel() // inputs, torch.get_num_threads()
         y, grid = x.new_empty((*x.shape[:-1], outputs)), (codes.data_ptr(), scales.data_ptr(), _at(zeros))
         if count <= most_rows:
-            given = y.data_ptr(), rows.data_ptr(), *grid, _at(bias)
-            of_few(half, threads, *given, count, inputs, outputs, bits, group)
+            arguments = y.data_ptr(), rows.data_ptr(), *grid, _at(bias)
+            of_few(half, threads, *arguments, count, inputs, outputs, bits, group)
             return y
         written, rows, into = x.new_empty(min(most, outputs), inputs), rows.view(count, inputs), y.view(count, outputs)
         for first in range(0, outputs, most):
@@ -355,8 +355,8 @@ def change_codes(values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, s
     for tensor in (values, codes, pull, scale, zero, top):
         _check("a vector", tensor, torch.float32, count)
     _check("outputs", outputs, torch.float32, count, count)
-    given = values, codes, pull, outputs, scale, zero, top
-    _kernel("change_codes")(*map(_at, given), own, count, parts)
+    arguments = values, codes, pull, outputs, scale, zero, top
+    _kernel("change_codes")(*map(_at, arguments), own, count, parts)
 
 
 class Network:
@@ -388,10 +388,10 @@ class Network:
         turned = count if blades else 0
         if not len(blades) == len(signs) == len(rows) == len(components) == turned:
             raise ValueError("every layer has tables of its coordinates, or none")
-        sizes = [_layer(*given) for given in zip(left, right, windows, parts, strict=True)]
-        spins = [_spin(*given) for given in zip(windows[:turned], blades, signs, rows, components, strict=True)]
+        sizes = [_layer(*arguments) for arguments in zip(left, right, windows, parts, strict=True)]
+        spins = [_spin(*arguments) for arguments in zip(windows[:turned], blades, signs, rows, components, strict=True)]
         spins, tables = spins or [(0, 0, 0)] * count, [*map(list, zip(blades, signs, strict=True))] or [[]] * count
-        self.kept = [*left, *right, *blades, *signs]  # whose addresses are in ``layers``
+        self.tensors = [*left, *right, *blades, *signs]  # whose addresses are in ``layers``
         self.layers = _numbers(
             number
             for size, *factors, spin, table in zip(sizes, left, right, spins, tables, strict=True)
@@ -481,5 +481,5 @@ def rotor_network_backward(to_x: Tensor | None, sums: Tensor, grad: Tensor, x: T
     if sums.ndim != 2 or not len(sums):
         raise ValueError(f"sums must be (shares, numbers), got {tuple(sums.shape)}")
     _check("sums", sums, torch.float32, len(sums), network.gradients)
-    given = _at(to_x), _at(sums), len(sums), _at(grad), _at(x), rows
-    _typed("rotor_network_backward", x, *given, *network.description(None))
+    arguments = _at(to_x), _at(sums), len(sums), _at(grad), _at(x), rows
+    _typed("rotor_network_backward", x, *arguments, *network.description(None))
