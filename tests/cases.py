@@ -314,6 +314,7 @@ CASES: list[Case] = [
     Case(config=relinear.Monarch(blocks=4, rank=2), variant="padded", shapes=(ODD, (9, 15))),
     Case(config=relinear.Quantized()),
     Case(config=relinear.Quantized(bits=3, group=5, symmetric=True), variant="symmetric", shapes=(ODD, WIDE)),
+    Case(config=relinear.Quantized(symmetric=True, levels="iq4_nl"), variant="iq4_nl", shapes=(ODD,)),
     Case(config=relinear.OutputGate(), linear=False),
     Case(config=relinear.Transponder(), linear=False, lossless_config=relinear.Transponder()),
     Case(config=relinear.Transponder(rank=3, channel=False), variant="scalar", linear=False, shapes=(WIDE, ODD)),

@@ -65,13 +65,14 @@ def test_operators_of_one_matrix_are_exported(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("bits", "symmetric", "kind"),
     [
+        (4, True, "IQ4_NL"),
         *((2, True, "Q4_0"), (3, True, "Q4_0"), (4, True, "Q4_0"), (5, True, "Q5_0"), (6, True, "Q8_0")),
         *((8, True, "Q8_0"), (2, False, "Q4_1"), (4, False, "Q4_1"), (5, False, "Q5_1")),
     ],
 )
 def test_integers_stay_integers(bits: int, symmetric: bool, kind: str, tmp_path) -> None:
     model = llama(hidden_size=64, intermediate_size=96)
-    config = relinear.Quantized(bits=bits, symmetric=symmetric)
+    config = relinear.Quantized(bits=bits, symmetric=symmetric, levels="iq4_nl" if kind == "IQ4_NL" else "uniform")
     relinear.replace_(model, {r".*\.(q|k|down)_proj": config}, init="from_weight")
     down = model.model.layers[1].mlp.down_proj
     path = export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())

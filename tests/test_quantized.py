@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 import relinear
 from conftest import make_tiny_llama
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.functional.quantized import dequantized, pack, unpack
+from relinear.functional.quantized import IQ4_NL, dequantized, pack, unpack
 from relinear.functional.rounding import Grid, descend, gptq, held_out, nearest, nearest_grid, steadied
 
 
@@ -86,7 +86,11 @@ def obq(weight: torch.Tensor, grid: Grid, group: int, moment: torch.Tensor, damp
         while left:
             inverse = torch.linalg.inv(damped[left][:, left])
             i = left[0]
-            code = float((w[i] / scale[row, i] + zero[row, i]).round().clamp(0, float(grid.top[row])))
+            code = w[i] / scale[row, i] + zero[row, i]
+            if grid.levels is None:
+                code = float(code.round().clamp(0, float(grid.top[row])))
+            else:
+                code = float(grid.levels[(grid.levels - code).abs().argmin()])
             result[row, i] = code
             error = w[i] - (code - zero[row, i]) * scale[row, i]
             w[left] -= error / inverse[0, 0] * inverse[:, 0]
@@ -103,6 +107,38 @@ def test_rounding_under_moments_is_the_plain_loop_of_obq(inputs: int) -> None:
         codes = gptq(weight, grid, 16, moment)
         assert torch.equal(codes, obq(weight, grid, 16, moment, 1e-2))
     assert not torch.equal(codes, nearest(weight, grid, 16))
+    levels = torch.tensor(IQ4_NL).double()
+    grid = nearest_grid(weight, 4, 16, True, moment.diagonal(), levels=levels)
+    codes = gptq(weight, grid, 16, moment)
+    assert torch.equal(codes, obq(weight, grid, 16, moment, 1e-2))
+    assert set(codes.unique().tolist()) <= set(map(float, IQ4_NL))
+
+
+@torch.no_grad()
+def test_levels_of_their_own_fit_normal_weights_better_than_whole_numbers() -> None:
+    """Under second moments, too; and the layer, its checkpoint's codes and llama.cpp's levels say the same."""
+    torch.manual_seed(0)
+    linear, moments, errors = torch.nn.Linear(256, 48, bias=False), moments_of(256, 48), {}
+    linear.weight.data = torch.randn(48, 256) * torch.linspace(-4, 2, 48).exp()[:, None]
+    for name in ("uniform", "iq4_nl"):
+        config = relinear.Quantized(group=32, symmetric=True, levels=name)
+        for method in ("nearest", "moments"):
+            layer = config.convert(linear)
+            if method == "nearest":
+                layer.fit_(linear.weight.detach())
+            else:
+                layer.fit_to_calibration(linear, moments)
+            dense = layer.to_dense().detach()
+            errors[name, method] = float(moments.error(dense - linear.weight.detach()))
+        ((_, expected),) = [e for e in config.candidate_errors(linear, moments) if e[0].bits == 4]
+        errors[name, "expected"] = expected
+    for method in ("nearest", "moments", "expected"):
+        assert errors["iq4_nl", method] < 0.95 * errors["uniform", method]
+    assert errors["iq4_nl", "moments"] < 0.7 * errors["iq4_nl", "nearest"]
+    values = torch.tensor(IQ4_NL).float()[unpack(layer.codes, 4, 256).int()].unflatten(1, (-1, 32))
+    assert torch.equal((values * layer.scales.unsqueeze(2)).flatten(1), dense)
+    assert torch.equal(layer.scales.half().float(), layer.scales.bfloat16().float())
+    assert torch.equal(layer.rows(torch.tensor([[3, 40]])), dense[[3, 40]][None])
 
 
 def tried_one_by_one(
@@ -296,6 +332,7 @@ def test_checkpoints_hold_the_codes_and_refuse_other_ones(tmp_path) -> None:
         ({"bits": 2.5}, "bits must be a whole number"),
         ({"group": 0}, "group must be at least 1"),
         ({"symmetric": 1}, "symmetric must be true or false"),
+        ({"levels": "iq4_nl"}, "levels=iq4_nl needs bits=4 and symmetric=true, got bits=4 and symmetric=false"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict, message: str) -> None:

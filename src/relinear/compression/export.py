@@ -45,7 +45,8 @@ def packs(model: Any, layer: Any, config: Any) -> bool:
     if embeds(layer) or layer is model.get_output_embeddings():  # vLLM reads them dense alone
         return False
     transposed, inputs = is_conv1d(layer) or getattr(layer, "replaces_conv1d", False), linear_features(layer)[0]
-    return not transposed and hasattr(config.module_class, "packed") and not inputs % min(config.group, inputs)
+    whole_numbers = getattr(config, "levels", "") == "uniform"
+    return not transposed and whole_numbers and not inputs % min(config.group, inputs)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from relinear.compression.settings import CompressSettings
 from relinear.contract.operator import OperatorConfig, linear_features
 
 #: bytes of GGUF's blocks of 32 weights
-_GGUF_BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}
+_GGUF_BLOCKS = {"Q4_0": 18, "IQ4_NL": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}
 #: bytes that GGUF fills tensors up to
 _ALIGNMENT = 32
 #: bytes at most that safetensors takes to describe a tensor, beside its name; tensors of a packed layer
@@ -102,7 +102,7 @@ def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
 READERS = {
     "relinear": Reader(("quantized", "quantized:group=256"), _relinear, _outside),
     "llama.cpp": Reader(
-        ("quantized:group=32,symmetric=true", "quantized:group=32"),
+        ("quantized:group=32,symmetric=true", "quantized:group=32", "quantized:group=32,symmetric=true,levels=iq4_nl"),
         _gguf,
         _gguf_remainder,
         file="model.gguf",

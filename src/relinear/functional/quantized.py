@@ -9,6 +9,8 @@ from torch import Tensor
 
 #: codes of a row that are packed together; the remainder of a row forms a shorter block
 BLOCK = 64
+#: what the codes of llama.cpp's IQ4_NL stand for, in units of the scale
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 #: bits of codes that are stored apart, highest first: 3 bits are 2 and 1, 5 are 4 and 1, 7 are 4, 2 and 1
 _PLANES = (8, 4, 2, 1)
 
@@ -67,7 +69,13 @@ def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
 
 
 def dequantized(
-    packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, in_features: int
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bits: int,
+    group: int,
+    in_features: int,
+    levels: Tensor | None = None,
 ) -> Tensor:
     """Return the matrix (O, I) of scales' dtype: scale times (code - zero point), in every group.
 
@@ -81,19 +89,23 @@ def dequantized(
         bits: B, 2 to 8.
         group: neighbouring inputs that share a scale.
         in_features: I.
+        levels: what codes stand for, in units of the scale; None for whole numbers less the zero point.
     """
-    steps = unpack(packed, bits, in_features).to(torch.int16) << (8 - bits)
+    codes = unpack(packed, bits, in_features)
+    steps = codes.to(torch.int16) << (8 - bits) if levels is None else levels[codes.int()]
     width = scales.shape[1] * group
     steps = torch.nn.functional.pad(steps, (0, width - in_features)).unflatten(1, (-1, group))
-    steps = steps - (128 if zeros is None else zeros.to(torch.int16).unsqueeze(2))
-    unit = scales * 2.0 ** (bits - 8)
+    unit = scales
+    if levels is None:
+        steps = steps - (128 if zeros is None else zeros.to(torch.int16).unsqueeze(2))
+        unit = scales * 2.0 ** (bits - 8)
     return (steps.to(scales.dtype) * unit.unsqueeze(2)).flatten(1)[:, :in_features]
 
 
 def gguf_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, in_features: int) -> Tensor:
     """Return the rows (O, bytes) of ``dequantized``'s matrix in GGUF's blocks of 32 inputs, codes as they are.
 
-    Without zero points the blocks are Q4_0, Q5_0 or Q8_0, whichever holds B bits, with whole numbers about 0; with
+    Without zero points the blocks are Q4_0 (or IQ4_NL), Q5_0 or Q8_0, whichever holds B bits; with
     them Q4_1 or Q5_1, which add an offset, -scale zero. Scales and offsets are rounded to half precision.
     """
     blocks = in_features // 32

@@ -24,12 +24,14 @@ _PARTS = 16
 class Grid(NamedTuple):
     """Scale and zero point, by which a code c of row o and group k stands for scale (c - zero).
 
-    scale, zero: (O, K); zero in codes. top: (O, 1), the largest code.
+    scale, zero: (O, K); zero in codes. top: (O, 1), the largest code. levels: what codes there are, rising, where these
+    are not the whole numbers from 0 to ``top``.
     """
 
     scale: Tensor
     zero: Tensor
     top: Tensor
+    levels: Tensor | None = None
 
     def wide(self, group: int, in_features: int) -> tuple[Tensor, Tensor]:
         """Scales and zero points (O, I) of every weight."""
@@ -42,20 +44,34 @@ class Grid(NamedTuple):
         return (codes.to(scale) - zero) * scale
 
 
-def _stored(scale: Tensor, zero: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+def snapped(codes: Tensor, top: Tensor | int, levels: Tensor | None = None) -> Tensor:
+    """Return the nearest codes of a ``Grid``; ``codes`` may be changed in place."""
+    if levels is not None:
+        return levels[torch.bucketize(codes, (levels[1:] + levels[:-1]) / 2)]
+    codes.round_()
+    return codes.clamp_(0, top) if isinstance(top, int) else codes.clamp_(min=0).minimum(top)
+
+
+def _stored(scale: Tensor, zero: Tensor, bits: int, middle: float | None) -> tuple[Tensor, Tensor]:
     """The nearest scales of 8 significant bits, which bfloat16 holds, and zero points of a byte.
 
     Scales are of weights whose largest is about 1, and least 2^-17: a group of zeros, or of codes 0, has one, too.
     """
     scale = torch.where(scale.abs() < 2.0**-17, torch.where(scale < 0, -1, 1) * 2.0**-17, scale)
-    if symmetric:
-        return scale.bfloat16().to(scale), torch.full_like(zero, 2.0 ** (bits - 1))
+    if middle is not None:
+        return scale.bfloat16().to(scale), torch.full_like(zero, middle)
     step = 2.0 ** (bits - 8)
     return scale.bfloat16().to(scale), (zero / step).round().clamp(0, 255) * step
 
 
 def nearest_grid(
-    weight: Tensor, bits: int, group: int, symmetric: bool, importance: Tensor | None = None, fits: int = 2
+    weight: Tensor,
+    bits: int,
+    group: int,
+    symmetric: bool,
+    importance: Tensor | None = None,
+    fits: int = 2,
+    levels: Tensor | None = None,
 ) -> Grid:
     """Return grids for rounding ``weight`` (O, I) to nearest: clipped where that is better, then fitted to the codes.
 
@@ -64,6 +80,8 @@ def nearest_grid(
         bits: B. group: neighbouring inputs of one grid. symmetric: whether the zero point is fixed in the middle.
         importance: (I,) weights of the squared errors; None for 1.
         fits: how often scales and zero points are fitted to the codes by least squares.
+        levels: the codes of a symmetric grid, from its lowest, in place of whole numbers. Scales are then ones that
+            float16 holds, as llama.cpp stores them.
     """
     inputs = weight.shape[1]
     pad = -inputs % group
@@ -74,12 +92,13 @@ def nearest_grid(
     w = w / unit[..., None]
     h = h + 1e-6 * share.mean().clamp_min(1e-30) * (torch.arange(inputs + pad, device=w.device) < inputs).view_as(h)
     low, high = w.amin(2).clamp_max(0), w.amax(2).clamp_min(0)
-    top = 2**bits - 1
+    top, half = 2**bits - 1, 2.0 ** (bits - 1)
+    middle, reach = (0.0, -float(levels[0])) if levels is not None else (half if symmetric else None, half)
 
     scale, zero, best = low, low, torch.full_like(low, torch.inf)
 
     def rounded() -> tuple[Tensor, Tensor]:
-        codes = torch.addcdiv(zero[..., None], w, scale[..., None]).round_().clamp_(0, top)
+        codes = snapped(torch.addcdiv(zero[..., None], w, scale[..., None]), top, levels)
         missed = (codes - zero[..., None]).mul_(scale[..., None]).sub_(w)
         return codes, missed.square_().mul_(h).sum(2)
 
@@ -91,31 +110,34 @@ def nearest_grid(
         scale, zero, best = (torch.where(better, n, o) for n, o in zip((*trial, error), before, strict=True))
 
     for clip in torch.linspace(1, 1 - 1.2 / bits, _CLIPS).tolist():
-        if symmetric:  # the largest weight gets the code 0, which reaches a step farther
-            trial_scale = torch.where(-low > high, -low, -high) / 2 ** (bits - 1) * clip
+        if middle is not None:  # the largest weight gets the lowest code, which reaches farther
+            trial_scale = torch.where(-low > high, -low, -high) / reach * clip
         else:
             trial_scale = (high - low) / top * clip
-        keep_better(*_stored(trial_scale, -low * clip / trial_scale.masked_fill(trial_scale == 0, 1), bits, symmetric))
+        keep_better(*_stored(trial_scale, -low * clip / trial_scale.masked_fill(trial_scale == 0, 1), bits, middle))
     for _ in range(fits):
         codes = rounded()[0]
         mass, mean_w = h.sum(-1), (h * w).sum(2)
-        if symmetric:
-            codes -= 2 ** (bits - 1)
+        if middle is not None:
+            codes -= middle
             trial_scale = (h * codes * w).sum(2) / (h * codes.square()).sum(2).clamp_min(1e-30)
-            keep_better(*_stored(trial_scale, zero, bits, True))
+            keep_better(*_stored(trial_scale, zero, bits, middle))
         else:
             mean_c = (h * codes).sum(2)
             variance = (h * codes.square()).sum(2) - mean_c.square() / mass
             trial_scale = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
             trial_scale = torch.where(variance > 1e-9 * mass, trial_scale, scale)
-            keep_better(*_stored(trial_scale, (mean_c - mean_w / trial_scale) / mass, bits, False))
-    return Grid(scale * unit, zero, torch.full((len(weight), 1), float(top)).to(weight))
+            keep_better(*_stored(trial_scale, (mean_c - mean_w / trial_scale) / mass, bits, None))
+    scale = scale * unit
+    if levels is not None:
+        scale = scale.half().to(scale)
+    return Grid(scale, zero, torch.full((len(weight), 1), float(top)).to(weight), levels)
 
 
 def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
     """Return the codes (O, I), floats, whose values are nearest to ``weight``."""
     scale, zero = grid.wide(group, weight.shape[1])
-    return torch.addcdiv(zero, weight, scale).round_().clamp_(min=0).minimum(grid.top)
+    return snapped(torch.addcdiv(zero, weight, scale), grid.top, grid.levels)
 
 
 def steadied(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tensor:
@@ -215,7 +237,7 @@ def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float 
         stop = min(start + _COLUMNS, len(left))
         missed = torch.empty_like(left[start:stop])
         for i in range(start, stop):
-            code = torch.addcdiv(zero[i], left[i], scale[i]).round_().clamp_(min=0).minimum(top)
+            code = snapped(torch.addcdiv(zero[i], left[i], scale[i]), top, grid.levels)
             codes[i] = code
             torch.addcmul(left[i], code.sub_(zero[i]), scale[i], value=-1, out=missed[i - start])
             missed[i - start].div_(upper[i, i])
@@ -234,17 +256,19 @@ def change_codes(
     top: Tensor,
     moment,
     parts,
+    levels: Tensor | None = None,
 ) -> None:
     """Change the codes of one input, in place, where that lowers tr(G D A D^T): a part of the rows at once.
 
     Args:
         values, codes: (O,), what the codes mean, and they. pull: (O,), the column of G D A.
-        outputs: G (O, O). scale, zero, top: (O,). moment: A_ii. parts: rows o, o + parts, ... are one.
+        outputs: G (O, O). scale, zero, top: (O,). moment: A_ii. parts: rows o, o + parts, ... are one. levels: of the
+            ``Grid``.
     """
     for part in range(parts):
         rows = slice(part, None, parts)
         aim = torch.addcdiv(values[rows], pull[rows], outputs.diagonal()[rows], value=1 / moment)
-        code = torch.addcdiv(zero[rows], aim, scale[rows]).round_().clamp_(min=0).minimum(top[rows])
+        code = snapped(torch.addcdiv(zero[rows], aim, scale[rows]), top[rows], levels)
         step = (code - codes[rows]) * scale[rows]
         back = (outputs[:, rows] @ step).mul_(moment)
         if step @ (2 * pull[rows] - back[rows]) > 0:

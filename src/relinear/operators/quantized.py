@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from relinear.contract.operator import Operator, OperatorConfig, ParamRole, dens
 from relinear.functional import quantized as reference
 from relinear.functional.rounding import (
     Grid,
+    change_codes,
     descend,
     expected_error,
     gptq,
@@ -68,13 +70,17 @@ class QuantizedLinear(FusedInference, Operator):
         self.codes.random_(0, 256)
         if self.zeros is not None:
             self.zeros.fill_(int(2 ** (8 - self.config.bits) * (2**self.config.bits - 1) / 2))
-        nn.init.constant_(self.scales, math.sqrt(12 / (4**self.config.bits - 1) / self.in_features))
+        uniform = self.config.levels == "uniform"
+        variance = (4**self.config.bits - 1) / 12 if uniform else sum(v * v for v in reference.IQ4_NL) / 16
+        nn.init.constant_(self.scales, math.sqrt(1 / variance / self.in_features))
         self.zero_bias_()
 
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        return prepare_few_rows(x, *self._tensors())
+        return prepare_few_rows(x, *self._tensors()) if self.config.levels == "uniform" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.config.levels != "uniform":  # llama.cpp runs these; no kernel of ours does
+            return nn.functional.linear(x, self.to_dense(), self.bias)
         y = self.fused_forward(x)
         return quantized(x, *self._tensors()) if y is None else y
 
@@ -83,15 +89,17 @@ class QuantizedLinear(FusedInference, Operator):
         return self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias
 
     def rows(self, ids: Tensor) -> Tensor:
-        config, at = self.config, ids.flatten()
+        at = ids.flatten()
         codes, scales = self.codes.index_select(0, at), self.scales.index_select(0, at)  # refuses negative ids
         zeros = None if self.zeros is None else self.zeros.index_select(0, at)
-        rows = reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features)
-        return rows.unflatten(0, ids.shape)
+        return self._values(codes, scales, zeros).unflatten(0, ids.shape)
 
     def to_dense(self) -> Tensor:
-        config = self.config
-        return reference.dequantized(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
+        return self._values(self.codes, self.scales, self.zeros)
+
+    def _values(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        config, levels = self.config, self.config.level_values(codes)
+        return reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features, levels)
 
     def gguf_type(self) -> str:
         """Return the type of GGUF's blocks that holds these integers as they are. Raises ValueError if none does."""
@@ -102,6 +110,8 @@ class QuantizedLinear(FusedInference, Operator):
             raise ValueError(
                 "GGUF has no integers of more than 5 bits with zero points; give candidates=quantized:symmetric=true"
             )
+        if self.config.levels != "uniform":
+            return self.config.levels.upper()
         return ("Q4" if bits <= 4 else "Q5" if bits == 5 else "Q8") + ("_0" if symmetric else "_1")
 
     @torch.no_grad()
@@ -150,10 +160,14 @@ class QuantizedLinear(FusedInference, Operator):
         for rows in weight.split(ROWS_AT_ONCE if apart else len(weight)):
             grid = self.config.grid(rows, statistics)
             rounded.append((grid, gptq(rows, grid, group, inputs)))
-        grid, codes = Grid(*map(torch.cat, zip(*(g for g, _ in rounded)))), torch.cat([c for _, c in rounded])
+        levels = self.config.level_values(weight)
+        scale, zero, top = (torch.cat(parts) for parts in zip(*(g[:3] for g, _ in rounded)))
+        grid = Grid(scale, zero, top, levels)
+        codes = torch.cat([c for _, c in rounded])
         if not apart:
             outputs = None if outputs is None else steadied(outputs.to(weight), OUTPUTS_SHRINKAGE)
-            codes = descend(weight, codes, grid, group, inputs, outputs, change=code_changer(weight))
+            change = code_changer(weight) if levels is None else partial(change_codes, levels=levels)
+            codes = descend(weight, codes, grid, group, inputs, outputs, change=change)
         self._take_(grid, codes)
 
     def _take_(self, grid: Grid, codes: Tensor) -> None:
@@ -161,6 +175,8 @@ class QuantizedLinear(FusedInference, Operator):
         if (scales.float() - grid.scale).norm() > grid.scale.norm() / 64:
             size = f"{float(grid.scale.abs().max()):.2g}"
             raise ValueError(f"{scales.dtype} does not hold scales of {size}: load the model in bfloat16 or float32")
+        if grid.levels is not None:
+            codes = torch.searchsorted(grid.levels, codes)
         self.codes.copy_(reference.pack(codes, self.config.bits))
         self.scales.copy_(scales)
         if self.zeros is not None:
@@ -195,6 +211,8 @@ class Quantized(OperatorConfig):
         group: inputs that share a scale; the last of a row may be shorter. On a CPU only multiples of 32 are fast.
         symmetric: whether the middle of the integers stands for zero; if not, every group has a zero point of its own,
             a byte.
+        levels: what codes stand for: whole numbers ("uniform"), or the 16 numbers of llama.cpp's "iq4_nl", which lie
+            closer about zero: of symmetric integers of 4 bits, for files that llama.cpp runs.
 
     Examples:
         >>> layer = torch.nn.Linear(64, 32)
@@ -209,18 +227,37 @@ class Quantized(OperatorConfig):
     bits: Annotated[int, IntRange(2, 8)] = 4
     group: Count = 64
     symmetric: bool = False
+    levels: Literal["uniform", "iq4_nl"] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.levels != "uniform" and (self.bits != 4 or not self.symmetric):
+            got = f"bits={self.bits} and symmetric={str(self.symmetric).lower()}"
+            raise ValueError(f"levels={self.levels} needs bits=4 and symmetric=true, got {got}")
+
+    def level_values(self, like: Tensor) -> Tensor | None:
+        """Return what codes stand for, on the device of ``like``: in its dtype, as int16 if it is of bytes.
+
+        None stands for whole numbers.
+        """
+        dtype = like.dtype if like.is_floating_point() else torch.int16
+        return None if self.levels == "uniform" else torch.tensor(reference.IQ4_NL, dtype=dtype, device=like.device)
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Quantized:
-        return self.replace(bits=max(2, min(8, round(self.bits * ratio))))
+        return self.replace(bits=max(2, min(8, round(self.bits * ratio)))) if self.levels == "uniform" else self
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Return all bits, with this group."""
-        return [self.replace(bits=bits) for bits in BITS]
+        """Return all bits that there are, with this group."""
+        return [*self._sizes()]
+
+    def _sizes(self) -> list[Quantized]:
+        return [self.replace(bits=bits) for bits in (BITS if self.levels == "uniform" else (self.bits,))]
 
     def grid(self, weight: Tensor, statistics: CalibrationStatistics | None = None) -> Grid:
         """Scales and zero points for rounding ``weight`` (O, I)."""
         importance = None if statistics is None else statistics.inputs.diagonal()
-        return nearest_grid(weight, self.bits, self.group, self.symmetric, importance)
+        levels = self.level_values(weight)
+        return nearest_grid(weight, self.bits, self.group, self.symmetric, importance, levels=levels)
 
     @torch.no_grad()
     def candidate_errors(
@@ -239,7 +276,7 @@ class Quantized(OperatorConfig):
         if statistics.outputs is not None:
             share = (statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()).to(weight)
         errors = list[tuple[OperatorConfig, float]]()
-        for config in (self.replace(bits=bits) for bits in BITS):
+        for config in self._sizes():
             grid = config.grid(weight[rows], statistics)
             errors.append((config, float(expected_error(weight, rows, grid, self.group, left, share))))
         return errors
