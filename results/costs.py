@@ -1,4 +1,4 @@
-"""What the arms of the plans cost: parameters, FLOPs a token, and time beside the reference arm, in turns.
+"""What the arms of the plans cost: parameters, FLOPs per token, and time beside the reference arm, in turns.
 
     python results/costs.py [NAME ...]
 

@@ -202,7 +202,7 @@ def test_train_and_eval(capfd, tmp_path):
     printed = capfd.readouterr()
     record = json.loads((out / "run.json").read_text())
     assert f"{record['result']['perplexity']:.3f}" in printed.out
-    assert "1 rank, 2 sequences a step (64 tokens)\n" in printed.err
+    assert "1 rank, 2 sequences per step (64 tokens)\n" in printed.err
     assert main(["report", str(out), "--out", str(tmp_path / "pages")]) == 0
     assert (tmp_path / "pages" / "report.html").is_file()
     capfd.readouterr()
@@ -420,6 +420,6 @@ def test_a_dry_run_says_what_the_command_takes_and_stops(command, tmp_path, monk
     assert main([*command.split(), "--data", "text.txt", "--dry-run"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["runs", "parameters", "tokens", "time", "disk"]
-    assert "FLOPs a token" in lines[1]
+    assert "FLOPs per token" in lines[1]
     assert re.search(r"about [\d,]+ (seconds|minutes|hours)", lines[3])
     assert sorted(tmp_path.iterdir()) == before

@@ -168,7 +168,7 @@ def test_a_size_that_no_width_reaches_is_refused_before_anything_is_written(text
 def test_the_command_line_reads_sizes(text, tmp_path, capsys) -> None:
     command = ["compare", "--recipe", "quick", "--match", "bytes", "--size", "20KB,30XB", "--out", str(tmp_path)]
     assert main(command) == 2
-    assert "'30XB' is no size of a file; write 500KB or 1.5MB" in capsys.readouterr().err
+    assert "'30XB' is not a size of a file; write 500KB or 1.5MB" in capsys.readouterr().err
     for size, expected in (("1.5MB", 1_500_000), ("20KiB", 20_480), (["30000", "20kB"], (20_000, 30_000))):
         sizes = CompareSettings.load(in_bytes(text, size)).file_sizes
         assert sizes == (expected if isinstance(expected, tuple) else (expected,))

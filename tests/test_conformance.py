@@ -42,7 +42,7 @@ class TestOperators(OperatorConformance):
                 accelerate.disk_offload(model, tmp_path, torch.device("cpu"))
             assert all(parameter.is_meta for parameter in model.parameters())
             first, second = model(ids).logits, model(ids).logits
-        assert_close(model(ids).logits.detach(), expected, 1e-6)  # outside of no_grad, as many call a model
+        assert_close(model(ids).logits.detach(), expected, 1e-6)  # outside of no_grad, as many call per model
         # one layer runs in another form here than with its weights in place: in one kernel or in two
         assert_close(first, expected, 1e-6)
         assert torch.equal(first, second)

@@ -340,7 +340,7 @@ def test_a_part_of_hub_data_is_streamed_once(hub, tmp_path):
 
 def test_the_hub_out_of_reach_is_one_error(monkeypatch):
     monkeypatch.setattr("relinear.data.sources.hub_in_reach", lambda: False)
-    with pytest.raises(ValueError, match=r"'nobody/some' is no local file.*out of reach"):
+    with pytest.raises(ValueError, match=r"'nobody/some' is not a local file.*out of reach"):
         texts("nobody/some")
 
 

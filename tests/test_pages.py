@@ -111,7 +111,7 @@ def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeyp
 
 
 def comparison(tmp_path: Path, losses: dict[str, list[float]], ngram: float | None = None) -> dict:
-    """A comparison of an older version with other losses by entry, one a seed."""
+    """A comparison of an older version with other losses by entry, one per seed."""
     values = with_new_columns(json.loads((COMPARISON / "results.json").read_text()))
     entry = values["entries"][0]
     values["entries"] = []

@@ -378,7 +378,7 @@ def test_pages_replace_pages_alone(command, saved, tmp_path, monkeypatch, capfd)
     arguments = [*(places.get(word, word) for word in command), str(page)]
     monkeypatch.setattr("relinear.explore.page.static_page", lambda *arguments: GENERATOR)
     assert main(arguments) == 2
-    assert "page.html is no page of relinear's" in capfd.readouterr().err
+    assert "page.html is not a page of relinear's" in capfd.readouterr().err
     assert main([*arguments, "--overwrite"]) == main(arguments) == 0
     assert treasures(tmp_path) == len(list(tmp_path.glob("page.html.*"))) == 1
     if command[0] == "report":

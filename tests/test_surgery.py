@@ -81,7 +81,7 @@ def test_conv1d_that_is_not_square_is_read_transposed():
         ({"q_prj": LOW}, {}, r"'q_prj' matches no module; nearest: q_proj"),
         ({r".*\.qq_proj": LOW}, {}, "matches no module"),
         ({"mlp": LOW}, {}, "a LlamaMLP, which cannot be replaced"),
-        ({"(": LOW}, {}, "no valid regular expression"),
+        ({"(": LOW}, {}, "not a valid regular expression"),
         ({"": LOW}, {}, "non-empty string"),
         ({}, {}, "non-empty dict"),
         ({"q_proj": 3}, {}, "must map to an operator config"),

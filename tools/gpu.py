@@ -415,7 +415,7 @@ def _training(name: str, mode: str, plan: Plan) -> dict[str, Any]:
 
 @functools.cache
 def _bandwidth(device: str) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Bytes per second that a copy reads and writes."""
     size = 1 << (30 if device == "cuda" else 20)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     best = math.inf
@@ -429,7 +429,7 @@ def _bandwidth(device: str) -> float:
 
 
 def _decoding(name: str, mode: str, batch: int, plan: Plan) -> dict[str, Any]:
-    """Greedy, from a prompt of 8 tokens on: tokens a second, and time to that of reading all weights once a token."""
+    """Greedy, from a prompt of 8 tokens on: tokens per second, and time to that of reading all weights once a token."""
     from transformers import CompileConfig
 
     import relinear

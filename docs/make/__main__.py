@@ -35,7 +35,7 @@ def measured_of(kind: str) -> str:
         names, reference, entries = effects.LOSSES[kind]
         folder = names[0].split("/")[0]
         inside = [
-            "Trained from scratch at tuned learning rates, nats a token:",
+            "Trained from scratch at tuned learning rates, nats per token:",
             measured.losses_table(names, entries, reference),
             f"Budget, command and what it does not show: [{folder}](../../results/{folder}/README.md).",
         ]

@@ -92,7 +92,7 @@ def picture(theme: str, name: str) -> str:
     def at(nats: float) -> float:
         return LEFT + min(nats, rows.most) / rows.most * (WIDTH - LEFT - RIGHT)
 
-    parts = [svg.text(0, 16, "nats a token above the original: less is better", soft, "start")]
+    parts = [svg.text(0, 16, "nats per token above the original: less is better", soft, "start")]
     for tick in range(int(rows.most / rows.tick) + 1):
         x = at(tick * rows.tick)
         parts += [svg.line(x, TOP - 14, x, bottom, grid, 1)]
@@ -121,4 +121,4 @@ def alt(name: str) -> str:
         for heading, group in rows.groups
     ]
     model = "rotated SmolLM2-135M" if rows.model == "smollm2-rotated" else "SmolLM2-135M"
-    return f"Loss above the original in nats a token, {model} on WikiText-2. {'; '.join(groups)}."
+    return f"Loss above the original in nats per token, {model} on WikiText-2. {'; '.join(groups)}."

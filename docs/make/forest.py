@@ -72,7 +72,7 @@ def picture(theme: str, paper: str = "") -> str:
     axis.append(svg.text(_place(0) - 8, TOP - 38, "← method better", soft, "end"))
     axis.append(svg.text(_place(0) + 8, TOP - 38, "worse →", soft, "start"))
     axis.append(svg.text(WIDTH, TOP - 38, "in nats", soft, "end"))
-    axis.append(svg.text(WIDTH / 2, bottom + 34, "gap in validation loss, nats a token or byte", soft))
+    axis.append(svg.text(WIDTH / 2, bottom + 34, "gap in validation loss, nats per token or byte", soft))
     key = [svg.circle(8, 10, ours), svg.text(20, 14, "3 seeds or more, 95 %", soft, "start")]
     key += [svg.circle(208, 10, ours, hollow=True), svg.text(220, 14, "fewer seeds", soft, "start")]
     key += [svg.diamond(8, 31, papers), svg.text(20, 35, "the paper's effect, in the same unit", soft, "start")]

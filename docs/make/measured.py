@@ -198,7 +198,7 @@ def fits(projection: str, layers: str, method: str) -> list[dict[str, Any]]:
 
 
 def over_original(rows: Sequence[Mapping[str, Any]], text: str) -> list[float]:
-    """Nats a token above the original model's, by seed."""
+    """Nats per token above the original model's, by seed."""
     original = next(row for row in read("rotor/smollm2.jsonl") if row["method"] == "original")
     return [row[text] - original[text] for row in rows]
 
@@ -213,7 +213,7 @@ def fits_table(methods: Sequence[str]) -> str:
     """For every method a table of projections: fit errors, what WikiText-2 loses, and parameters."""
     parts = [
         "One projection of SmolLM2-135M-Instruct replaced. Errors are relative squared errors on held-out tokens. "
-        "Losses are nats a token above the original on WikiText-2 (mean ± standard deviation, three seeds). The "
+        "Losses are nats per token above the original on WikiText-2 (mean ± standard deviation, three seeds). The "
         "constant is the mean output alone, without any matrix."
     ]
     head = ["projection", "error", "error of the constant", "loss", "parameters"]

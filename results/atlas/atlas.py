@@ -1,7 +1,7 @@
 """What operators would cost in the place of the layers of a pretrained model: python results/atlas/atlas.py MODEL DATA
 
-The cost is 0.5 tr(G (W - W') A (W - W')^T) in nats a token, with W' the operator's best fit under the second moments of
-the layer's inputs (A) and output gradients (G). The model is left as it is. Killed and started again with the same
+The cost is 0.5 tr(G (W - W') A (W - W')^T) in nats per token, with W' the operator's best fit under the second moments
+of the layer's inputs (A) and output gradients (G). The model is left as it is. Killed and started again with the same
 arguments, it goes on behind the last layer that is done. Prints its table; ``--out`` gets atlas.json and two figures.
 """
 
@@ -180,7 +180,7 @@ def depths_panel(record: Mapping[str, Any]) -> Panel:
 
 
 def cost_panels(record: Mapping[str, Any]) -> list[Panel]:
-    """A panel a type of layer: mean cost over depth by the share of its parameters, a line an operator."""
+    """A panel a type of layer: mean cost over depth by the share of its parameters, a line per operator."""
     panels = []
     for wanted in _types(record):
         layers = [layer for layer in record["layers"].values() if layer["type"] == wanted]
@@ -197,7 +197,7 @@ def cost_panels(record: Mapping[str, Any]) -> list[Panel]:
         nothing = sum(layer["nothing"] for layer in layers) / len(layers)
         values = [value for one in series for value in one.y if value > 0] + [nothing]
         bounds = min(values) / 1.5, max(values) * 1.5
-        axes = Axis(title="share of parameters", bounds=(0, 1.02)), Axis(title="nats a token", log=True, bounds=bounds)
+        axes = Axis("share of parameters", bounds=(0, 1.02)), Axis("nats per token", log=True, bounds=bounds)
         panels.append(Panel(series, *axes, [Guide(x=1, text="dense"), Guide(y=nothing)], wanted))
     return panels
 

@@ -1,4 +1,4 @@
-"""Exports of SmolLM2 as programs without relinear read them: size, logits, greedy tokens, and tokens a second.
+"""Exports of SmolLM2 as programs without relinear read them: size, logits, greedy tokens, and tokens per second.
 
     python results/compress/exports.py models/smollm2 --out results/compress/exports.jsonl
 

@@ -24,7 +24,7 @@ many as a row says ("@48"); scales and zero points are counted.
     embedding   embedding and head alone in so many bits, symmetric, as ``compress`` stores them beside such layers
     everything  all linear layers and the embedding in so many bits, to nearest, as README.md's example has it
 
-Losses are in nats a token; intervals of 95 % are Student's t, paired over windows.
+Losses are in nats per token; intervals of 95 % are Student's t, paired over windows.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ where two are given, and differs in what it is about only:
     int8, int4  round to nearest, per row and group of 64 inputs: not the same bytes, which are stated
     pivoted+int8, pivoted+int4, allocated+int8, allocated+int4: both, the factors rounded like weights
 
-Losses are in nats a token over windows of 1,024, from a text's first token on; intervals of 95 % are Student's t, for
+Losses are in nats per token over windows of 1,024, from a text's first token on; intervals of 95 % are Student's t, for
 the paired difference to the original over windows; a text that ends in .jsonl is read as LAMBADA's (loss a last word, a
 passage for each 100 tokens).
 """

@@ -12,7 +12,7 @@ of the summed loss at an output, p = g^T D x, means are over tokens:
     weighted     product, with errors weighed by the squared gradients of their token
     tokens       0.5 mean(p^2): errors and gradients of a token hang together, tokens are independent
     windows      0.5 mean((sum of p over a window)^2) / tokens of a window: tokens hang together, too
-    kl           measured: Kullback-Leibler divergence from the original, nats a token
+    kl           measured: Kullback-Leibler divergence from the original, nats per token
     nats         measured: rise of the loss, with its interval over windows
 
 "sampled" has the same figures with gradients at labels that the model draws itself, as Fisher's matrix has them.

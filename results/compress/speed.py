@@ -2,7 +2,7 @@
 
     python results/compress/speed.py models/smollm2 DIR [DIR ...] --threads 1 2 --out results/compress/speed_bits.json
 
-Tokens a second are medians over rounds; ``ratio`` is compressed to original, with an interval over rounds. Models are
+Tokens per second are medians over rounds; ``ratio`` is compressed to original, with an interval over rounds. Models are
 named by their folders; bytes are of what a checkpoint holds, floats at half precision.
 """
 

@@ -2,7 +2,7 @@
 
     python results/compress/token_profile.py models/smollm2 --threads 2 --out results/compress/token_profile.json
 
-All linear layers in four bits and the embedding in eight, to nearest. Milliseconds a token, the least of several
+All linear layers in four bits and the embedding in eight, to nearest. Milliseconds per token, the least of several
 rounds; those of operations are a profiler's, which takes time itself.
 """
 

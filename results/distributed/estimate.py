@@ -58,7 +58,7 @@ ROOT = 2 + 4
 class Size:
     """Of a model: parameters, those of one decoder layer and of none, forward FLOPs a token of its linear layers.
 
-    Under tensor parallelism: parameters that are split, and numbers a token that are summed over ranks in a step.
+    Under tensor parallelism: parameters that are split, and numbers per token that are summed over ranks in a step.
     """
 
     parameters: int
@@ -109,7 +109,7 @@ def _built(model: str, operator: OperatorConfig | None, layers: int) -> tuple[in
 
 
 def _split(model: LlamaForCausalLM) -> tuple[int, int]:
-    """Parameters that tensor parallelism splits, and numbers a token that ranks sum in a step."""
+    """Parameters that tensor parallelism splits, and numbers per token that ranks sum in a step."""
     if not any(True for _ in named_operators(model)):  # as everybody splits a dense one: two sums forward, two backward
         weights = sum(p.numel() for layer in model.model.layers for p in layer.parameters() if p.ndim == 2)
         return weights, 4 * model.config.hidden_size * len(model.model.layers)
@@ -124,7 +124,7 @@ def table() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield "| model | layers | parameters (G) | FLOPs a token (G) | a rank holds (GB) | it sends (GB) |"
+    yield "| model | layers | parameters (G) | FLOPs per token (G) | a rank holds (GB) | it sends (GB) |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     sizes: dict[tuple[str, str], Size] = {}
     for model in MODELS:

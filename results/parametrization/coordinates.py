@@ -110,7 +110,7 @@ def checked(
 
 
 def write_plot(found: dict, out: Path) -> None:
-    """coordinates.png and .svg in ``out``: a row a parametrisation, a panel a kind, a line a step."""
+    """coordinates.png and .svg in ``out``: a row a parametrisation, a panel per kind, a line per step."""
     ticks = {float(width): f"{width}" for width in found["widths"]}
     panels = []
     for name in PARAMETRIZATIONS:

@@ -93,7 +93,7 @@ class Work:
         return self.losses(model)
 
     def losses(self, model: nn.Module) -> dict[str, list[float]]:
-        """The loss of each window, in nats a token."""
+        """The loss of each window, in nats per token."""
         return {
             name: [relinear.perplexity(model, Subset(windows, [i])).loss for i in range(len(windows))]
             for name, windows in self.held_out.items()

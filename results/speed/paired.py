@@ -16,7 +16,7 @@ import time
 
 
 def serve(threads: int) -> None:
-    """Answer cases with seconds a call, one line of JSON each."""
+    """Answer cases with seconds per call, one line of JSON each."""
     import torch
 
     import relinear

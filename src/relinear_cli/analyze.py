@@ -59,8 +59,8 @@ def analyze_saved(
     """Run analyses of a saved model.
 
     Args:
-        names: which; those that apply where there are none.
-        loaded: the model, where it has been loaded already.
+        names: which; those that apply if there are none.
+        loaded: the model, if it has been loaded already.
         overwrite: rename analyses of something else in ``out``.
 
     Raises:

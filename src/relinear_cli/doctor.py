@@ -18,7 +18,7 @@ GOOD, LACKS, FAILS = "ok", "-", "FAILS"
 #: files of a cache that are counted at most
 _MOST_FILES = 10_000
 
-#: state, what is looked at, what was found and, where that can be changed, how
+#: state, what is looked at, what was found and, if that can be changed, how
 _Finding = tuple[str, str, str]
 
 
@@ -47,7 +47,7 @@ def _requirements() -> dict[str, list[str]]:
 
 
 def _unmet(line: str) -> str:
-    """Return what is wrong with a requirement: "" where an installed version meets it."""
+    """Return what is wrong with a requirement: "" if an installed version meets it."""
     from packaging.requirements import Requirement
 
     wanted = Requirement(line)

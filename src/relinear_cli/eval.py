@@ -38,7 +38,7 @@ def command(
     names = _tasks(tasks, lambada)
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
-        raise ValueError(f"{directory} is no run of relinear train, so it names no data to evaluate on; give --data")
+        raise ValueError(f"{directory} is not a run of relinear train, so it names no data to evaluate on; give --data")
     options.prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "data")])
     reader = options.load_model_tokenizer(folder, tokenizer)
     model = options.load_model(folder, presets=False)
@@ -79,7 +79,7 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
 
 
 def _tasks(option: str, lambada: Path | None) -> list[str]:
-    """The tasks that are named. Raises ValueError where there is none, or the text of LAMBADA is missing."""
+    """The tasks that are named. Raises ValueError if there is none, or the text of LAMBADA is missing."""
     names = [name.strip() for name in option.split(",") if name.strip()]
     if not names:
         raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")

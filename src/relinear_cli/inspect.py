@@ -17,7 +17,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
 ) -> None:
-    """Tabulate layers, operators, parameters and FLOPs a token; nothing is written.
+    """Tabulate layers, operators, parameters and FLOPs per token; nothing is written.
 
     With --causality the exit code is 2 if an output depends on a later token, and the message says where.
 

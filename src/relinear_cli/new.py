@@ -49,7 +49,7 @@ def command(
     camel = "".join(part.capitalize() for part in name.split("_"))
     bad = camel in _OTHER_CLASSES or keyword.iskeyword(camel) or keyword.iskeyword(name)
     if bad or not re.fullmatch(r"[a-z][a-z0-9_]{0,38}[a-z0-9]", name):
-        raise ValueError(f"{name!r} is no name of an operator; one is like block_circulant, or low_rank2")
+        raise ValueError(f"{name!r} is not a name of an operator; one is like block_circulant, or low_rank2")
     folder = out or Path(name)
     if folder.exists() or folder.is_symlink():
         raise ValueError(f"{folder} is there already; choose another with --out, or another name")
@@ -62,7 +62,7 @@ def command(
     words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel, "kind": kind}
     words["by"] = "flops" if kind == "routed" else "parameters"
     place: Any = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
-    # once the package is there, an empty folder that a failing disk leaves beside it is no failure
+    # once the package is there, an empty folder that a failing disk leaves beside it is not a failure
     with os_errors_named(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / folder.name
         for path, template in _FILES.items():

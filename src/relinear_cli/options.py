@@ -84,7 +84,7 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
     """Return the settings that the user gave, by name: options that are not None, and those of ``--set``.
 
     Raises:
-        ValueError: if one of ``--set`` is no KEY=VALUE.
+        ValueError: if one of ``--set`` is not KEY=VALUE.
     """
     from relinear.compare.recipe import parse_overrides
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relinear.system.progress import Progress, ProgressCallback
 
-#: seconds between two lines where there is no terminal
+#: seconds between two lines if there is no terminal
 _REPEAT_AFTER_S = 20.0
 _FIGURES = {"loss": "loss {:.3f}", "validation_loss": "validation {:.3f}", "tokens_per_second": "{:,.0f} tok/s"}
 
@@ -71,7 +71,7 @@ def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
 
 
 def _left(seconds: float) -> str:
-    """How long the rest takes; "" where that is not known, or a moment."""
+    """How long the rest takes; "" if that is not known, or a moment."""
     return "" if seconds < 5 else f"{seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
 
 

@@ -109,7 +109,7 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
 def trained_in(run: Path) -> list[Path]:
     """Return the directories in ``run`` that hold a trained model: its own, or of a comparison those of every entry.
 
-    Of an entry it is the first seed, trained for the largest budget. Raises ValueError where no model is saved.
+    Of an entry it is the first seed, trained for the largest budget. Raises ValueError if no model is saved.
     """
     parents = [run, *_first_seeds(run)]
     folders = [folder for folder in parents if (folder / "model").is_dir() and (folder / "run.json").is_file()]
@@ -145,7 +145,7 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
 
 
 def _data_of(folder: Path) -> DataSettings:
-    """Return the corpus that a run was trained on. Raises ValueError where its run.json does not say so."""
+    """Return the corpus that a run was trained on. Raises ValueError if its run.json does not say so."""
     from relinear.data import DataSettings
     from relinear.system.files import damaged_file_errors, read_json
 

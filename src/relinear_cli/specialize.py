@@ -32,7 +32,7 @@ def command(
     from relinear.system.files import read_text
 
     if not (model / "config.json").is_file():
-        raise ValueError(f"{model} is no directory of a saved model: it has no config.json")
+        raise ValueError(f"{model} is not a directory of a saved model: it has no config.json")
     if out.resolve() == model.resolve():
         raise ValueError(f"{out} is the model that is read, and would be replaced; give another --out")
     prefix = read_text(prefix_file)

@@ -47,7 +47,7 @@ def print_results(results: Results) -> None:
 
 
 def print_scale(results: Mapping[str, Any]) -> None:
-    """Print scale.json: a row an entry with its fit and its losses by width, then where it crosses the dense ones."""
+    """Print scale.json: a row per entry with its fit and its losses by width, then where it crosses the dense ones."""
     from relinear.compare.report import scale_table
 
     print_table(scale_table(results), results["name"])

@@ -75,7 +75,7 @@ def command(
     options.prepare_process(models=[settings.model])
     if is_first_rank():  # a launcher may have started fewer than one thinks
         ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
-        description = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences a step"
+        description = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences per step"
         print(f"{description} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
         stated, folder = settings.model_dump(mode="json"), run_folder(out, settings, overwrite)
         if dry_run or (ranks == 1 and folder.check(stated, overwrite=overwrite) is None):

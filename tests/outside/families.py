@@ -63,7 +63,7 @@ FAMILIES: dict[str, Family] = {
     "pivoted_low_rank": _all(relinear.PivotedLowRank(rank=8), steps=600),
     "monarch": _all(relinear.Monarch(blocks=4), steps=600),
     "block_hadamard": _all(relinear.BlockHadamard(blocks=4), steps=600),
-    # deeper networks differ by more in half precision than the tests allow, which know one product a layer
+    # deeper networks differ by more in half precision than the tests allow, which know one product per layer
     "rotor": _all(relinear.Rotor(depth=1), steps=600),
     "hdpl": _all(relinear.HDPL(rank=8, blocks=4)),
     "transponder": _all(relinear.Transponder(rank=8)),

@@ -30,10 +30,10 @@ from relinear.contract.operator import check_model
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
-    """Return every operator of ``model`` that has a latent, by name (each once, also where it is aliased).
+    """Return every operator of ``model`` that has a latent, by name (each once, also if it is aliased).
 
     Raises:
-        ValueError: if there is none, or ``model`` is no model.
+        ValueError: if there is none, or ``model`` is not a model.
     """
     return {name: point.module for name, point in _latent_points(model).items()}
 
@@ -85,7 +85,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     """Read latents of the last forward within the block.
 
     Holds z, mu and sigma of the last forward of every operator that has a latent, with their graph, also after the
-    block. Costs the variance encoder in eval, where it is not needed otherwise. Under non-reentrant gradient
+    block. Costs the variance encoder in eval, which otherwise skips it. Under non-reentrant gradient
     checkpointing the latents are those of the forward itself, never of its recomputation; under ``torch.compile``
     entering and leaving the block recompiles.
 

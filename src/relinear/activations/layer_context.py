@@ -1,4 +1,4 @@
-"""One value a forward pass, handed from a model to every one of its decoder layers.
+"""One value per forward pass, handed from a model to every one of its decoder layers.
 
 A pre-hook on the model adds the value to its keyword arguments. A pre-hook on each layer reads it there, or from the
 forward that runs in this thread where the model drops further keywords (GPT-J, BLOOM), and makes it an argument of the

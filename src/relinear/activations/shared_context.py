@@ -43,7 +43,7 @@ class context:
         c: (..., T, C), the leading sizes those of the operator's input, or ones to broadcast.
 
     Raises:
-        ValueError: if ``c`` is no floating-point tensor, or, where an operator reads it, does not fit its input.
+        ValueError: if ``c`` is not a floating-point tensor, or, where an operator reads it, does not fit its input.
 
     Examples:
         >>> layer = relinear.CCL(rank=8, context_dim=4).build(16, 32)
@@ -144,7 +144,7 @@ def conditioned_operators(model: nn.Module) -> dict[str, Any]:
 
 
 def context_owner(model: Any) -> Any:
-    """Return the owner attached to ``model`` (PEFT's wrapper of it, where there is one), or None."""
+    """Return the owner attached to ``model`` (PEFT's wrapper of it, if there is one), or None."""
     return next((m._modules[OWNER_NAME] for m in model.modules() if OWNER_NAME in m._modules), None)
 
 

@@ -39,7 +39,7 @@ class Subject:
 
     model: in eval mode. ids: (N, T) token ids of real text, or what else it reads of a task's samples. tokenizer: to
     name tokens; None names them by number. control: a model to set beside it, or None. name, control_name: for legends.
-    data: where ``ids`` are from. folder: of the run that trained the model, where there is one.
+    data: where ``ids`` are from. folder: of the run that trained the model, if there is one.
     """
 
     model: Any
@@ -53,14 +53,14 @@ class Subject:
 
     @property
     def samples(self) -> Samples | None:
-        """Those of the task that ``ids`` are from, with what is hidden from the model; None where it is text."""
+        """Those of the task that ``ids`` are from, with what is hidden from the model; None if it is text."""
         if self.data is None or isinstance(task_of(self.data.data), MixtureTask | None):
             return None
         return held_out_samples(self.data, len(self.ids))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources of a mixture, of which the texts are in turn; the data's where there is one."""
+        """Names of the sources of a mixture, of which the texts are in turn; the data's if there is one."""
         name = "text" if self.data is None else self.data.data
         return task.sources if isinstance(task := task_of(name), MixtureTask) else (name,)
 
@@ -92,7 +92,7 @@ def layer_row(name: str, *cells: Cell | str) -> Row:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is no analysis."""
+    """Raise ValueError for a name that is not an analysis."""
     for name in names:
         if name not in known_analyses():
             raise ValueError(f"unknown analysis {name!r}; {nearest(name, known_analyses())}")

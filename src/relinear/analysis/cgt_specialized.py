@@ -130,7 +130,7 @@ def run(subject: Subject) -> Result:
 
 
 def _mean(values: Tensor) -> list[float] | None:
-    """The mean over texts of values (N, K), and its standard error; None where there are no places."""
+    """The mean over texts of values (N, K), and its standard error; None if there are no places."""
     if not values.shape[1]:
         return None
     texts = values.double().mean(1)

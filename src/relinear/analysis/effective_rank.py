@@ -9,7 +9,7 @@ Three spaces, because "rank" hides which is meant. With W_t (O, I) the operator 
 
 The effective rank is exp(H(p)), H the entropy in nats of the singular values normalised to sum to one, p = s / sum(s)
 (Roy and Vetterli 2007). Singular values come from Gram matrices, without a single W_t: W_t = diag(outer_t) left
-diag(inner_t) right, and the inner products need only (O, R) numbers a token, in blocks of rows.
+diag(inner_t) right, and the inner products need only (O, R) numbers per token, in blocks of rows.
 """
 
 # Legend: T tokens, O out_features, I in_features, R rank
@@ -164,7 +164,7 @@ def run(subject: Subject) -> Result:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: every layer's singular values in the three spaces, and a row a layer."""
+    """Return what a page shows of ``numbers``: singular values in the three spaces, and a row per layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows = [
         layer_row(layer, name, *(Cell.of(values["effective_rank"][space], ".1f") for space in SPACES))
@@ -177,7 +177,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for space, meaning in SPACES.items():
         shown = [series for name in numbers for series in decays(numbers[name], space, name, palette[name])]
         guide = Guide(x=rank, text=f"rank of one operator: {rank}")
-        text = f"{space}: {meaning}. A line a layer; one that falls late is a rank that is used."
+        text = f"{space}: {meaning}. A line per layer; one that falls late is a rank that is used."
         page_blocks.append(
             Chart(text, decay_panel(shown, f"{space}: {meaning}", guide), inline=True, stem="effective_rank")
         )
@@ -191,7 +191,7 @@ def decay_panel(shown: list[Series], title: str, *guides: Guide) -> Panel:
 
 
 def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
-    """Return a line a layer, with its name and effective rank where it is pointed at."""
+    """Return a line per layer, with its name and effective rank if it is pointed at."""
     series = []
     for number, (layer, values) in enumerate(layers.items()):
         decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]

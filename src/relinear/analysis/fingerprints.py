@@ -83,6 +83,6 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         table = [[round(v, 3) for v in row] for row in zip(*tokens, strict=True)]
         sides: dict[str, Any] = {"x": numbered(words), "y": [f"dimension {index}" for index in range(len(table))]}
         heat = Heat(values=table, **sides, bounds=(-limit, limit), what="context", diverging=True)
-        text = f"{name}: a column a token, a row a dimension of the context; blue below 0, red above."
+        text = f"{name}: a column per token, a row a dimension of the context; blue below 0, red above."
         page_blocks.append(Chart(text, Panel([heat], title=name), stem="fingerprints"))
     return page_blocks

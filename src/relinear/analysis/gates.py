@@ -104,7 +104,7 @@ _COLUMNS = {
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: histograms of all gates as maps, and a row a layer and kind of gate."""
+    """Return what a page shows of ``numbers``: histograms of all gates, and a row per layer and kind of gate."""
     rows = [
         layer_row(name, part, *(Cell.of(values[key]) for key in _COLUMNS))
         for name, parts in numbers.items()
@@ -118,7 +118,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         bounds = (0, max(3 / BINS, _high(table)))
         heat = Heat(values=table, x=bins, y=list(layers), bounds=bounds, what="share of gates")
         panel = Panel([heat], Axis(title=f"{part} gate, from shut to open"))
-        text = f"{part} gates over all tokens, a row a layer: heaped at both ends is a switch, in the middle undecided."
+        text = f"{part} gates over all tokens, a row per layer: mass at both ends is a switch, in the middle undecided."
         page_blocks.append(Chart(text, panel, height=180 + 22 * len(layers), stem="gates"))
     return [*page_blocks, Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
 

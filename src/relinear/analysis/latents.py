@@ -34,7 +34,7 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
     Returns:
         {layer: {"deviation": standard deviation of every dimension's mean over tokens, largest first, (R,); "sigma":
         mean standard deviation of the posterior; "nats": mean divergence from the prior a token, over all dimensions,
-        None where nothing is sampled; "active": how many dimensions vary by more than ``ACTIVE``; "size": R}}.
+        None if nothing is sampled; "active": how many dimensions vary by more than ``ACTIVE``; "size": R}}.
 
     Raises:
         ValueError: if no operator of the model has a latent.
@@ -80,12 +80,12 @@ def run(subject: Subject) -> Result:
     text = f"{len(statistics)} latents: {active} of {size} dimensions are active"
     nats = [row["nats"] for row in statistics.values() if row["nats"] is not None]
     if nats:
-        text += f"; {sum(nats) / len(nats):.2f} nats a token and layer from the prior"
+        text += f"; {sum(nats) / len(nats):.2f} nats per token and layer from the prior"
     return Result(statistics, text)
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: a row a layer, and how its dimensions share the work."""
+    """Return what a page shows of ``numbers``: a row per layer, and how its dimensions share the work."""
     rows, shown = [], []
     for number, (name, row) in enumerate(numbers.items()):
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
@@ -97,6 +97,6 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     bottom = Axis(title="dimension, sorted by standard deviation")
     side = Axis(title="standard deviation of its mean over tokens", from_zero=True)
     panel = Panel(shown, bottom, side, [Guide(y=ACTIVE**0.5, text="not active below")])
-    text = "How far each dimension's mean moves over tokens, a line a layer; below the dashed line it is not active."
-    head = ["layer", "active dimensions", "nats a token", "mean sigma"]
+    text = "How far each dimension's mean moves over tokens, a line per layer; below the dashed line it is not active."
+    head = ["layer", "active dimensions", "nats per token", "mean sigma"]
     return [Chart(text, panel, stem="latents"), Table(head, rows)]

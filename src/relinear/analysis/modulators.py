@@ -165,7 +165,7 @@ PANELS = {
 
 
 def _shown_channels(record: GateRecord) -> dict[str, Any]:
-    """Layer -> some of its channels, their gates by token, and the spread that all maps share; {} where none are."""
+    """Layer -> some of its channels, their gates by token, and the spread that all maps share; {} if none are."""
     if not record.channel:
         return {}
     distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
@@ -186,14 +186,14 @@ def _spaced(count: int, most: int) -> list[int]:
 
 
 _CHANNELS = (
-    "a row a token, a column a channel. Stripes down are the same channel at every token, which a constant gain would "
-    "do as well; stripes across are tokens that open or shut a whole layer."
+    "a row per token, a column per channel. Stripes down are the same channel at every token, which a constant gain "
+    "would do as well; stripes across are tokens that open or shut a whole layer."
 )
 _SURFACES = "the same as surfaces, as in the paper's Figure 3: flat is a gate that leaves its layer alone."
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return the blocks of a page: gates by depth and token, how far they vary, and a row a layer and gate."""
+    """Return the blocks of a page: gates by depth and token, how far they vary, and a row per layer and gate."""
     page_blocks: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
     page_blocks += [_channels(numbers, name) for name in numbers.get("channel", {})]
     if not numbers.get("channel"):  # a directory of an older version has pictures alone
@@ -213,7 +213,7 @@ def _table(modules: Mapping[str, Any]) -> Table:
 
 
 def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
-    """Scalar gates against depth, a figure a module, a line a token (Figure 2)."""
+    """Scalar gates against depth, a figure per module, a line per token (Figure 2)."""
     rows = ((numbers["modules"][name], values) for name, values in numbers["scalar"].items())
     modules = grouped((row["module"], (row["layer"], values)) for row, values in rows)
     charts = []
@@ -228,14 +228,14 @@ def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
         mean = [float(np.mean(values)) for _, values in gates_of_module]
         shown.append(Series(name="mean of all tokens", colour=REFERENCE, number=1, y=mean, **depth))
         axes = Axis(title="decoder layer"), Axis(title=f"scalar gate of {module}")
-        text = f"{module}: a line a token, the strong one their mean. Lines apart are gates that read the token."
+        text = f"{module}: a line per token, the strong one their mean. Lines apart are gates that read the token."
         panel = Panel(shown, *axes, [Guide(y=1)], title=module, legend=False)
         charts.append(Chart(text, panel, height=320, inline=True, stem="modulators_scalar"))
     return charts
 
 
 def _variances(modules: Mapping[str, Any]) -> list[Chart]:
-    """How far gates spread, against depth, a line a module: both panels of every kind."""
+    """How far gates spread, against depth, a line per module: both panels of every kind."""
     charts: list[Chart] = []
     for kind, value, title in [(name, *panel) for name, panels in PANELS.items() for panel in panels]:
         rows = [(row, row["gates"][kind][value]) for row in modules.values() if kind in row["gates"]]
@@ -247,7 +247,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
             data.append(Series(name=module, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y))
         if data:
             hint = "1 changes nothing." if value == "mean" else "Near 0 a constant would do."
-            text = f"{kind} gates: {title}, a line a module. {hint}"
+            text = f"{kind} gates: {title}, a line per module. {hint}"
             panel = Panel(data, Axis(title="decoder layer"), Axis(title=title), title=f"{kind} gates")
             charts.append(Chart(text, panel, height=380, inline=True, stem="modulators_variance"))
     return charts
@@ -267,7 +267,7 @@ def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
 
 
 def _alphas(modules: Mapping[str, Any]) -> list[Chart]:
-    """The learnt curvatures, layers down and modules across; none where all are fixed at 1."""
+    """The learnt curvatures, layers down and modules across; none if all are fixed at 1."""
     rows = list(modules.values())
     depth = range(1 + max((row["layer"] for row in rows), default=0))
     charts = []

@@ -35,7 +35,7 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
     Returns:
         {name: {"tokens": T, "width": O, "effective_rank": {"data": of the centred outputs}, "singular_values": {"data":
         theirs, normalised to a largest one of 1}, "linear_share": of the variance of the outputs that an affine map of
-        the inputs explains, adjusted for its number of inputs; None where these are over half of T}}.
+        the inputs explains, adjusted for its number of inputs; None if these are over half of T}}.
     """
     statistics: dict[str, dict[str, Any]] = {}
     for group in _groups(layers):
@@ -138,7 +138,7 @@ def run(subject: Subject) -> Result:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: singular values and linear shares of every layer, and a row a layer."""
+    """Return what a page shows of ``numbers``: singular values and linear shares, and a row per layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows, spectra, shares = [], [], []
     for number, (model, layers) in enumerate(numbers.items()):
@@ -152,7 +152,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         for layer, row in layers.items():
             rank = Cell(f"{row['effective_rank']['data']:.1f} of {row['width']}", row["effective_rank"]["data"])
             rows.append(layer_row(layer, model, rank, Cell.of(row["linear_share"]), Cell.of(row.get("update"))))
-    text, title = "Singular values of the centred outputs, a line a layer.", "singular values of outputs"
+    text, title = "Singular values of the centred outputs, a line per layer.", "singular values of outputs"
     page_blocks: list[Block] = [Chart(text, decay_panel(spectra, title), stem="outputs", inline=True)]
     if shares:
         guide, across = Guide(x=1, text="linear"), Axis(title="linear share")

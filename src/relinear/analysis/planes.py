@@ -73,7 +73,7 @@ def run(subject: Subject) -> Result:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: a row a module and side, and every angle."""
+    """Return what a page shows of ``numbers``: a row per module and side, and every angle."""
     rows, shown = [], []
     for name, sides in numbers.items():
         for side, rotors in sides.items():
@@ -88,6 +88,6 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         look: dict[str, Any] = {"mode": "points", "opacity": 0.6, "texts": texts}
         shown.append(Series(name=side, colour=PALETTE[number], number=number, **place, **look))
     panel = Panel(shown, Axis(title="angle of a plane (degrees)", from_zero=True), Axis(rows=True))
-    text = "Every angle of every rotor, a row a module: what lies at 0 turns nothing."
+    text = "Every angle of every rotor, a row per module: what lies at 0 turns nothing."
     chart = Chart(text, panel, height=160 + 22 * len(numbers), stem="planes")
     return [chart, Table(["rotors", "side", "count", "largest angle", "mean angle"], rows, (0, 1))]

@@ -17,7 +17,7 @@ _LARGEST_LISTING = 20_000
 
 
 def analyses_blocks(directory: Path) -> list[Block]:
-    """Return the analyses in ``directory`` and beside the runs in it; none where there are none.
+    """Return the analyses in ``directory`` and beside the runs in it; none if there are none.
 
     Raises:
         ValueError: for a file that holds no JSON object.

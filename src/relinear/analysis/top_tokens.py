@@ -39,7 +39,7 @@ def top_tokens(
         model: a model with gated operators.
         ids: (N, T) token ids; rare tokens say little, so take many.
         part: "basis" or "output".
-        count: tokens a gate.
+        count: tokens per gate.
         min_occurrences: tokens seen less often are not listed.
         top_share: share of all positions that count as the gate's top ones (at least ten).
 

@@ -42,7 +42,7 @@ class ModelBenchSettings(Settings):
         modes: of "eager" and "compiled": training steps through ``torch.compile`` as ``fit`` does, decoding with a
             static cache through transformers' compiled call (CUDA graphs on a GPU). Prefill is eager only.
         dtypes: "fp32" and "bf16", which is autocast for "step" and weights otherwise.
-        sequence_length: tokens a sequence, for "step" and "prefill".
+        sequence_length: tokens per sequence, for "step" and "prefill".
         batch_size, inference_batches: sequences at once in training, and in prefill and decoding.
         for_inference: prefill and decode after ``relinear.for_inference_``.
         rounds: how often each variant takes its turn.
@@ -98,7 +98,7 @@ def bench_models(
         on_round: called between rounds with how many are done.
 
     Returns:
-        rows of ``models.json``, one a variant: tokens a second and how many times as fast as the stock model.
+        rows of ``models.json``, one a variant: tokens per second and how many times as fast as the stock model.
 
     Raises:
         ValueError: for a mapping that does not fit.

@@ -89,7 +89,7 @@ def phase_of(row: Mapping[str, Any]) -> str:
 
 
 def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
-    """A random context of the width that conditioned contenders ask for; None where there are none."""
+    """A random context of the width that conditioned contenders ask for; None if there are none."""
     configs: list[Any] = [m.config for m in modules if isinstance(m, Operator) and m.config.conditioned]
     widths = {config.context_dim for config in configs}
     assert len(widths) <= 1, "conditioned contenders share one context"

@@ -69,7 +69,7 @@ def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Ta
 
 
 def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], image: str | None) -> list[Chart]:
-    """A figure for every number of tokens: a row a layer, a dot a shape, dtype, mode and pass."""
+    """A figure for every number of tokens: a row per layer, a dot per shape, dtype, mode and pass."""
     charts: list[Chart] = []
     timed = [row for row in rows if row.get("ratio")]
     for tokens in sorted({row["tokens"] for row in timed}, reverse=True):
@@ -81,7 +81,7 @@ def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], im
 
 
 def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str = "") -> Panel:
-    """Times relative to dense: a row a layer, a dot a row of the record."""
+    """Times relative to dense: a row per layer, a dot a row of the record."""
     shown = []
     for name in palette:
         for row in (row for row in rows if row["contender"] == name):
@@ -99,7 +99,7 @@ def _dot(
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
-    """Draw the rows of bench.json as STEM.png and .svg: one panel a shape and dtype, at the most tokens."""
+    """Draw the rows of bench.json as STEM.png and .svg: one panel per shape and dtype, at the most tokens."""
     most = max(row["tokens"] for row in rows)
     shown = [row for row in rows if row["tokens"] == most and row["contender"] != DENSE and row.get("ratio")]
     palette = colours(list(dict.fromkeys(row["contender"] for row in shown)))

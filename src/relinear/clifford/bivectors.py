@@ -24,7 +24,7 @@ def bivector_to_matrix(beta: Tensor) -> Tensor:
         beta: (..., P).
 
     Raises:
-        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+        ValueError: if the last dimension is not n(n-1)/2 for n from 1 to 12.
 
     Examples:
         >>> relinear.clifford.bivector_to_matrix(torch.tensor([2.0]))

@@ -47,7 +47,7 @@ def multivector_dimension(x: Tensor) -> int:
         x: (..., V).
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> relinear.clifford.multivector_dimension(torch.randn(5, 8))
@@ -70,7 +70,7 @@ def bivector_dimension(beta: Tensor) -> int:
         beta: (..., P).
 
     Raises:
-        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+        ValueError: if the last dimension is not n(n-1)/2 for n from 1 to 12.
 
     Examples:
         >>> relinear.clifford.bivector_dimension(torch.randn(5, 6))
@@ -98,7 +98,7 @@ def embed_bivector(beta: Tensor) -> Tensor:
         beta: (..., P).
 
     Raises:
-        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+        ValueError: if the last dimension is not n(n-1)/2 for n from 1 to 12.
 
     Examples:
         >>> relinear.clifford.embed_bivector(torch.tensor([2.0]))
@@ -116,7 +116,7 @@ def take_bivector(x: Tensor) -> Tensor:
         x: (..., V) in blade coordinates.
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> relinear.clifford.take_bivector(torch.arange(4.0))

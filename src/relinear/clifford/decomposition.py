@@ -166,7 +166,7 @@ def _decompose_complex(matrix: Tensor) -> Tensor:
 
 
 def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return one step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself where that is zero.
+    """Return one step of Algorithm 2 of the paper: v <- B _| (B _| v), normalised; v itself if that is zero.
 
     It turns v towards the largest plane.
 
@@ -225,7 +225,7 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
         eigenvalues need not have a decomposition at all.
 
     Raises:
-        ValueError: on a size that is no n(n-1)/2, an unknown method, or power iteration of a complex bivector.
+        ValueError: on a size that is not n(n-1)/2, an unknown method, or power iteration of a complex bivector.
 
     Examples:
         >>> beta = torch.randn(6, dtype=torch.float64)

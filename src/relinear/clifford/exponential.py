@@ -197,7 +197,7 @@ def exp(beta: Tensor) -> Tensor:
         (..., V): an even multivector with r r~ = 1.
 
     Raises:
-        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+        ValueError: if the last dimension is not n(n-1)/2 for n from 1 to 12.
 
     Examples:
         >>> relinear.clifford.exp(torch.tensor([torch.pi / 4]))  # turns by a right angle

@@ -121,7 +121,7 @@ def log(rotor: Tensor) -> Tensor:
         rotor: (..., V), real, even, r r~ = 1.
 
     Returns:
-        (..., P). Inside ``torch.vmap`` and ``torch.compile``, where nothing can be raised, NaN for what is no rotor.
+        (..., P). Inside ``torch.vmap`` and ``torch.compile``, where nothing can be raised, NaN for what is not a rotor.
 
     Raises:
         ValueError: if the rotor is complex, not even or not normalised, or is -1 in Cl(1).

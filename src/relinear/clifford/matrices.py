@@ -63,7 +63,7 @@ def to_matrix(x: Tensor) -> Tensor:
         (..., S, K, K), complex; S = 1 for even n and 2 for odd n. The scalar 1 gives the identity.
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> relinear.clifford.to_matrix(torch.randn(8)).shape

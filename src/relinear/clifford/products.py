@@ -68,7 +68,7 @@ def reverse(a: Tensor) -> Tensor:
         a: (..., V).
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> relinear.clifford.reverse(torch.ones(4))
@@ -87,7 +87,7 @@ def geometric_product(a: Tensor, b: Tensor) -> Tensor:
         (..., V) in the dtype that the two promote to.
 
     Raises:
-        ValueError: if the last dimensions differ or are no power of two from 2 to 4096.
+        ValueError: if the last dimensions differ or are not powers of two from 2 to 4096.
 
     Examples:
         >>> _, e1, e2, e12 = torch.eye(4)
@@ -99,7 +99,7 @@ def geometric_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sandwich(r: Tensor, x: Tensor, s: Tensor | None = None) -> Tensor:
-    """Return r x s~, with s = r where it is not given.
+    """Return r x s~, with s = r if it is not given.
 
     It is the map of Lemma 1 and the rotor sandwich of arXiv 2507.11688.
 
@@ -110,7 +110,7 @@ def sandwich(r: Tensor, x: Tensor, s: Tensor | None = None) -> Tensor:
         (..., V) in the dtype that the inputs promote to.
 
     Raises:
-        ValueError: if the last dimensions differ or are no power of two from 2 to 4096.
+        ValueError: if the last dimensions differ or are not powers of two from 2 to 4096.
 
     Examples:
         >>> r, e1 = relinear.clifford.exp(torch.tensor([torch.pi / 4])), torch.eye(4)[1]

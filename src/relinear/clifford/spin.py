@@ -195,7 +195,7 @@ def to_spin(x: Tensor) -> Tensor:
         (..., V), which is X of shape ``spin_shape(n)`` flattened.
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> relinear.clifford.to_spin(torch.randn(5, 8)).shape
@@ -219,7 +219,7 @@ def from_spin(x: Tensor) -> Tensor:
         x: (..., V) in spin coordinates.
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> x = torch.randn(8)
@@ -263,7 +263,7 @@ def left_multiplication(a: Tensor) -> Tensor:
         (..., S, K F, K F): one matrix for each block.
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> relinear.clifford.left_multiplication(relinear.clifford.to_spin(torch.randn(8))).shape
@@ -281,7 +281,7 @@ def right_multiplication(b: Tensor) -> Tensor:
         b: (..., V), spin coordinates.
 
     Raises:
-        ValueError: if the last dimension is no power of two from 2 to 4096.
+        ValueError: if the last dimension is not a power of two from 2 to 4096.
 
     Examples:
         >>> relinear.clifford.right_multiplication(relinear.clifford.to_spin(torch.randn(8))).shape
@@ -324,7 +324,7 @@ def left_factor(beta: Tensor) -> Tensor:
         (..., K F, K F) in at least single precision; orthogonal for real beta.
 
     Raises:
-        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+        ValueError: if the last dimension is not n(n-1)/2 for n from 1 to 12.
 
     Examples:
         >>> relinear.clifford.left_factor(torch.randn(3)).shape
@@ -345,7 +345,7 @@ def right_factor(beta: Tensor) -> Tensor:
         (..., F K, F K) in at least single precision; orthogonal for real beta.
 
     Raises:
-        ValueError: if the last dimension is no n(n-1)/2 for n from 1 to 12.
+        ValueError: if the last dimension is not n(n-1)/2 for n from 1 to 12.
 
     Examples:
         >>> relinear.clifford.right_factor(torch.randn(3)).shape

@@ -28,7 +28,7 @@ class Run:
     folder: Path
 
     def loss(self) -> float | None:
-        """Return the validation loss where it has ended, infinite where it diverged; None where it has not ended.
+        """Return the validation loss if it has ended, infinite if it diverged; None if it has not ended.
 
         Raises:
             ValueError: if another run is in its folder.
@@ -38,7 +38,7 @@ class Run:
 
 
 T = TypeVar("T")
-#: asks for rounds of runs; is sent the loss of each, infinite where it diverged; returns what it found
+#: asks for rounds of runs; is sent the loss of each, infinite if it diverged; returns what it found
 Search = Generator[list[Run], list[float], T]
 
 
@@ -69,7 +69,7 @@ def run_search(search: Search[T], run_round: Callable[[list[Run]], list[float]])
 
 
 def run_once(settings: Mapping[str, Any], folder: str) -> float:
-    """Train, or go on; return the validation loss, infinite where training diverged."""
+    """Train, or go on; return the validation loss, infinite if training diverged."""
     try:
         return train(settings, folder).validation_loss or 0.0
     except NonFiniteLossError:
@@ -111,7 +111,7 @@ class Engine:
         """Execute the runs that have not ended; a failing run stops no other.
 
         Returns:
-            Their losses, infinite where training diverged.
+            Their losses, infinite if training diverged.
 
         Raises:
             ValueError, RuntimeError, ChildProcessError: the first failure, once the others have ended.
@@ -162,7 +162,7 @@ class Engine:
         return self.executor.submit(function, *arguments).result()
 
     def report(self, stage: str, what: str) -> None:
-        """Tell of work that is no run."""
+        """Tell of work that is not a run."""
         self.on_progress(Progress(what, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
 
     def _report_running(self, running: list[Run]) -> None:

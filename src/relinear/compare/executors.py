@@ -64,7 +64,7 @@ class _ThreadPerCall(ThreadPoolExecutor):
 
 
 class ProcessExecutor(_ThreadPerCall):
-    """Processes of this machine, one a call, ``workers`` at once. log: file that takes what they print, if any."""
+    """Processes of this machine, one per call, ``workers`` at once. log: file that takes what they print, if any."""
 
     def __init__(self, workers: int = 1, log: Path | None = None) -> None:
         super().__init__(workers)

@@ -1,6 +1,6 @@
 """The figures of a comparison, described once for the page and the files in ``plots/``: a colour an entry in all.
 
-Every function takes the entries of ``results.json`` (of ``scale.json``) and returns panels, none where there is nothing
+Every function takes the entries of ``results.json`` (of ``scale.json``) and returns panels, none if there is nothing
 to show.
 """
 
@@ -75,7 +75,7 @@ def gaps(entries: Sequence[Entry], palette: Colours, reference: str | None) -> l
 
 
 def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
-    """Return the validation loss against parameters, FLOPs a token and, where measured, time a token: a panel each.
+    """Return the validation loss against parameters, FLOPs per token and, where measured, time a token: a panel each.
 
     A grey line joins the entries that no other beats in both.
     """
@@ -119,7 +119,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
-    """Return the training and inference throughput as ratios to the reference, one row an entry."""
+    """Return the training and inference throughput as ratios to the reference, one row per entry."""
     timed: list[tuple[str, Any]] = [(entry["name"], entry["speed"]) for entry in entries if entry.get("speed")]
     if not timed:
         return []
@@ -128,7 +128,7 @@ def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     for what, title, number in (("train", "training", 0), ("inference", "inference", 2)):
         for name, speed in timed:
             ratio, rate = speed[f"{what}_ratio"], speed[f"{what}_tokens_per_second"]
-            text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens a second"
+            text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens per second"
             look: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
             point: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
             shown.append(Series(name=name, colour=palette[name], number=number, **point, **look))

@@ -67,7 +67,7 @@ class FitReplication:
 
     @property
     def decoder(self) -> TrainSettings | None:
-        """How the model that stands in is trained; None where one is named."""
+        """How the model that stands in is trained; None if one is named."""
         if self.request["model"] != papers.SMALL:
             return None
         data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}
@@ -129,7 +129,7 @@ class FitReplication:
             "runs": f"{len(jobs) - 1} fits of {len(self.fits.methods)} methods to {len(self.fits.projections)} sets of "
             f"projections, {at_once} at once",
             "parameters": f"{trained.model if trained else self._model} {number(table.parameters)} "
-            f"({number(table.flops_per_token)} FLOPs a token)",
+            f"({number(table.flops_per_token)} FLOPs per token)",
             "tokens": f"{number(tokens)} a fit, {number(first['evaluation'])} of each text to evaluate{also}",
             "time": f"{duration(seconds)}, by a fit timed now, after reading the text",
             "disk": f"about {number(16 * table.parameters + 5e6 if trained else 5e6)}B",

@@ -48,7 +48,7 @@ def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np
     Over seeds they spread by Student's t, over text by a bootstrap that draws groups of neighbouring blocks. All seeds
     were evaluated on the same blocks, so one draw of blocks serves all seeds of a replicate. The same seed and shape
     give the same draws: replicates of two entries may be held against each other one by one. Nothing is said about
-    seeds where there is one.
+    seeds if there is one.
     """
     generator = np.random.default_rng(seed)
     sums, counts = _grouped(losses)

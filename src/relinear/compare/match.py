@@ -30,7 +30,7 @@ _WIDTH_FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Parameters and forward FLOPs a token of a whole model; the bytes of its file where it is stored in few bits.
+    """Parameters and forward FLOPs a token of a whole model; the bytes of its file if it is stored in few bits.
 
     inactive_*: what one token does not use of the parameters, and the FLOPs that it is spared, where tokens are routed.
     """
@@ -232,7 +232,7 @@ def _inner_widths(
 
 
 def config_of_preset(settings: TrainSettings, name: str) -> Any:
-    """Return the config of the model that an entry trains. Raises ValueError where it is no preset."""
+    """Return the config of the model that an entry trains. Raises ValueError if it is not a preset."""
     if settings.model not in preset_names():
         raise ValueError(f"{name}: the width of {settings.model!r} cannot be changed, only that of presets")
     return preset_config(settings.model, **settings.model_overrides)
@@ -258,7 +258,7 @@ def _inner(config: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """An entry at its final size. size_mismatch: from the target of matching; None where it was not matched.
+    """An entry at its final size. size_mismatch: from the target of matching; None if it was not matched.
 
     candidates: the entry in several bits, each at the width that makes its file as large as asked.
     """
@@ -345,7 +345,7 @@ def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_pro
 
 
 def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[int | None, str | None]:
-    """The number that entries were matched to (None where they were not), and the entry that it is taken from."""
+    """The number that entries were matched to (None if they were not), and the entry that it is taken from."""
     match = recipe.match
     if match.by == "bytes":
         return recipe.file_sizes[-1], None

@@ -27,7 +27,7 @@ PAPER, SMALL = "paper", "small"
 
 
 class PaperRow(Settings):
-    """A row: the paper's cells, one after another, and the entry that is ours; None where we train none.
+    """A row: the paper's cells, one after another, and the entry that is ours; None if we train none.
 
     Where columns are entries, the row is what they are measured by.
     """
@@ -48,7 +48,7 @@ class PaperTable(Settings):
 
 
 class Claim(Settings):
-    """An entry's loss against another's: the paper's values of both, if any, perplexities where that is said.
+    """An entry's loss against another's: the paper's values of both, if any, perplexities if that is said.
 
     Or what an entry measures by ``measure`` against what the other does by ``than``.
     """
@@ -62,7 +62,7 @@ class Claim(Settings):
 
     @property
     def gap(self) -> float | None:
-        """The paper's, in nats a token or in what is measured."""
+        """The paper's, in nats per token or in what is measured."""
         if self.paper is None:
             return None
         ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
@@ -110,7 +110,7 @@ class Paper(Settings):
 
     Attributes:
         title, about: for the page, and for lists.
-        recipe: at the paper's sizes and budget; "" where it has ``fits``.
+        recipe: at the paper's sizes and budget; "" if it has ``fits``.
         budget: share of it that takes about ten minutes on two cores at the small sizes.
         changes: to the recipe, at every size.
         small: changes to it for a small machine.
@@ -138,7 +138,7 @@ class Paper(Settings):
 
 
 def read_paper(name: str) -> Paper:
-    """Return a paper by its name. Raises ValueError where there is none of it, with the nearest."""
+    """Return a paper by its name. Raises ValueError if there is none of it, with the nearest."""
     known = [path.stem for path in sorted(PAPERS.glob("*.yaml"))]
     if name not in known:
         raise ValueError(f"no paper {name!r}; {nearest(name, known)}")
@@ -183,14 +183,14 @@ def _printed(text: str) -> Cell:
 
 
 def point_gap(differences: list[float]) -> Gap:
-    """Return the gap of one difference a seed, with Student's interval where there are several."""
+    """Return the gap of one difference a seed, with Student's interval if there are several."""
     mean, half = fmean(differences), half_width(differences)
     low, high = (None, None) if half is None else (mean - half, mean + half)
     return {"mean": mean, "low": low, "high": high, "values": differences, "standard_error": None, "blocks": 1}
 
 
 def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> tuple[Table, str]:
-    """Return the table of gaps, and the first of them as a sentence; a gap is None where there are no results."""
+    """Return the table of gaps, and the first of them as a sentence; a gap is None if there are no results."""
     rows, lead = [], ""
     for claim in claims:
         here = gap_of(claim)
@@ -198,6 +198,6 @@ def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> 
         rows.append(Row([*cells, Cell.of(here and here["standard_error"], ".4f")], claim.entry))
         said = "no figure" if here is None else gap_text(here)
         seeds = " (one seed)" if here and here["low"] is None else ""
-        paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}{'' if claim.measure else ' nats a token'}"
+        paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}{'' if claim.measure else ' nats per token'}"
         lead = lead or f"{str(claim).capitalize()}: {paper} in the paper, {said} here{seeds}."
-    return Table(["difference (losses: nats a token)", "in the paper", "here", "error of the evaluation"], rows), lead
+    return Table(["difference (losses: nats per token)", "in the paper", "here", "error of the evaluation"], rows), lead

@@ -32,7 +32,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError, IsADirectoryError: if there is no such file.
-        ValueError: if it is no YAML (with line and column), or no mapping.
+        ValueError: if it is not YAML (with line and column), or no mapping.
     """
     path = Path(path)
     values = read_value(read_text(path, _LONGEST_TEXT + 1), str(path))
@@ -51,7 +51,7 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
     """``["a.b=1e-3", ...]`` as {"a.b": 0.001}; values are read as YAML, so lists and mappings work too.
 
     Raises:
-        ValueError: if one has no ``=``, an empty key or a value that is no YAML.
+        ValueError: if one has no ``=``, an empty key or a value that is not YAML.
     """
     values: dict[str, Any] = {}
     for assignment in assignments:
@@ -74,7 +74,7 @@ def read_value(text: str, where: str) -> Any:
     try:
         return YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
-        raise ValueError(f"{where}: the value is no valid YAML: {_one_line(error)}") from None
+        raise ValueError(f"{where}: the value is not valid YAML: {_one_line(error)}") from None
     except RecursionError:
         raise ValueError(f"{where}: it is nested too deeply") from None
     except (ValueError, LookupError, AttributeError, TypeError, YAMLError) as error:  # an integer of 5,000 digits
@@ -87,7 +87,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     A key that itself contains dots (a module name) is found if it exists as a whole at its level.
 
     Raises:
-        ValueError: if a key leads through something that is no mapping.
+        ValueError: if a key leads through something that is not a mapping.
     """
     result = dict(values)
     for dotted, value in overrides.items():
@@ -168,7 +168,7 @@ def read_recipe(name: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is none (names the nearest).
-        ValueError: if it is no YAML mapping.
+        ValueError: if it is not a YAML mapping.
     """
     path = find_recipe(name)
     return {"name": path.stem} | read_yaml(path)

@@ -137,7 +137,7 @@ def replication(
         evaluate_on: a second text, for what is fitted to a pretrained model.
 
     Raises:
-        ValueError: for an unknown paper, a budget that is no share, settings that a recipe would not take.
+        ValueError: for an unknown paper, a budget that is not a share, settings that a recipe would not take.
     """
     paper = papers.read_paper(name)
     full, share = budget == papers.PAPER, papers.share_of(budget, paper.budget)
@@ -253,7 +253,7 @@ ANALYSED = {
 
 
 def _analysed(run: Path, measure: str) -> Cell:
-    """The cell of a measure of ``ANALYSED``; a dash where the analysis is not there, or says nothing of this model."""
+    """The cell of a measure of ``ANALYSED``; a dash if the analysis is not there, or says nothing of this model."""
     name, keys, template = ANALYSED[measure]
     path = run / "analysis" / f"{name}.json"
     value: Any = read_values(path) if path.is_file() else {}
@@ -300,7 +300,7 @@ def _differences(plan: Replication, results: Results) -> Table:
         train = recipe.settings_of(next(iter(recipe.entries)))
         return {
             "model": train.model + "".join(f", {key} {value}" for key, value in train.model_overrides.items()),
-            "tokens a run": number(tokens_of(recipe)),
+            "tokens per run": number(tokens_of(recipe)),
             "steps": f"{train.steps:,} of {train.tokens_per_step:,} tokens",
             "warm-up": f"{train.warmup:,} steps",
             "text": train.data.data,
@@ -327,7 +327,7 @@ def _operators(recipe: CompareSettings) -> list[str]:
 
 
 def _reading(plan: Replication) -> list[str]:
-    said = ["A gap below zero means that the first of the two has the lower loss; losses are in nats a token."]
+    said = ["A gap below zero means that the first of the two has the lower loss; losses are in nats per token."]
     if len(plan.recipe.seeds) == 1:
         said.append("One seed says little: --seeds 0,1,2 gives intervals.")
     if plan.share < 1:

@@ -32,13 +32,13 @@ FORMAT = 1
 
 # stem of the figure -> what it shows
 _FIGURES = {
-    "curves": "Validation loss against training tokens, one line an entry: the mean of seeds and their range.",
+    "curves": "Validation loss against training tokens, one line per entry: the mean of seeds and their range.",
     "gaps": "Validation loss less that of the dense entry while training: below 0 is better than dense.",
-    "pareto": "Validation loss against {}, one point an entry; those on the grey line are beaten by no other in both.",
+    "pareto": "Validation loss against {}, one point per entry; those on the grey line are beaten by no other in both.",
     "speeds": "Tokens per second over the reference's, right of 1 faster: training (dots), inference (open diamonds).",
-    "budgets": "Gap to the reference against the budget, one line an entry, with 95 % intervals.",
+    "budgets": "Gap to the reference against the budget, one line per entry, with 95 % intervals.",
     "sizes": "{}: mean over seeds and their range of the stored models, then the bits that each entry chose.",
-    "tuning": "Validation loss of the tuning runs against the learning rate, one line an entry.",
+    "tuning": "Validation loss of the tuning runs against the learning rate, one line per entry.",
 }
 
 
@@ -239,7 +239,7 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
 
 
 def results_table(results: Results) -> Table:
-    """Return a row an entry, with spreads over seeds and, in small print, ratios to the dense entry."""
+    """Return a row per entry, with spreads over seeds and, in small print, ratios to the dense entry."""
     entries, reference = results["entries"], results.get("reference")  # older comparisons have none
     palette = _palette(results)
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
@@ -327,7 +327,7 @@ def scale_section(directory: str | Path) -> Section:
     results = read_scale(directory)
     entries = results["entries"]
     palette = colours([entry["name"] for entry in entries])
-    text = "Loss against {}: a point a size, and every entry's power law."
+    text = "Loss against {}: a point per size, and every entry's power law."
     live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES), text)
     crossed = sum(": cross " in said for said in results["verdicts"])
     blocks: list[Block] = [
@@ -345,7 +345,7 @@ def scale_section(directory: str | Path) -> Section:
 
 
 def scale_table(results: Mapping[str, Any]) -> Table:
-    """Return a row an entry: its losses by width, and the exponents of its power laws with their intervals."""
+    """Return a row per entry: its losses by width, and the exponents of its power laws with their intervals."""
     from relinear.compare.scaling import AXES
 
     entries = results["entries"]
@@ -368,7 +368,7 @@ def _exponent(fit: Mapping[str, Any] | None) -> Cell:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a short form for tables: 62.53M, 1.20G, 0.035; an en dash where there is nothing."""
+    """Return a short form for tables: 62.53M, 1.20G, 0.035; an en dash if there is nothing."""
     if value is None:
         return "–"
     for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -392,7 +392,7 @@ def gap_text(gap: Gap | None) -> str:
 
 
 def budget_table(results: Results) -> Table | None:
-    """Return gaps by entry and budget, of the reference and the n-grams losses; None where there is one budget.
+    """Return gaps by entry and budget, of the reference and the n-grams losses; None if there is one budget.
 
     By sizes of the file, losses of what was stored, and its bits.
     """

@@ -120,9 +120,9 @@ def _time(runs: Sequence[_Runs], vocabulary: int | None, at_once: int) -> str:
 
 
 def _parameter_text(entries: dict[str, list[Size]]) -> str:
-    """Return parameters and FLOPs of each model, least to most where it has several sizes."""
+    """Return parameters and FLOPs of each model, least to most if it has several sizes."""
     return "; ".join(
-        f"{name} {_range([size.parameters for size in each])} ({_range([size.flops for size in each])} FLOPs a token)"
+        f"{name} {_range([size.parameters for size in each])} ({_range([size.flops for size in each])} FLOPs per token)"
         for name, each in entries.items()
     )
 

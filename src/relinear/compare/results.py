@@ -89,7 +89,7 @@ def entry_result(
 
 
 def _mean_stored(stored: list[Stored]) -> Stored | None:
-    """How the models of all seeds were stored, with the mean of their losses before; None where they were not."""
+    """How the models of all seeds were stored, with the mean of their losses before; None if they were not."""
     if not stored:
         return None
     return {**stored[0], "loss_before": statistics.fmean(each["loss_before"] for each in stored)}
@@ -109,7 +109,7 @@ def _stated(config: Config) -> str:
 
 
 def _curve(rows: list[dict[str, Any]]) -> list[Point]:
-    """One point a step: training loss, validation loss, or both."""
+    """One point per step: training loss, validation loss, or both."""
     points: dict[int, Any] = {}
     for row in rows:
         point = points.setdefault(row["step"], {"step": row["step"], "tokens": row["tokens"]})
@@ -179,7 +179,7 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> MatchResult:
             "what was stored."
         )
         return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
-    unit = "parameters" if match.by == "parameters" else "FLOPs a token"
+    unit = "parameters" if match.by == "parameters" else "FLOPs per token"
     source = f", the size of {reference}" if reference else ""
     fixed = [name for name, entry in recipe.entries.items() if entry.resizing == "fixed" and name != reference]
     keep = "keeps its size" if len(fixed) == 1 else "keep their sizes"

@@ -155,7 +155,7 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
 
 
 def at_file_sizes(recipe: CompareSettings) -> list[CompareSettings]:
-    """Return the comparisons at each file size; the recipe alone where there are not several."""
+    """Return the comparisons at each file size; the recipe alone if there are not several."""
     file_sizes = recipe.file_sizes
     return [at_file_size(recipe, size) for size in file_sizes] if len(file_sizes) > 1 else [recipe]
 

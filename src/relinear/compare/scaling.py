@@ -75,7 +75,7 @@ def at_size(recipe: CompareSettings, width: int, vocab_size: int | None) -> Comp
     Widths, MLPs and operators grow by the same factor, heads and depth stay; an operator without a size stays as it is.
 
     Raises:
-        ValueError: if a model is no preset, or an entry cannot take the width.
+        ValueError: if a model is not a preset, or an entry cannot take the width.
     """
     base = _config(recipe, str(recipe.reference)).hidden_size
     factor = width / base
@@ -102,7 +102,7 @@ def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab
     """Return the changes in an entry at ``width``."""
     settings, config = recipe.settings_of(name), _config(recipe, name)
     if width % config.num_attention_heads:
-        raise ValueError(f"{name}: width {width} is no multiple of its {config.num_attention_heads} heads")
+        raise ValueError(f"{name}: width {width} is not a multiple of its {config.num_attention_heads} heads")
     sized = at_width(settings, config, width)
     entry = recipe.entries[name]
     changes: dict[str, Any] = {"set": _with_overrides(recipe, entry.set, sized.model_overrides)}
@@ -207,7 +207,7 @@ def _point(width: int, results: Results, name: str) -> dict[str, Any]:
 def _replicated(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
 
-    Of one seed its mean alone (K, 1): the spread of its text is no interval.
+    Of one seed its mean alone (K, 1): the spread of its text is not an interval.
     """
     rows = []
     for point in points:
@@ -226,7 +226,7 @@ def _axis(
     losses: Mapping[str, np.ndarray],
     dense: set[str],
 ) -> dict[str, Any] | None:
-    """The fit of an entry against one axis, and where it crosses each dense entry; None where the axis is unknown."""
+    """The fit of an entry against one axis, and where it crosses each dense entry; None if the axis is unknown."""
     xs = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
     if any(None in values for values in xs.values()):
         return None

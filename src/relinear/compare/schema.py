@@ -55,7 +55,7 @@ class SeedRun(TypedDict):
 
 
 class Trial(TypedDict):
-    """A run of tuning; ``validation_loss`` is None where it diverged."""
+    """A run of tuning; ``validation_loss`` is None if it diverged."""
 
     learning_rate: Number
     initializer_range: NotRequired[Number]

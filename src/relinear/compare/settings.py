@@ -34,7 +34,7 @@ def _file_sizes(value: Any) -> Any:
     if isinstance(value, list | tuple):
         budgets = tuple(map(_file_sizes, value))
         if wrong := [size for size in budgets if not isinstance(size, int)]:
-            raise ValueError(f"{wrong[0]!r} is no size of a file; write 500KB or 1.5MB")
+            raise ValueError(f"{wrong[0]!r} is not a size of a file; write 500KB or 1.5MB")
         return budgets
     in_bytes = size_in_bytes(value) if isinstance(value, str) else None
     return value if in_bytes is None else round(in_bytes)
@@ -93,7 +93,7 @@ class Entry(Settings):
         attachments: settings of model-level parts.
         learning_rate: in place of the recipe's; it is then not tuned, but held against its neighbours where rates are.
         duration: of the recipe's budget: 2 trains on twice the tokens, as a dense model of equal time may need.
-        resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default where there is an
+        resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default if there is an
             operator), "width" (of the whole model), or "fixed" (nothing; the default for dense).
         set: other training settings in which this entry differs, by dotted name. Where the budget is one of
             tokens, an entry of another batch size takes as many of them, in more or fewer steps, with the places of
@@ -342,7 +342,7 @@ class CompareSettings(Settings):
 
     @property
     def file_sizes(self) -> tuple[int, ...]:
-        """The bytes of ``match.to``; none where other sizes are matched."""
+        """The bytes of ``match.to``; none if other sizes are matched."""
         to: Any = self.match.to if self.match.by == "bytes" else ()
         return to if isinstance(to, tuple) else (to,)
 
@@ -413,7 +413,7 @@ _Said = Field(min_length=1)
 
 
 class Plan(Settings):
-    """A planned comparison. Gaps are in nats a token.
+    """A planned comparison. Gaps are in nats per token.
 
     Attributes:
         question: that the comparison decides.
@@ -460,7 +460,7 @@ def read_plan(path: str | Path) -> Plan:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is no plan, with every fault in it, or has too few seeds.
+        ValueError: if it is not a plan, with every fault in it, or has too few seeds.
     """
     values: dict[str, Any] = read_yaml(path)
     if isinstance(recipe := values.get("comparison"), dict):

@@ -13,7 +13,7 @@ from relinear.compare.settings import Tune
 from relinear.training.fitting import NonFiniteLossError
 from relinear.training.run import read_final_loss
 
-#: a learning rate, and an initialisation where that is tuned
+#: a learning rate, and an initialisation if that is tuned
 Point = tuple[float, float | None]
 #: the losses of values along one coordinate
 Along = Callable[[Sequence[float]], Search[list[float]]]
@@ -24,9 +24,9 @@ _NUMBER = r"[0-9][0-9.e+-]*?"
 class SearchResult:
     """The result of a search.
 
-    rate, initializer_range: the best of those tried (None where the initialisation was left out).
-    loss: there; infinite where training diverged wherever it was tried.
-    edge, initializer_edge: whether they lie at the end of their grids (None where the initialisation was not tuned).
+    rate, initializer_range: the best of those tried (None if the initialisation was left out).
+    loss: there; infinite if training diverged wherever it was tried.
+    edge, initializer_edge: whether they lie at the end of their grids (None if the initialisation was not tuned).
     """
 
     rate: float
@@ -45,7 +45,7 @@ class Trials:
         run: (learning rate, initialisation or None, its folder) -> the run.
         prefix: of the names of the folders.
         common: what rows tell of every trial beside its point.
-        known: the losses of trials that have ended, infinite where training diverged.
+        known: the losses of trials that have ended, infinite if training diverged.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class Trials:
     known: dict[Point, float] = dataclasses.field(default_factory=dict, init=False)
 
     def losses(self, points: Sequence[Point]) -> Search[list[float]]:
-        """Return the validation losses at ``points``, made where they are not known; infinite where one diverged."""
+        """Return the validation losses at ``points``, made where they are not known; infinite if one diverged."""
         asked = [point for point in dict.fromkeys(points) if point not in self.known]
         if asked:
             losses = yield [self.run(*point, self._folder(point)) for point in asked]
@@ -70,7 +70,7 @@ class Trials:
         return self.folder / (self.prefix + "-init-".join(f"{value:g}" for value in point if value is not None))
 
     def rows(self) -> list[Trial]:
-        """Every trial that has ended, whoever asked for it: its settings, and its loss (None where it diverged)."""
+        """Every trial that has ended, whoever asked for it: its settings, and its loss (None if it diverged)."""
         losses, asked = dict(self.known), {self._folder(point) for point in self.known}
         pattern = re.compile(rf"{re.escape(self.prefix)}({_NUMBER})(?:-init-({_NUMBER}))?")
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -149,7 +149,7 @@ def _descend(grid: Sequence[float], initial: float, moves: int, along: Along) ->
 
 
 def grid_search(settings: Tune, trials: Trials, initializer_range: float | None = None) -> Search[SearchResult]:
-    """Find the best learning rate of the grid and, where that is tuned, the best initialisation.
+    """Find the best learning rate of the grid and, if that is tuned, the best initialisation.
 
     One coordinate after the other: the rate at the written initialisation, the initialisation at that rate, and at the
     best two of these the rate again, by descent from the current one, so that no entry is evaluated at one

@@ -31,7 +31,7 @@ Choices = Mapping[str, Sequence[Candidate]]
 
 
 def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> dict[str, Candidate]:
-    """Return one candidate a layer, of least summed ``nats`` with a summed cost of at most ``budget``.
+    """Return one candidate per layer, of least summed ``nats`` with a summed cost of at most ``budget``.
 
     The largest layer, which as an embedding may be most of a model, also gets the next candidates above and below what
     the price gives it: between two of them lie budgets that no price meets.
@@ -115,7 +115,7 @@ def stored_bytes(module: nn.Module) -> int:
 
 
 def size_of(module: Any, config: OperatorConfig | None = None) -> Size:
-    """Return the size of what a linear layer becomes; None leaves it. Raises ValueError where it does not fit."""
+    """Return the size of what a linear layer becomes; None leaves it. Raises ValueError if it does not fit."""
     if config is None:
         return Size(module_parameters(module), stored_bytes(module))
     bias = getattr(module, "bias", None) is not None
@@ -132,7 +132,7 @@ class Budget:
     """The budget for the layers that may be replaced, and the cost of each.
 
     what: in words, with the setting that says so. unit: of costs. limit: at most so much. whole: what they cost as they
-    are. cost: of a layer by name, as an operator or, for None, as it is; None where it cannot be that.
+    are. cost: of a layer by name, as an operator or, for None, as it is; None if it cannot be that.
     """
 
     what: str

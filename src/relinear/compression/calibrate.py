@@ -164,7 +164,7 @@ class Calibration:
 
     @property
     def loss(self) -> float:
-        """The model's mean loss on the tokens, in nats a token."""
+        """The model's mean loss on the tokens, in nats per token."""
         if not (self.folder / "loss.json").is_file():
             self._prepare()
         return read_record(self.folder / "loss.json")["loss"]

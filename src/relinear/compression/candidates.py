@@ -141,7 +141,7 @@ def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]
 
 
 def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budget: Budget) -> float:
-    """Return the joint cost of layers; infinite where one cannot be that."""
+    """Return the joint cost of layers; infinite if one cannot be that."""
     costs = [budget.cost(name, config) for name, _ in layers]
     return sum(math.inf if cost is None else cost for cost in costs)
 

@@ -5,7 +5,7 @@ long document excerpts are taken, a block each, from places that the seed decide
 heal, the other half evaluate. Where the first half has too little the second gives what is lacking from its end.
 """
 
-# Legend: N blocks, T tokens a block
+# Legend: N blocks, T tokens per block
 
 import dataclasses
 import itertools
@@ -69,7 +69,7 @@ class Corpus:
 
     @property
     def repeats(self) -> str:
-        """Return a warning about a text that repeats itself; empty where it does not."""
+        """Return a warning about a text that repeats itself; empty if it does not."""
         runs = self.blocks.unfold(1, min(4, self.blocks.shape[1]), 1).flatten(0, 1)
         distinct = len(runs.unique(dim=0)) / max(1, len(runs))
         if distinct >= LEAST_DISTINCT:

@@ -25,7 +25,7 @@ PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Result on token ids (N, T): losses of windows in nats a token (N,), its likeliest tokens (N, T - 1)."""
+    """Result on token ids (N, T): losses of windows in nats per token (N,), its likeliest tokens (N, T - 1)."""
 
     losses: Tensor
     likeliest: Tensor
@@ -107,7 +107,7 @@ def read(model: Any, blocks: Tensor, on_block: Callable[[], None] = lambda: None
 
 
 def _passages(blocks: Tensor, count: int) -> Tensor:
-    """``count`` beginnings of passages (P, T'), spread over the windows; several of each where there are too few."""
+    """``count`` beginnings of passages (P, T'), spread over the windows; several of each if there are too few."""
     length = max(1, min(PASSAGE_TOKENS, blocks.shape[1] // 2))
     return blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)[:count]  # the first of each window first
 

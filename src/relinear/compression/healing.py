@@ -4,7 +4,7 @@ The teacher shares with the compressed model every matrix that is not trained (`
 operators takes the weights that they replaced once more. Adam takes two values for each parameter that is trained.
 """
 
-# Legend: N blocks, T tokens a block
+# Legend: N blocks, T tokens per block
 
 import copy
 import dataclasses
@@ -74,7 +74,7 @@ def original_copy(model: nn.Module) -> Any:
 
 
 def check_healable(settings: CompressSettings, operators: int) -> None:
-    """Raise ValueError where a plan of so many ``operators`` leaves nothing that this way of healing trains."""
+    """Raise ValueError if a plan of so many ``operators`` leaves nothing that this way of healing trains."""
     if settings.heal == "operators" and not operators:
         raise ValueError("heal='operators' trains the operators, and the plan has none; use heal='all'")
 

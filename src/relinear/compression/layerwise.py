@@ -69,7 +69,7 @@ class LayerByLayer:
             )
 
     def _run(self, ids: Tensor, *, last: int | None = None) -> Tensor:
-        """The model's logits (B, T, V); those of the ``last`` positions where it can give these alone."""
+        """The model's logits (B, T, V); those of the ``last`` positions if it can give these alone."""
         few = {} if last is None or not self._gives_few_logits else {"logits_to_keep": last}
         output = self.model(input_ids=ids, use_cache=False, **few)
         if not hasattr(output, "logits"):

@@ -29,7 +29,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """One layer: its operator (None: it stays as it is), parameters after and before, predicted nats a token.
+    """One layer: its operator (None: it stays as it is), parameters after and before, predicted nats per token.
 
     bits: that are stored for each weight of the layer as it was, floats at no more than half precision.
     """
@@ -52,7 +52,7 @@ class LayerPlan:
 
 
 def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return what a plan's file says of each layer, for whatever model. Raises ValueError if it is no plan."""
+    """Return what a plan's file says of each layer, for whatever model. Raises ValueError if it is not a plan."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
@@ -62,7 +62,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
         rows = {name: dict(layer) for name, layer in layers.items()}
     if values.get("format", FORMAT) != FORMAT or not rows:
         what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if rows else "it names no layer"
-        raise ValueError(f"{path} is no compression plan that can be applied: {what}")
+        raise ValueError(f"{path} is not a compression plan that can be applied: {what}")
     return rows
 
 
@@ -103,7 +103,7 @@ class CompressPlan:
 
     @property
     def nats(self) -> float | None:
-        """Predicted increase of the loss, in nats a token; None where a layer has no prediction."""
+        """Predicted increase of the loss, in nats per token; None if a layer has no prediction."""
         each = [layer.nats for layer in self.layers.values()]
         return None if any(value is None for value in each) else sum(each)  # type: ignore[arg-type]
 
@@ -122,8 +122,8 @@ class CompressPlan:
             stored: bytes that a layer takes as an operator, where its reader takes others than relinear.
 
         Raises:
-            ValueError: if the file is no plan, or names a layer that the model does not have or an operator that does
-                not fit it.
+            ValueError: if the file is not a plan, or names a layer that the model does not have or an operator that
+                does not fit it.
         """
         modules = dict(model.named_modules())
         plans = {}
@@ -182,7 +182,7 @@ def layer_type(name: str) -> str:
 
 
 def _nats(layer: Mapping[str, Any], layer_plan: LayerPlan) -> float | None:
-    """Return the predicted cost of a layer in a file; None where its sizes say that it was edited."""
+    """Return the predicted cost of a layer in a file; None if its sizes say that it was edited."""
     nats = layer.get("nats")
     if not isinstance(nats, int | float) or isinstance(nats, bool):
         return None

@@ -31,8 +31,8 @@ class Reader:
     """A program that reads models.
 
     candidates: operators that it stores, each at all its sizes. stored: bytes of a layer as an operator or, for None,
-    as it is; None where the file cannot hold it. remainder: bytes at most of all else in the file, for a model, its
-    tokenizer and the layers. export: how ``compress`` writes it; None where it reads relinear's own. fused: a pattern
+    as it is; None if the file cannot hold it. remainder: bytes at most of all else in the file, for a model, its
+    tokenizer and the layers. export: how ``compress`` writes it; None if it reads relinear's own. fused: a pattern
     of the names of layers whose last parts it wants alike. tables: whether it stores embedding and head, too.
     """
 

@@ -25,12 +25,12 @@ DEGENERATE = 1.3
 class CompressReport:
     """The result of a compression; printing it shows the plan by type of layer and the sizes.
 
-    plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats a token. seconds:
-    by phase, of this call. bytes, bytes_before: of the whole model, floats at no more than half precision. budget: what
-    was allowed; None for a plan that was given. evaluation: the compressed model compared with the original (loss,
-    agreement, repeated text), None where it was not measured. peak_memory_bytes: of this call. settings: all of them.
-    healing: None where there was none. left: what no target could name, such as experts that are held as one tensor, in
-    words. corpus: the texts. model: its name.
+    plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats per token.
+    seconds: by phase, of this call. bytes, bytes_before: of the whole model, floats at no more than half precision.
+    budget: what was allowed; None for a plan that was given. evaluation: the compressed model compared with the
+    original (loss, agreement, repeated text), None if it was not measured. peak_memory_bytes: of this call. settings:
+    all of them. healing: None if there was none. left: what no target could name, such as experts that are held as
+    one tensor, in words. corpus: the texts. model: its name.
     """
 
     plan: CompressPlan

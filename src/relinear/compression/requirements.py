@@ -34,7 +34,7 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
     budget = next(f"{name} {value}" for name in ("keep", "bits", "size") if (value := getattr(settings, name)))
     return {
         "runs": f"1, to {budget} for {settings.reader}",
-        "parameters": f"{table.parameters:,} ({table.flops_per_token:,} FLOPs a token)",
+        "parameters": f"{table.parameters:,} ({table.flops_per_token:,} FLOPs per token)",
         "tokens": f"{settings.tokens:,} to calibrate, {settings.heal_tokens:,} to heal, {evaluated:,} to evaluate",
         "time": f"{duration(passes * pace)}, by a pass timed now",
         "disk": f"about {3 * original / 1e6:,.0f} MB while it runs, at most {original / 1e6:,.0f} MB after",

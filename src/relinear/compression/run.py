@@ -88,7 +88,7 @@ def compress(
         on_progress: called with a ``Progress``, whose ``stage`` is a key of ``STAGES`` or "fit".
 
     Returns:
-        The report: what every layer became, sizes in bytes, losses in nats a token, seconds by phase. ``model`` has
+        The report: what every layer became, sizes in bytes, losses in nats per token, seconds by phase. ``model`` has
         changed in place, unless only a plan was asked for.
 
     Raises:
@@ -157,7 +157,7 @@ def compress(
 
 
 def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: bool = False) -> RunFolder:
-    """Return the folder of a compression. Raises ValueError where it holds other work, before any is done."""
+    """Return the folder of a compression. Raises ValueError if it holds other work, before any is done."""
     folder = RunFolder(
         out_dir,
         task="compress",
@@ -253,7 +253,7 @@ class _Job:
     def _make(
         self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
-        """Carry the plan out and heal; compare the result with the original where that is asked for."""
+        """Carry the plan out and heal; compare the result with the original if that is asked for."""
         if self.settings.heal_tokens:
             check_healable(self.settings, len(plan.replaced))
         original = self._observe("original", corpus, tokenizer)
@@ -286,7 +286,7 @@ class _Job:
         return healing, compared(original, compressed, corpus.unseen)
 
     def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
-        """Evaluate the model as it now is; None where nothing is to be evaluated."""
+        """Evaluate the model as it now is; None if nothing is to be evaluated."""
         settings = self.settings
         if not settings.evaluate:
             return None

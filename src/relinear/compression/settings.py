@@ -126,7 +126,7 @@ class CompressSettings(Settings):
         return self.keep is None
 
     def bytes_of(self, original: int) -> float:
-        """Return the bytes that ``size`` asks for, of a model of ``original``. Raises ValueError if it is no size."""
+        """Return the bytes that ``size`` asks for, of a model of ``original``. Raises ValueError for no size."""
         number = size_in_bytes(self.size)
         if not number:
             raise ValueError(
@@ -157,5 +157,5 @@ class CompressSettings(Settings):
 
     @property
     def evaluation_blocks(self) -> int:
-        """Blocks after these that the compressed model is evaluated on; 0 where it is not."""
+        """Blocks after these that the compressed model is evaluated on; 0 if it is not."""
         return max(1, self.evaluation_tokens // self.sequence_length) if self.evaluate else 0

@@ -103,7 +103,7 @@ class Task:
 def linear_layers(
     model: Any, targets: str | Iterable[str] = ALL_LINEAR, exclude: str | Iterable[str] | None = None
 ) -> dict[str, nn.Module]:
-    """Return the linear layers that patterns name and that are no operators yet; arguments as in ``replace_``.
+    """Return the linear layers that patterns name and that are not operators yet; arguments as in ``replace_``.
 
     Raises:
         ValueError: if there is none.

@@ -38,7 +38,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
         model: a model with operators in it, after a forward in training mode.
 
     Raises:
-        ValueError: if ``model`` is no model.
+        ValueError: if ``model`` is not a model.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
@@ -90,7 +90,7 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
 
 
 def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
-    """Return which tokens of a forward pass count in means over tokens: (B, T) bool, or None where all of them do.
+    """Return which tokens of a forward pass count in means over tokens: (B, T) bool, or None if all of them do.
 
     Those whose prediction has a label that is not -100; without labels of tokens those that ``attention_mask`` (B, T)
     leaves; without either, all.
@@ -124,7 +124,7 @@ def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
     The remaining tokens are text without padding: at positions from 0 on, whatever side the padding was on.
 
     Raises:
-        ValueError: if a value is missing or has not one entry a token.
+        ValueError: if a value is missing or has not one entry per token.
     """
     if not isinstance(row, Mapping) or any(row.get(name) is None for name in names):
         raise ValueError(f"a row of tokens is a mapping with {' and '.join(names)}, got {shown(row)}")
@@ -133,7 +133,7 @@ def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
     unmasked = torch.ones_like(values[0], dtype=torch.bool) if mask is None else torch.as_tensor(mask).flatten() != 0
     for name, value in zip(names, values, strict=True):
         if len(value) != len(unmasked):
-            raise ValueError(f"{name} has {len(value)} tokens, attention_mask {len(unmasked)}; give one entry a token")
+            raise ValueError(f"{name} has {len(value)} tokens, attention_mask {len(unmasked)}: one entry per token")
     return [value[unmasked] for value in values]
 
 

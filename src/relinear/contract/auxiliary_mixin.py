@@ -117,7 +117,7 @@ class AuxiliaryLossMixin(nn.Module):
 
 
 def _of_tokens(counted: Tensor | None, value: Tensor) -> Tensor | None:
-    """``counted`` (B, T) in the leading sizes of ``value``, (B, T, ...) or (B T, ...); None where it has others."""
+    """``counted`` (B, T) in the leading sizes of ``value``, (B, T, ...) or (B T, ...); None if it has others."""
     if counted is None:
         return None
     for shape in (counted.shape, (counted.numel(),)):

@@ -24,7 +24,7 @@ class CalibrationStatistics:
         outputs: G (O, O), the mean of g g^T of the loss's gradients at the output, or its diagonal (O,), as of a
             vocabulary; None stands for the identity.
         tokens: how many were seen; None if that is not known.
-        kinds: A (I, I) of each kind of text, where there are several.
+        kinds: A (I, I) of each kind of text, if there are several.
     """
 
     inputs: Tensor

@@ -61,7 +61,7 @@ _repr.maxstring = _repr.maxother = _SHOWN
 
 
 def shown(value: Any) -> str:
-    """``repr(value)``, cut where it is long: a message must not repeat pages of what it was given."""
+    """``repr(value)``, cut if it is long: a message must not repeat pages of what it was given."""
     try:
         text = _repr.repr(value)
     except Exception:  # a value whose repr fails, such as an integer of 5,000 digits, must not hide the message
@@ -119,7 +119,7 @@ def register(cls: C) -> C:
         ``cls`` itself, so that ``register`` serves as a decorator.
 
     Raises:
-        ValueError: if ``cls`` is no class of settings with both, or another class has this kind.
+        ValueError: if ``cls`` is not a class of settings with both, or another class has this kind.
 
     Examples:
         >>> @relinear.register
@@ -278,7 +278,7 @@ def _decode(value: Any) -> Any:
 
 
 def without_later_settings(config: Config) -> dict[str, Any] | None:
-    """``config.to_dict()`` as it was before there was what is in ``formerly``; None where that means another."""
+    """``config.to_dict()`` as it was before there was what is in ``formerly``; None if that means another."""
     values = config.to_dict()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -352,7 +352,7 @@ def layer_indices(layers: Any) -> tuple[int, ...]:
     """Return what ``layers=`` of surgery and of attachments names: one index or several, of any integer type.
 
     Raises:
-        ValueError: for text, numbers that are no integers, and whatever else is no index.
+        ValueError: for text, numbers that are not integers, and whatever else is not an index.
     """
     index = _index(layers)
     if index is not None:
@@ -391,7 +391,7 @@ def parse_setting(text: str) -> dict[str, Any]:
     parts = _split(rest, text) if colon else []
     if not kind.strip().isidentifier() or (colon and not parts):
         example = "write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)"
-        raise ValueError(f"{shown(text)} is no setting; {example}")
+        raise ValueError(f"{shown(text)} is not a setting; {example}")
     for part in parts:
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not key.isidentifier() or not value:

@@ -35,7 +35,7 @@ class ParameterCache:
         self._state: tuple[list[tuple], list[tuple], dict[Hashable, Any]] | None = None
 
     def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return the value at ``key``, at first ``compute()``; None where the cache does not open.
+        """Return the value at ``key``, at first ``compute()``; None if the cache does not open.
 
         Computed without a graph, outside of inference mode and of autocast: it serves calls that are in neither.
         """
@@ -63,12 +63,12 @@ class ParameterCache:
 
     def is_usable(self) -> bool:
         """Return whether values may be cached: not of parameters on meta (offloaded), of a subclass, or under vmap, nor
-        where a parametrisation stands in for one, which may depend on what is no parameter."""
+        where a parametrisation stands in for one, which may depend on what is not a parameter."""
         parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
         return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
 
     def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Every slot of a parameter or a submodule, and what it holds: None where there is no parameter."""
+        """Every slot of a parameter or a submodule, and what it holds: None if there is no parameter."""
         slots = (slot for module in self._owner.modules() for slot in (module._parameters, module._modules))
         return [(slot, name, occupant) for slot in slots for name, occupant in slot.items()]
 
@@ -99,7 +99,7 @@ class ComparingCache(ParameterCache):
 class CachingModule(nn.Module):
     """A module that caches what it computes from its parameters, while ``relinear.for_inference_`` lasts.
 
-    ``parameter_cache`` is None where it must not, as in every fresh module. Copies and pickles start with None;
+    ``parameter_cache`` is None if it must not, as in every fresh module. Copies and pickles start with None;
     ``train()`` goes back to it; ``eval()``, moves, casts and ``load_state_dict`` empty it.
     """
 
@@ -172,7 +172,7 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
         the model.
 
     Raises:
-        ValueError: if ``model`` is no module.
+        ValueError: if ``model`` is not a module.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

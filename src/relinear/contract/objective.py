@@ -1,4 +1,4 @@
-"""Objectives: what a run minimises where that is not the model's own loss, as a setting with a name."""
+"""Objectives: what a run minimises if that is not the model's own loss, as a setting with a name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar

@@ -27,7 +27,7 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Say that an operator is no context-free linear map, so that ``to_dense`` has no matrix to return.
+    """Say that an operator is not a context-free linear map, so that ``to_dense`` has no matrix to return.
 
     HDPL's SiLU path and gates on x are of this kind. ``relinear.fold_`` leaves such operators in place.
 
@@ -58,7 +58,7 @@ class OperatorConfig(Config):
     conditioned: ClassVar[bool] = False
     #: ``from_linear`` can fit a given weight
     fits_weight: ClassVar[bool] = True
-    #: what to do where it cannot
+    #: what to do if it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
     error_curve = RenamedHook("candidate_errors")
     resized = RenamedHook("scaled")
@@ -117,7 +117,7 @@ class OperatorConfig(Config):
         return None
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Return the sizes of this operator that a layer of this shape could get; none where it does not fit.
+        """Return the sizes of this operator that a layer of this shape could get; none if it does not fit.
 
         Here the one size that this config names.
         """
@@ -153,7 +153,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     Subclasses create their parameters in ``create`` (or in an ``__init__`` of these arguments, which then creates the
     bias and calls ``reset_parameters`` last, too), and implement ``reset_parameters``, ``forward`` and
     ``flops_per_token``; the rest as far as it makes sense.
-    Every ``forward`` is held to the contract here: an input that is no floating-point tensor (..., in_features) is a
+    Every ``forward`` is held to the contract here: an input that is not a floating-point tensor (..., in_features) is a
     ValueError that names the layer, whatever the mathematics behind would make of it.
 
     Examples:
@@ -173,14 +173,14 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
-    #: weights that are no parameters, as integers are, less parameters that are no weights, as their scales are
+    #: weights that are not parameters, as integers are, less parameters that are not weights, as their scales are
     weights_beyond_parameters: int = 0
     #: entries of the nn.Embedding that it stands for: called with token ids it gives ``rows``; None stands for a layer
     num_embeddings: int | None = None
     #: what these rows are multiplied by, as Gemma's are, and the class that does it
     row_scale: float = 1.0
     embedding_class: type[nn.Module] = nn.Embedding
-    #: where the operator is in its model, for messages; empty where it stands alone
+    #: where the operator is in its model, for messages; empty if it stands alone
     name_in_model: str = ""
     from_moments = RenamedHook("fit_to_calibration")
     fit_moments_ = RenamedHook("fit_to_statistics_")
@@ -233,7 +233,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """Return the matrix (out_features, in_features) of the map, without the bias; per token if conditioned.
 
         Raises:
-            NotLinearError: if the operator is no linear map of its input.
+            NotLinearError: if the operator is not a linear map of its input.
         """
         raise NotLinearError(f"{self.config.kind} is not a linear map, so it has no dense matrix and cannot be folded")
 
@@ -286,7 +286,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
         Minimises tr(G (W - W') A (W - W')^T) over the operator's own dense matrix W', with the statistics A and G. Here
         by descent (L-BFGS in their precision) from where ``from_linear`` ends, or from the present parameters
-        where there is no such fit (``fit_to_statistics_``). The bias is taken over as it is.
+        if there is no such fit (``fit_to_statistics_``). The bias is taken over as it is.
 
         Args:
             linear: nn.Linear, Conv1D or an operator with ``to_dense``.
@@ -348,7 +348,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         return 0, 0
 
     def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
-        """Return what is wrong with values that are to be loaded, by name; None where any of this shape will do.
+        """Return what is wrong with values that are to be loaded, by name; None if any of this shape will do.
 
         For what would compute something else in silence, as a table of indices that is damaged.
         """
@@ -377,7 +377,7 @@ def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an operator's ``forward`` that refuses what is no input of an ``nn.Linear`` of its size."""
+    """Return an operator's ``forward`` that refuses what is not an input of an ``nn.Linear`` of its size."""
 
     @functools.wraps(forward)
     def checked(self: Operator, x: Tensor) -> Tensor:
@@ -501,7 +501,7 @@ def plain_linear(operator: Operator) -> nn.Module:
     """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
 
     Raises:
-        NotLinearError: if the operator is no matrix, or one a token, or has an offset that its layer cannot hold.
+        NotLinearError: if the operator is not a matrix, or one per token, or has an offset that its layer cannot hold.
     """
     if operator.config.conditioned:
         raise NotLinearError(f"{operator.config.kind} depends on the context of each token")

@@ -24,13 +24,13 @@ class ParamRole(NamedTuple):
     weight_decay: whether weight decay applies.
     fan_in_scales: whether the fan-in is a width, which grows with the model and with which a learning rate is scaled;
         False for a size that the settings fix (a rank, the width of a context), at which the rate holds as it is.
-    fan_out: number of units that read an input; None where that is not known, and then as many as the fan-in.
+    fan_out: number of units that read an input; None if that is not known, and then as many as the fan-in.
     fan_out_scales: whether the fan-out is such a width.
     growth: the power of the model's width with which these two grow; 0.5 for a factor of a Kronecker product.
     init_law: how the default initialisation's standard deviation depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
         "constant" not at all, "orthogonal" as 1 / sqrt(max(fan_in, fan_out)).
     readout: whether this makes the logits.
-    fan_in_short: how far the fan-in stays below a width, where it is not that itself but a width less a fixed size.
+    fan_in_short: how far the fan-in stays below a width, if it is not that itself but a width less a fixed size.
     """
 
     fan_in: int | None = None

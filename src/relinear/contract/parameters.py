@@ -1,4 +1,4 @@
-"""Parameters inside an operator that are no layer of their own.
+"""Parameters inside an operator that are not layers of their own.
 
 An operator that computes several of its parts in one kernel does not run them as layers, so nothing may take them for
 layers: PEFT would put adapters on an ``nn.Linear`` that is never called, quantisers would replace it. Yet what moves
@@ -20,7 +20,7 @@ _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOO
 
 
 def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
-    """Register a parameter of each shape by its name, its values still to be drawn; None where there is none."""
+    """Register a parameter of each shape by its name, its values still to be drawn; None if there is none."""
     for name, shape in shapes.items():
         module.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(*shape, **kw)))
 

@@ -36,7 +36,7 @@ def entry_points(family: str) -> dict[str, metadata.EntryPoint]:
 
 
 def load(family: str, name: str) -> Any:
-    """Load what a package offers under a name; None where none does, or where it fails, with a warning that says so."""
+    """Load what a package offers under a name; None if none does, or where it fails, with a warning that says so."""
     point = entry_points(family).get(name)
     if point is None:
         return None

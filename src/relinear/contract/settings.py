@@ -31,7 +31,7 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if 
 
 
 def size_in_bytes(text: Any) -> float | None:
-    """Return the bytes that ``90MB``, ``1.5GiB`` or ``1000`` state, None where that is no size.
+    """Return the bytes that ``90MB``, ``1.5GiB`` or ``1000`` state, None if that is not a size.
 
     k, M and G are thousands, Ki, Mi and Gi powers of 1,024.
     """

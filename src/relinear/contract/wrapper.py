@@ -57,7 +57,7 @@ class WrapperConfig(OperatorConfig):
         """Wrap ``source`` itself, or the ``base`` operator that replaces it.
 
         The config of the result says what is inside, so that a checkpoint can rebuild it from the stock layer.
-        ``init="from_weight"`` also makes the wrapper neutral (where it can be), so that the source is reproduced.
+        ``init="from_weight"`` also makes the wrapper neutral (if it can be), so that the source is reproduced.
         """
         inner: nn.Module = source if self.base is None else self.base.convert(source, init)
         resolved = self.replace(base=inner.config) if isinstance(inner, Operator) else self
@@ -122,7 +122,7 @@ class Wrapper(Operator):
         raise ValueError(f"{self.config.kind} cannot be made neutral; use init='fresh'")
 
     def reset_parameters(self) -> None:
-        """Initialise everything anew: the wrapped layer (where it can), then what the wrapper adds."""
+        """Initialise everything anew: the wrapped layer (if it can), then what the wrapper adds."""
         for child in self.children():
             reset = getattr(child, "reset_parameters", None)
             if callable(reset):
@@ -138,7 +138,7 @@ class Wrapper(Operator):
         if isinstance(self.base, Operator):
             self.base.from_linear(linear)
         else:
-            dense_weight(self.base).copy_(weight)  # a view of the stored weight, also where that is transposed
+            dense_weight(self.base).copy_(weight)  # a view of the stored weight, also if that is transposed
             self.copy_bias_(linear)
         return self
 

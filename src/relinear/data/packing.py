@@ -103,7 +103,7 @@ def prepare_data(
         ``vocab_size`` and a description.
 
     Raises:
-        ValueError: if these are no settings; if the corpus is absent, empty, has no training split or is too short for
+        ValueError: if these are not settings; if the corpus is absent, empty, has no training split or is too short for
             one block.
         OSError: if the cache cannot be written.
 

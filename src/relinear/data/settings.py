@@ -24,7 +24,7 @@ class DataSettings(Settings):
         text_column: column of tables and Hub data; by default ``text``, or the only column of strings.
         tokenizer: ``bytes``, ``bpe:N``, or an AutoTokenizer name. ``bpe:N``, of N entries, is trained on the
             training split.
-        sequence_length: tokens a block.
+        sequence_length: tokens per block.
         validation_fraction: share of the characters held out for validation where the corpus brings no such split.
         max_documents: read only the first documents of each split of the source; Hub data are then streamed.
         max_validation_tokens: evaluate on the first tokens of the validation split only (whole blocks).

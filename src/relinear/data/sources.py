@@ -36,7 +36,7 @@ _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     "tsv": ("csv", {"sep": "\t"}),
 }
-#: files of the Hub and of ``datasets`` that are no data
+#: files of the Hub and of ``datasets`` that are not data
 _NO_DATA = {"README.md", "config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
 _NAMES = {
     "train": ("train", "training"),
@@ -68,7 +68,7 @@ class Source:
 
 
 def stdlib_source() -> Source:
-    """One document a file of the running Python's standard library, without its tests. Raises ValueError if absent."""
+    """Return one document per file of Python's standard library, without its tests. Raises ValueError if absent."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -144,7 +144,7 @@ def _kind(name: str) -> str | None:
 
 
 def _split_of(name: str) -> str:
-    """The split that the first telling part of a path names; "" where none does."""
+    """The split that the first telling part of a path names; "" if none does."""
     matches = (_SPLIT_PATTERN.fullmatch(part) for part in Path(name.lower()).parts)
     return next((SPLIT_NAMES[match[1]] for match in matches if match), "")
 
@@ -344,7 +344,7 @@ def choose_column(
 
 
 _NOT_HAD = (
-    "{name!r} is no local file or folder, and as a Hugging Face Hub data set it cannot be had: {reason}. "
+    "{name!r} is not a local file or folder, and as a Hugging Face Hub data set it cannot be had: {reason}. "
     "Give an existing path, 'stdlib', or a Hub name (owner/name or owner/name:config) with the Hub in reach"
 )
 

@@ -46,7 +46,7 @@ class Task(Config):
 
 
 def task_of(data: Any) -> Task | None:
-    """Return the task that a setting ``data`` names; None where it names a corpus.
+    """Return the task that a setting ``data`` names; None if it names a corpus.
 
     Raises:
         ValueError: for an unknown task, an unknown setting of one, or a bad value.
@@ -296,7 +296,7 @@ class MixtureTask(Task):
 class Joined:
     """The texts that ``Samples`` draws for a ``MixtureTask``.
 
-    task: the settings. length: tokens a sample.
+    task: the settings. length: tokens per sample.
     sources: for each source the token ids of its documents; excerpts start anywhere in those that are long enough.
     """
 

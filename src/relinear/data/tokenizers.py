@@ -69,7 +69,7 @@ def byte_tokenizer() -> Any:
 
 
 def symbol_tokenizer() -> Any:
-    """A tokenizer of the 16 symbols of ``cgt-arithmetic``, one a token; "#", which ends a task, ends a text."""
+    """A tokenizer of the 16 symbols of ``cgt-arithmetic``, one per token; "#", which ends a task, ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -254,7 +254,7 @@ def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[t
     Args:
         ids: of text, without special tokens around it.
         start: ``text_start`` of the tokenizer. It counts toward ``length``, and is not repeated where it stands.
-        length: tokens a window.
+        length: tokens per window.
 
     Yields:
         Where the window begins and ends in ``ids``, and the window.
@@ -277,7 +277,7 @@ def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[t
 def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.ndarray]:
     """The token ids of all documents in order, each document closed by ``separator_id``, as arrays of some length.
 
-    Conversations are written by the tokenizer's chat template, and closed where that does not close them.
+    Conversations are written by the tokenizer's chat template, and closed if that does not close them.
     """
     separator = separator_id(tokenizer)
     as_bytes = _is_byte_tokenizer(tokenizer)

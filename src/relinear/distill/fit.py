@@ -3,7 +3,7 @@
 A ``FitObjective`` has samples, the loss of some of them, and an evaluation of the result; ``improve`` trains on it.
 """
 
-# Legend: M recorded tokens, I in_features, O out_features, N blocks, T tokens a block, V vocabulary
+# Legend: M recorded tokens, I in_features, O out_features, N blocks, T tokens per block, V vocabulary
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ class FitError:
     """How far outputs are from the target outputs.
 
     relative: sum of squared errors over sum of squares, or the divergence of logits. cosine: mean cosine of a token's
-    output with the target; None where nothing has one.
+    output with the target; None if nothing has one.
     """
 
     relative: float
@@ -281,7 +281,7 @@ class InModelFit:
             yield self._ids(slice(start, start + self.batch))
 
     def to_logits(self) -> FitObjective:
-        """Return the objective of the model's logits, by KL(model || model with operators) in nats a token."""
+        """Return the objective of the model's logits, by KL(model || model with operators) in nats per token."""
 
         def divergence(ids: Tensor) -> Tensor:
             with torch.no_grad(), swapped(self.model, self.originals):

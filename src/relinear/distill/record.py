@@ -1,6 +1,6 @@
 """Record activations of layers on blocks of tokens, in bounded memory."""
 
-# Legend: N blocks, T tokens a block, M recorded tokens, I in_features, C context_dim
+# Legend: N blocks, T tokens per block, M recorded tokens, I in_features, C context_dim
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
     """Yield the documents of a corpus as text (a ``Conversation`` is one), or as token ids without padding.
 
     Raises:
-        ValueError: if it is no corpus, has items of several kinds, or text and no tokenizer.
+        ValueError: if it is not a corpus, has items of several kinds, or text and no tokenizer.
     """
     try:
         items = iter(data)
@@ -245,7 +245,7 @@ def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
     """Return the (first) output of the module ``name`` in a pass of ``model`` over ids (N, T), which ends there.
 
     Raises:
-        ValueError: if that is no tensor, or the module is never called.
+        ValueError: if that is not a tensor, or the module is never called.
     """
     seen = first_call(model.get_submodule(name), lambda: _run_until_done(model, ids))
     output = None if seen is None else seen[1][0] if isinstance(seen[1], tuple | list) else seen[1]

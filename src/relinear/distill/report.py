@@ -18,7 +18,7 @@ class LayerFit:
     operator: its setting, as text.
     parameters, parameters_before: of the operator and of what it replaced.
     start_error, error: squared error of the output over its square, on the validation tokens, before and after
-        fitting; with the loss "kl" the divergence of the final logits in nats a token.
+        fitting; with the loss "kl" the divergence of the final logits in nats per token.
     cosine: mean cosine of a token's output with the target output (None with the loss "kl").
     retrained: whether this is a layer that was trained again rather than replaced.
     joint_start_error, joint_error: where the targets of a decoder layer were trained together, the same error of the
@@ -98,7 +98,7 @@ def distill_section(report: Mapping[str, Any]) -> Section:
 
 
 def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
-    """A row a layer, for the page and for printing; joint errors where the layers were trained together, too."""
+    """A row per layer, for the page and for printing; joint errors where the layers were trained together, too."""
     error, rows = "KL (nats)" if loss == "kl" else "error", []
     errors = {"start_error": f"start {error}", "error": error, "cosine": "cosine"}
     if any(fit.get("joint_error") is not None for fit in layers):

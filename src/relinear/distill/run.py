@@ -165,7 +165,7 @@ def _carried_out(
 
 
 def _as_written(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
-    """How the operators of ``full_plan`` may stand in a state on disk; none where it says others."""
+    """How the operators of ``full_plan`` may stand in a state on disk; none if it says others."""
     configs = [(r.name, r.config) for r in full_plan.replacements]
     if "operators" in state:
         stored = state["operators"]
@@ -192,7 +192,7 @@ def _common_parent(group: list[Replacement]) -> str:
 
 
 def _check_biases(full_plan: Plan) -> None:
-    """Raise ValueError where ``bias`` asks for one that a layer cannot be given."""
+    """Raise ValueError if ``bias`` asks for one that a layer cannot be given."""
     for r in full_plan.replacements:
         if isinstance(r.target.module, Operator) and r.target.module.bias is None:
             raise ValueError(
@@ -382,7 +382,7 @@ class _Run:
         return Pairs(inputs, outputs, contexts)
 
     def _started(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
-        """A new operator, the same whenever it is asked for, with its bias at the mean where that is asked for."""
+        """A new operator, the same whenever it is asked for, with its bias at the mean if that is asked for."""
         config, settings = replacement.config, self.settings
         key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
         operator = None

@@ -29,7 +29,7 @@ from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Mean loss in nats a token, its exponential, and the number of tokens that were predicted."""
+    """Mean loss in nats per token, its exponential, and the number of tokens that were predicted."""
 
     loss: float
     perplexity: float
@@ -38,7 +38,7 @@ class Perplexity:
 
 @dataclasses.dataclass(frozen=True)
 class Lambada:
-    """Share of last words that greedy decoding gets right, exp of their mean loss in nats a word, number of texts."""
+    """Share of last words that greedy decoding gets right, exp of their mean loss in nats per word, number of texts."""
 
     accuracy: float
     perplexity: float
@@ -61,7 +61,7 @@ def perplexity(
     window begins with what the tokenizer puts before every text, such as Llama's and Gemma's ``<bos>``, which is not
     predicted. With the default stride windows do not overlap, which is the usual way to state perplexity at a context
     length; without such a token the first of each window is not predicted either. With a smaller stride every token is
-    predicted once, with about ``sequence_length - stride`` tokens before it. Auxiliary losses are no part of it.
+    predicted once, with about ``sequence_length - stride`` tokens before it. Auxiliary losses are not part of it.
 
     Args:
         model: takes ``input_ids`` (B, T) and returns an object with ``logits`` (B, T, V). Its training mode is kept.
@@ -71,14 +71,14 @@ def perplexity(
         sequence_length: T of a window; by default the model's longest, at most 1,024.
         stride: tokens from one window to the next; by default ``sequence_length``.
         max_tokens: use the first tokens only.
-        batch_size: windows a forward pass.
+        batch_size: windows per forward pass.
 
     Returns:
-        ``loss`` (nats a token), ``perplexity`` (its exponential) and the number of ``tokens`` that were predicted.
+        ``loss`` (nats per token), ``perplexity`` (its exponential) and the number of ``tokens`` that were predicted.
 
     Raises:
         ValueError: if there is nothing to predict, an argument is missing or does not fit, the loss is NaN, or
-            ``model`` is no causal language model (its logits see later tokens, say).
+            ``model`` is not a causal language model (its logits see later tokens, say).
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -136,10 +136,10 @@ def lambada(
         tokenizer: of the model.
         texts: a file of JSON lines with a ``text``, or the texts, or mappings with a ``text``.
         max_examples: use the first texts only.
-        batch_size: texts a forward pass; texts of like length go together.
+        batch_size: texts per forward pass; texts of like length go together.
 
     Returns:
-        ``accuracy`` (a share), ``perplexity`` (exp of the mean loss in nats a word) and the number of ``examples``.
+        ``accuracy`` (a share), ``perplexity`` (exp of the mean loss in nats per word) and the number of ``examples``.
 
     Raises:
         ValueError: if there are no texts, or one has fewer than two words.
@@ -186,7 +186,7 @@ def lm_eval(
         model: a Hugging Face causal language model.
         tokenizer: of the model.
         tasks: names of tasks (``"lambada_openai"``, ``["arc_easy", "piqa"]``), or their settings as mappings.
-        batch_size: requests a forward pass.
+        batch_size: requests per forward pass.
         **settings: further arguments of ``lm_eval.simple_evaluate``: ``limit``, ``num_fewshot``, ``task_manager`` ...
 
     Returns:

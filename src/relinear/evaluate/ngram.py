@@ -1,6 +1,6 @@
 """Counting as a language model: interpolated modified Kneser-Ney n-grams, the line that a trained model must pass."""
 
-# Legend: N blocks, T tokens a block, V vocabulary
+# Legend: N blocks, T tokens per block, V vocabulary
 
 from __future__ import annotations
 

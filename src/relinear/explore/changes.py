@@ -57,7 +57,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
     The control is a random other unit that is moved equally far, in its own standard deviations.
 
     Raises:
-        ValueError: for an unknown unit or action, a value that is no number, or a text that is empty or too long.
+        ValueError: for an unknown unit or action, a value that is not a number, or a text that is empty or too long.
     """
     if not torch.isfinite(torch.tensor(change.value)):
         raise ValueError(f"the value must be a finite number, got {change.value}")

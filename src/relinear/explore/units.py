@@ -40,7 +40,7 @@ _SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), 
 
 
 def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, HookPoint]:
-    """Return the hook points to look at: all latents and gates; where there are none, the outputs of layers' maps.
+    """Return the hook points to look at: all latents and gates; if there are none, the outputs of layers' maps.
 
     Args:
         model: any model.
@@ -96,10 +96,9 @@ class Index:
 
     hook_points: by name, in the model's order.
     ids: (N, T), the texts.
-    tensors: "most_value", "most_row", "most_token" (U, K): the texts in which a unit is highest, one entry a text, with
-        the token where it is, highest first; where there are fewer texts the row is -1. "least_..." where it is lowest,
-        lowest first. "counts" (U, H): histogram over all tokens in bins of "width" (U,) from "low" (U,) on. "mean",
-        "std" (U,).
+    tensors: "most_value", "most_row", "most_token" (U, K): the texts in which a unit is highest, highest first, one
+        entry per text at its highest token; the row is -1 if there are fewer texts. "least_...": likewise the lowest.
+        "counts" (U, H): histogram over all tokens in bins of "width" (U,) from "low" (U,) on. "mean", "std" (U,).
     made_from: JSON values that change whenever the index would.
     """
 
@@ -130,7 +129,7 @@ class Index:
         """Write both files, whole or not at all, over an older index.
 
         Raises:
-            ValueError: if the directory holds files of these names that are no index of relinear's.
+            ValueError: if the directory holds files of these names that are not an index of relinear's.
             OSError: if it cannot be written.
         """
         index_folder(directory).check_ours()

@@ -32,5 +32,5 @@ def block_diagonal_of(weight: Tensor, blocks: int) -> Tensor:
 
 
 def zero_padded(x: Tensor, size: int) -> Tensor:
-    """x (..., I) with zeros behind, up to ``size`` coordinates; x itself where it has as many."""
+    """x (..., I) with zeros behind, up to ``size`` coordinates; x itself if it has as many."""
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))

@@ -108,7 +108,7 @@ def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tenso
 
 
 def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """``gate``, or None where there is none."""
+    """``gate``, or None if there is none."""
     if weight is None:
         return None
     assert features is not None

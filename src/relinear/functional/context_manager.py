@@ -10,7 +10,7 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     """s_t = decay_t * s_(t-1) + value_t, with s_(-1) = state, token by token.
 
     Args:
-        decay: (B, T, D), or (D,) where it is the same at every token; in [0, 1].
+        decay: (B, T, D), or (D,) if it is the same at every token; in [0, 1].
         value: (B, T, D).
         state: (B, D), the state before the first token.
 

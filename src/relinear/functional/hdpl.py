@@ -14,7 +14,7 @@ from relinear.functional.low_rank import low_rank_factors
 
 
 class HDPLOutput(NamedTuple):
-    """Result of ``hdpl``: y (..., O), z and mu (..., R), logvar (..., R) or None where nothing was sampled."""
+    """Result of ``hdpl``: y (..., O), z and mu (..., R), logvar (..., R) or None if nothing was sampled."""
 
     y: Tensor
     z: Tensor

@@ -257,7 +257,7 @@ def rotor_layer(
         window: V.
         product: ``sandwich_windows`` or its twin.
         layout: of the windows, see ``to_windows``.
-        orders: (W V,), the order in which each term reads a window (``term_orders``); None where all read it as it is.
+        orders: (W V,), the order in which each term reads a window (``term_orders``); None if all read it as it is.
 
     Returns:
         (..., out_features).

@@ -73,7 +73,7 @@ def nearest_grid(
     fits: int = 2,
     levels: Tensor | None = None,
 ) -> Grid:
-    """Return grids for rounding ``weight`` (O, I) to nearest: clipped where that is better, then fitted to the codes.
+    """Return grids for rounding ``weight`` (O, I) to nearest: clipped if that is better, then fitted to the codes.
 
     Args:
         weight: (O, I).

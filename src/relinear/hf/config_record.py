@@ -40,7 +40,7 @@ def refuse_quantized(model: Any) -> None:
 
 
 def record_in_config(config: Any) -> dict[str, Any] | None:
-    """Return the record in ``config.quantization_config``; None where there is none, or another method's."""
+    """Return the record in ``config.quantization_config``; None if there is none, or another method's."""
     return parse_record(getattr(config, "quantization_config", None))
 
 

@@ -19,7 +19,7 @@ _NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2")
 
 
 def output_head(model: Any) -> Any:
-    """Return the layer that makes a model's logits; None where it has none, or does not name it."""
+    """Return the layer that makes a model's logits; None if it has none, or does not name it."""
     getter = getattr(unwrapped(model), "get_output_embeddings", None)
     return getter() if callable(getter) else None
 
@@ -54,7 +54,7 @@ class _Stack(NamedTuple):
 
 
 def _flat(layers: nn.ModuleList) -> Iterator[nn.Module]:
-    """Return the layers of a list, also where it is a list of stages that are lists themselves."""
+    """Return the layers of a list, also if it is a list of stages that are lists themselves."""
     for layer in layers:
         if isinstance(layer, nn.ModuleList):
             yield from _flat(layer)
@@ -173,7 +173,7 @@ class SubBlock(NamedTuple):
     """Attention or MLP of a decoder layer, whose output is added to the stream.
 
     layer: index of the decoder layer. role: what the module is. owner: the decoder layer; norm_name: attribute name
-    of the norm in it that reads the stream for the sub-block (one for both in some parallel layers), None where there
+    of the norm in it that reads the stream for the sub-block (one for both in some parallel layers), None if there
     is none to be told.
     """
 

@@ -55,7 +55,7 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
 
 
 def max_positions(model: Any) -> int | None:
-    """Return the most tokens that ``model`` reads at once, by its config; None where that states no end."""
+    """Return the most tokens that ``model`` reads at once, by its config; None if that states no end."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 

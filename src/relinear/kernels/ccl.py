@@ -54,8 +54,8 @@ def _products(
 ) -> Tensor:
     """The reference in the input's dtype.
 
-    The gate network's last layer is two products, one a gate, so that no gate is a strided slice; the bias rides in the
-    product before it; sigmoid and product with the output gate are one pass over memory where they can be, and
+    The gate network's last layer is two products, one per gate, so that no gate is a strided slice; the bias rides in
+    the product before it; sigmoid and product with the output gate are one pass over memory where they can be, and
     neither gates nor ungated outputs are kept for the backward pass.
     """
     h = F.linear(x, basis)
@@ -81,7 +81,7 @@ def prepare_few_rows(
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
     """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.
 
-    None where that is not to run; the function gives None for a context that rows share. The parameters are asked about
+    None if that is not to run; the function gives None for a context that rows share. The parameters are asked about
     once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 
     Args:
@@ -148,7 +148,7 @@ def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left right, or = where it is the ``first``; in one pass over memory where it is of their dtype."""
+    """total += left right, or = if it is the ``first``; in one pass over memory if it is of their dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=0 if first else 1)
     else:

@@ -30,7 +30,7 @@ def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: 
 
     With P = [x, 1] R_all (N, M R) and s the shares repeated R times, sum_m sigma_m P_mr spread back over the templates
     is ((P * s) J J^T) * s, where J stacks M identities of size R; the last product is with L_all (M R, D). Memory is
-    that of M R numbers a token instead of 2 R D.
+    that of M R numbers per token instead of 2 R D.
     """
     templates, rank, width = left.shape
     columns = templates * rank

@@ -1,4 +1,4 @@
-"""A dense matrix in place of a structured product, where that is the faster form of a linear operator on a CPU.
+"""A dense matrix in place of a structured product, if that is the faster form of a linear operator on a CPU.
 
 A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
 more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached.
@@ -46,7 +46,7 @@ class Dense:
 
 
 def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
-    """``operator(x)`` through its dense matrix, or None where the structured form is to be used.
+    """``operator(x)`` through its dense matrix, or None if the structured form is to be used.
 
     None outside of ``relinear.for_inference_``, in training, wherever gradients are recorded, off the CPU and inside
     ``torch.compile``.

@@ -70,7 +70,7 @@ hdpl = dispatch(
 
 
 def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """y without noise as a function of a few rows like x, one call in C++; None where that is not to run.
+    """y without noise as a function of a few rows like x, one call in C++; None if that is not to run.
 
     The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 
@@ -108,7 +108,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad^T x (O, I) of grad (N, O) and x (N, I), in C++ where it is small enough for it."""
+    """grad^T x (O, I) of grad (N, O) and x (N, I), in C++ if it is small enough for it."""
     outputs, inputs = grad.shape[1], x.shape[1]
     if outputs * inputs > LARGEST_GRADIENT:
         return grad.T @ x

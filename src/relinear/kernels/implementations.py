@@ -33,7 +33,7 @@ def meant(variable: str, asked: str, meanings: Mapping[str, Meaning]) -> Meaning
     """Return what ``asked``, the value of an environment variable or "", means.
 
     Raises:
-        ValueError: it is no key of ``meanings``.
+        ValueError: it is not a key of ``meanings``.
     """
     if asked not in meanings:
         known = ", ".join(repr(value) for value in meanings if value)
@@ -115,7 +115,7 @@ class Implementation(NamedTuple):
 
     Args:
         name: in the log.
-        unsupported_reason: "" where ``run`` may be called, else the reason why not.
+        unsupported_reason: "" if ``run`` may be called, else the reason why not.
         run: takes the kernel's arguments.
     """
 
@@ -186,7 +186,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    for tensor in tensors:  # noqa: SIM110  # a generator takes a call a tensor, and every backward pass asks this
+    for tensor in tensors:  # noqa: SIM110  # a generator takes a call per tensor, and every backward pass asks this
         if tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor):
             return True
     return False

@@ -40,7 +40,7 @@ def forget() -> None:
 def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
     """Against the kernel of an operator on a device where it has not been seen right: "" once it has been.
 
-    The first call checks it, and warns where it is wrong or fails; later ones, in later processes too, know the answer.
+    The first call checks it, and warns if it is wrong or fails; later ones, in later processes too, know the answer.
     Compilers take the answer for a constant.
 
     Args:
@@ -147,7 +147,7 @@ def _file_name(kind: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _read(path: Path) -> str | None:
-    """The verdict on disk; None where there is none, or a file that is something else."""
+    """The verdict on disk; None if there is none, or a file that is something else."""
     try:
         reason = read_json(check_private(path))["against"]
     except (OSError, ValueError, KeyError, TypeError):

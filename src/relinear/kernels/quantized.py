@@ -23,7 +23,7 @@ def _unsupported(call: Call) -> str:
     if bits not in native.calls.BITS:
         return f"{bits} bits"
     if x.shape[-1] % reference.BLOCK or group % _HALF:
-        return f"inputs are no multiple of {reference.BLOCK}, or a group's of {_HALF}"
+        return f"inputs are not a multiple of {reference.BLOCK}, or a group's of {_HALF}"
     if call.grad and any(t is not None and t.requires_grad for t in (x, scales, bias)):
         return "gradients are wanted"
     if call.autocast or any(t is not None and t.dtype != x.dtype for t in (scales, bias)):
@@ -42,7 +42,7 @@ quantized = dispatch(Implementation("C++", _unsupported, _compiled), otherwise="
 
 
 def prepare_few_rows(x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
-    """``quantized`` as a function of a few rows like x; None where C++ is not to run.
+    """``quantized`` as a function of a few rows like x; None if C++ is not to run.
 
     The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 

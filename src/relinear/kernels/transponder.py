@@ -142,7 +142,7 @@ modulated_linear = dispatch(
 
 
 def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """``modulated_linear`` as a function of a few rows like x, alphas folded into B; None where C++ is not to run.
+    """``modulated_linear`` as a function of a few rows like x, alphas folded into B; None if C++ is not to run.
 
     The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 

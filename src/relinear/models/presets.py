@@ -227,5 +227,5 @@ def model_folder(name: str) -> str:
     """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
     path = Path(name).expanduser()
     inside = path / "model"
-    # os.path: a name that is too long for a file is no error here
+    # os.path: a name that is too long for a file is not an error here
     return str(inside) if not isfile(path / "config.json") and isfile(inside / "config.json") else name

@@ -187,7 +187,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return self.mix, self.basis
 
     def effective_weight(self, context: Tensor | None = None) -> Tensor:
-        """W_eff of Eq. 5 as (..., O, I), one matrix a token; without the LayerNorm, as in the paper."""
+        """W_eff of Eq. 5 as (..., O, I), one matrix per token; without the LayerNorm, as in the paper."""
         gates = self.gates(context)
         return ccl_dense(self.basis, self.mix, gates.get("basis"), gates.get("output"))
 
@@ -325,7 +325,7 @@ class CCL(OperatorConfig):
 
     @property
     def basis_gates(self) -> int:
-        """Outputs of the gate network for the basis: one a feature, or one a template."""
+        """Outputs of the gate network for the basis: one per feature, or one per template."""
         return self.rank if self.composition == "gates" else self.templates
 
     @property

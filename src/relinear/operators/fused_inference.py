@@ -15,12 +15,12 @@ Kernel = Callable[[Tensor], Tensor | None]
 class FusedInference(CachingModule):
     """Run a whole operator as one kernel, between ``relinear.for_inference_`` and the end of its promise.
 
-    A ``forward`` returns ``fused_forward(x)`` where that is not None; ``fused_kernel`` says which kernel it is. Comes
+    A ``forward`` returns ``fused_forward(x)`` if that is not None; ``fused_kernel`` says which kernel it is. Comes
     first among the bases.
     """
 
     def fused_kernel(self, x: Tensor) -> Kernel | None:
-        """Return the kernel with its parameters, for inputs like x; None where there is none.
+        """Return the kernel with its parameters, for inputs like x; None if there is none.
 
         It is asked for once a dtype, and cached until a parameter changes. For inputs that it does not support after
         all it returns None.
@@ -28,7 +28,7 @@ class FusedInference(CachingModule):
         raise TypeError(f"{type(self).__name__} does not name its kernel")
 
     def fused_forward(self, x: Tensor) -> Tensor | None:
-        """Return the output for a few rows x (..., I), or None where ``forward`` has to compute it.
+        """Return the output for a few rows x (..., I), or None if ``forward`` has to compute it.
 
         None outside of ``for_inference_``, in training, where activations are read or changed, and wherever calling a
         submodule runs more than the forward of its class: the kernel reads parameters without calling submodules.

@@ -31,7 +31,7 @@ class HDPLLinear(FusedInference, LatentOperator):
     ``logvar.bias`` (R,), ``decoder.weight`` (O, R), optional ``bias`` (O,). Without noise there is no ``logvar``.
 
     Metrics: ``clamped``, the share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
-    ``divergence``, nats a token between posterior and prior, before any bound.
+    ``divergence``, nats per token between posterior and prior, before any bound.
     """
 
     config: HDPL
@@ -103,7 +103,7 @@ class HDPLLinear(FusedInference, LatentOperator):
         return y
 
     def _log_variance(self, x: Tensor, mu: Tensor) -> Tensor:
-        """Return log sigma^2 (..., R), -inf where there is no noise."""
+        """Return log sigma^2 (..., R), -inf if there is no noise."""
         return torch.full_like(mu, -math.inf) if self.logvar is None else F.linear(x, *self.logvar())
 
     def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
@@ -200,7 +200,7 @@ class HDPL(OperatorConfig):
 
     @property
     def free_nats_per_dim(self) -> float:
-        """The threshold of "free_bits" in nats a dimension."""
+        """The threshold of "free_bits" in nats per dimension."""
         return math.log(2) / self.rank if self.free_nats is None else self.free_nats
 
     def check_shape(self, in_features: int, out_features: int) -> None:

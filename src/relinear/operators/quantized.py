@@ -44,7 +44,7 @@ INPUTS_SHRINKAGE, OUTPUTS_SHRINKAGE = 0.05, 0.5
 class QuantizedLinear(FusedInference, Operator):
     """y = x W^T + bias, W = scales (codes - zeros); ``scales`` (O, K) and optional ``bias`` (O,) are parameters.
 
-    ``codes``, bytes of packed integers, and ``zeros`` (O, K), one byte each (none where symmetric), are buffers: what a
+    ``codes``, bytes of packed integers, and ``zeros`` (O, K), one byte each (none if symmetric), are buffers: what a
     step of an optimiser changes are the scales.
     """
 

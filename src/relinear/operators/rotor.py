@@ -93,7 +93,7 @@ class RotorLinear(Operator):
 
     Parameters of ``SandwichSum`` under ``entry``; with depth >= 1 also ``hidden.k.rotors``, ``hidden.k.mix`` (W,),
     ``hidden.k.slopes`` (W,) and ``exit``; optional ``bias`` (O,). ``slope`` (1,) is that of the entry layer's PReLU or,
-    where it is shared, of every one. ``forward`` takes the first of these ways that can run::
+    if it is shared, of every one. ``forward`` takes the first of these ways that can run::
 
         dense_inference     a linear map, for inference: one dense matrix that is cached
         _fused_network      depth >= 1: one kernel for all stages, prepared where parameters are cached
@@ -201,7 +201,7 @@ class RotorLinear(Operator):
         return left, right, orders, torch.cat(slopes), torch.cat(mix), network
 
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
-        """Return the rotors of every stage from one batch; None where stages have cached or compute theirs."""
+        """Return the rotors of every stage from one batch; None if stages have cached or compute theirs."""
         sums = self._sums()
         offloaded = self.entry.left.is_meta  # each stage has its parameters for as long as it runs
         separate = offloaded or not self.entry.exponentiates or self.entry.cache_for(x) is not None
@@ -280,7 +280,7 @@ class Rotor(OperatorConfig):
     """Replace a matrix by rotors of a Clifford algebra (arXiv 2507.11688): O(log^2 d) parameters.
 
     A window of the largest power of two that fits, V = 2^n, is an element of Cl(n); a rotor pair turns it into
-    r x s~. Sizes that are no power of two are covered by wrapping, overlapping windows; each pair of an input and an
+    r x s~. Sizes that are not a power of two are covered by wrapping, overlapping windows; each pair of an input and an
     output window has rotors of its own, and outputs that two windows reach are averaged. With ``depth`` 0 the layer is
     the linear map sum_w r_w x s_w~; with more it is a small network: one rotor layer into the window, ``depth`` times
     ``width`` parallel branches of rotor, permutation, normalisation and activation, mixed by learnt scalars, and one
@@ -289,11 +289,11 @@ class Rotor(OperatorConfig):
     Args:
         width: W, the terms of the sum (depth 0) or the parallel branches.
         depth: hidden steps.
-        rotors: "double": r and s differ, 2 P parameters a pair of windows; "single": s = r, P parameters.
+        rotors: "double": r and s differ, 2 P parameters per pair of windows; "single": s = r, P parameters.
         basis: "spinor": coordinates are those of the spin representation, which is fastest; "blade": coordinates of
             blades, exactly the paper's map. Both are the same family up to a fixed orthogonal change of basis.
-        terms: "rotor"; "multivector": general a_w x b_w (Lemma 1), 2 V parameters a pair of windows; "kronecker": free
-            Kronecker factors. They cost the same to run and show what the rotor constraint costs and buys. For
+        terms: "rotor"; "multivector": general a_w x b_w (Lemma 1), 2 V parameters per pair of windows; "kronecker":
+            free Kronecker factors. They cost the same to run and show what the rotor constraint costs and buys. For
             n = 5, 6, 7 modulo 8 general elements are those of Cl(0, n), which has the smaller matrices.
         activation: "prelu", "relu", "gelu", "silu", "leaky_relu" (slope 0.01), "elu" or "none", in the hidden steps.
         normalize: whether branches are normalised (LayerNorm without parameters).
@@ -315,9 +315,9 @@ class Rotor(OperatorConfig):
             by ``seed``). Without it the sums of rotor terms, however many, fill a space of V^2 / 4 of the V^2
             dimensions of matrices (general terms V^2 / 2 for odd n, all for even n); with it all of them.
         power_iterations: None: exact exponentials of bivectors; else they are decomposed by Algorithms 1 and 2 of the
-            paper, with so many iterations a plane in every forward pass (the authors: at most 20), from where those of
-            the last training step ended, of which one more is differentiated. Its gradient is biased
-            (see ``clifford.decompose``); it is there for reproduction.
+            paper, with this number of iterations per plane in every forward pass (the authors: at most 20). They start
+            from the result of the last training step, and only one of them is differentiated, so the gradient is
+            biased (see ``clifford.decompose``). For reproduction only.
 
     Examples:
         >>> layer = relinear.Rotor(depth=0).build(64, 64)

@@ -37,7 +37,7 @@ class _Alphas(nn.Module):
         )
 
     def alphas(self) -> dict[str, float]:
-        """Return the curvature of every gate by its name ("channel", "scalar" or "static"); 1 where it is fixed."""
+        """Return the curvature of every gate by its name ("channel", "scalar" or "static"); 1 if it is fixed."""
         names = [name for name in ("channel", "scalar", "static") if hasattr(self, f"{name}_log_alpha")]
         return {name: float(self._alpha(f"{name}_log_alpha")) for name in names}
 
@@ -127,7 +127,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
 
     def after_linear(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel where there is one."""
+        """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel if there is one."""
         if not self.has_kernels or self._is_intervened:
             return self(x, linear(x))
         if self._activation_hooks is not None:
@@ -182,7 +182,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         return torch.ones_like(self.down[0, :1]) if self.is_neutral() else None
 
     def flops_per_token(self) -> int:
-        """Return two thin products; a gate costs about eight operations an entry (sigmoid, scale, product)."""
+        """Return two thin products; a gate costs about eight operations per entry (sigmoid, scale, product)."""
         rank, in_features = self.down.shape
         downs = 1 if self.scalar_down is None else 2
         ups = sum(up.shape[0] for up in (self.channel_up, self.scalar_up) if up is not None)
@@ -240,7 +240,7 @@ class StaticModulator(_Alphas):
         return modulate_static(one, self._beta(), self._alpha("static_log_alpha"))
 
     def flops_per_token(self) -> int:
-        """Return one product an entry: the gate itself is the same for all tokens."""
+        """Return one product per entry: the gate itself is the same for all tokens."""
         return 0 if self.channel_beta is None else self.channel_beta.numel()
 
 
@@ -253,7 +253,7 @@ class ModulatorSettings(Config):
         channel: a gate for every output channel and token.
         scalar: one gate for every token.
         contextual: gates read the input; False replaces them by learnt constants beta_1 beta_2 (Table 4).
-        learnable_alpha: the curvature alpha is learnt (one a gate); False keeps it at 1 (Table 4).
+        learnable_alpha: the curvature alpha is learnt (one per gate); False keeps it at 1 (Table 4).
         init: for training from scratch "he", the paper's, or "kaiming", sqrt(6) times narrower, which was the default
             once; or "identity": all gates are exactly 1 at first, so that a pretrained model computes the same bits as
             before.
@@ -262,7 +262,7 @@ class ModulatorSettings(Config):
         biases: A and B have biases, which start at zero. The paper initialises "zero biases" that its equations do not
             have, and its one per cent allows either.
 
-    The last three have a meaning for gates that read the input, ``shared`` where there are both.
+    The last three have a meaning for gates that read the input, ``shared`` if there are both.
     """
 
     formerly: ClassVar[Mapping[str, Any]] = {"phi": "sigmoid", "shared": True, "biases": False}
@@ -326,8 +326,8 @@ class TransponderLinear(FusedInference, Wrapper):
         gate = self.modulator.static_gate()
         if gate is None:
             raise NotLinearError(
-                "transponder: the gates depend on the input, so the layer is no linear map and cannot be folded; only "
-                "contextual=False, or gates that are still the identity, can"
+                "transponder: the gates depend on the input, so the layer is not a linear map and cannot be folded; "
+                "only contextual=False, or gates that are still the identity, can"
             )
         return gate
 

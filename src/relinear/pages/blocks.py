@@ -64,7 +64,7 @@ class Table:
 class Chart:
     """A figure: ``panel``, which the page draws; ``image``, a data URI, the same without a script; with neither, none.
 
-    Figures that follow each other and are ``inline`` share a line where there is room for three. Those of one
+    Figures that follow each other and are ``inline`` share a line if there is room for three. Those of one
     ``stem`` are panels of one picture, the file of that name, which stands at the first of them.
     """
 

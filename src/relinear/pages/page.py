@@ -32,7 +32,7 @@ def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
 
 
 def write_html(path: str | Path, page: str) -> Path:
-    """Write a page and return its path; a file there that is no page of relinear's is renamed. Raises OSError."""
+    """Write a page and return its path; a file there that is not a page of relinear's is renamed. Raises OSError."""
     if not _is_page(Path(path)):
         set_aside(Path(path))
     write_text(path, page)
@@ -40,9 +40,9 @@ def write_html(path: str | Path, page: str) -> Path:
 
 
 def check_page(path: str | Path, overwrite: bool = False) -> None:
-    """Raise ValueError where ``path`` is a file that relinear's page would rename, unless that is asked for."""
+    """Raise ValueError if ``path`` is a file that relinear's page would rename, unless that is asked for."""
     if not overwrite and os.path.lexists(path) and not _is_page(Path(path)):
-        raise ValueError(f"{path} is no page of relinear's; give another path, or --overwrite, which renames it")
+        raise ValueError(f"{path} is not a page of relinear's; give another path, or --overwrite, which renames it")
 
 
 def _is_page(path: Path) -> bool:

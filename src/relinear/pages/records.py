@@ -8,12 +8,12 @@ from typing import Any
 from relinear.pages.blocks import Block, Facts, Text
 from relinear.system.files import read_json
 
-#: a picture with more bytes than this goes in as pixels, where there are any
+#: a picture with more bytes than this goes in as pixels, if there are any
 _LARGEST_SVG = 400_000
 
 
 def picture_of(stem: str | Path) -> str | None:
-    """STEM.svg, or where it is large or missing STEM.png, as a data URI; None where there is neither."""
+    """STEM.svg, or if it is large or missing STEM.png, as a data URI; None if there is neither."""
     svg, png = Path(f"{stem}.svg"), Path(f"{stem}.png")
     if svg.is_file() and (svg.stat().st_size <= _LARGEST_SVG or not png.is_file()):
         return f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode('ascii')}"
@@ -23,7 +23,7 @@ def picture_of(stem: str | Path) -> str | None:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a file that is none, FileNotFoundError where there is none."""
+    """Return a JSON object. Raises ValueError for a file that is none, FileNotFoundError if there is none."""
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds no JSON object; delete it and run its command again")

@@ -19,7 +19,7 @@ _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")
 
 
 class _Gate(HasHookPoints, nn.Module):
-    """W_theta: ``weight`` (H, D) for a gate a head, (H C, D) for a gate a channel; y is (..., H C).
+    """W_theta: ``weight`` (H, D) for a gate per head, (H C, D) for a gate per channel; y is (..., H C).
 
     The gates can be read and changed as ``head`` or ``channel``.
     """
@@ -66,7 +66,7 @@ class SDPAGate(AttachmentConfig):
     projection, ALL-Gate in the Transponder paper, is the operator ``OutputGate`` on "all-linear".
 
     Args:
-        per: "head" (one gate a head and token) or "channel" (one a channel of each head, the paper's elementwise form).
+        per: "head" (one gate per head and token) or "channel" (one per channel of each head, as in the paper).
 
     Examples:
         >>> model = relinear.from_preset("tiny")

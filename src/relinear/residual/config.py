@@ -21,7 +21,7 @@ PART = "relinear_residual"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualConfig(AttachmentConfig):
-    """Hold the settings of a residual method: at most one a model, on pre-norm decoders of a known layout."""
+    """Hold the settings of a residual method: at most one per model, on pre-norm decoders of a known layout."""
 
     def check(self, model: nn.Module) -> None:
         present = [config for config in attachments(model) if isinstance(config, ResidualConfig)]

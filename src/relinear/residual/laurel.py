@@ -71,7 +71,7 @@ class _LowRank(nn.Module):
 
 
 class LaurelResidual(nn.Module):
-    """Returns alpha y + (beta - 1) x + beta B A x; the low-rank part only where there is a rank."""
+    """Returns alpha y + (beta - 1) x + beta B A x; the low-rank part only if there is a rank."""
 
     def __init__(self, width: int, normalize: str | None, rank: int | None, kw: dict[str, Any]):
         super().__init__()
@@ -211,7 +211,7 @@ class _Received:
         self.by_layer: dict[int, _Streams] = {}
 
     def receive(self, layer: int, streams: _Streams | None) -> None:
-        """Keep the streams of a forward for a layer that starts; None, where it is over, leaves nothing behind."""
+        """Keep the streams of a forward for a layer that starts; None, if it is over, leaves nothing behind."""
         if streams is not None:
             self.by_layer[layer] = streams
 

@@ -52,7 +52,7 @@ _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 
 
 def check_record(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``values`` are no record of operators and attachments that this relinear reads."""
+    """Raise ValueError if ``values`` are not a record of operators and attachments that this relinear reads."""
     missing, unknown = _KEYS - set(values), set(values) - _KEYS - {"packages", "packed"}
     if unknown:
         raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
@@ -175,7 +175,7 @@ def _saved_as(model: Any) -> str:
 
 
 def _saved_prefix(model: Any) -> str:
-    """Return the name of the body in the class that was saved; "" where it has none, or is not known."""
+    """Return the name of the body in the class that was saved; "" if it has none, or is not known."""
     return getattr(getattr(transformers, _saved_as(model), None), "base_model_prefix", "")
 
 
@@ -252,7 +252,7 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
             with os_errors_named(file), safe_open(file, "np") as stored:
-                parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  it is no mapping
+                parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  it is not a mapping
                 tensors |= {key: _Form.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
@@ -426,7 +426,7 @@ def check_files(directory: Path) -> None:
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     tensors, layers = _stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
-    # every model builds so many layers, which takes hours where it is damaged; other sizes may be unused
+    # every model builds so many layers, which takes hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(
             f"{path}: num_hidden_layers={shown(layers)}, but the files of weights hold {len(tensors):,} tensors; "
@@ -467,7 +467,7 @@ def save_pretrained(
         ``directory`` as a ``Path``.
 
     Raises:
-        ValueError: if ``model`` is no Hugging Face model, ``directory`` names none, there are ``moments`` without
+        ValueError: if ``model`` is not a Hugging Face model, ``directory`` names none, there are ``moments`` without
             ``bits``, or with ``bits`` a weight is not finite. Nothing is written then.
 
     Examples:
@@ -519,7 +519,7 @@ def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[
 
 
 def _shards(directory: Path) -> list[str]:
-    """Names of the files that the index of a saved model lists; none where there is no index that can be read."""
+    """Names of the files that the index of a saved model lists; none if there is no index that can be read."""
     try:
         names = set(read_json(directory / INDEX)["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -18,13 +18,13 @@ def lora_on_operators_(config: Any) -> Any:
     ``"all-linear"`` means plain layers (a Transponder's ``base`` among them), no operators and nothing inside them.
 
     Args:
-        config: changed in place. Layers that are no operators are adapted as ever.
+        config: changed in place. Layers that are not operators are adapted as ever.
 
     Returns:
         ``config``.
 
     Raises:
-        ValueError: if ``config`` is no ``LoraConfig``.
+        ValueError: if ``config`` is not a ``LoraConfig``.
         ImportError: without PEFT (the extra ``peft``).
 
     Examples:

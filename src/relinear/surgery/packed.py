@@ -55,7 +55,7 @@ def gradient_moments(model: nn.Module, samples: Iterable[Mapping[str, Tensor]]) 
 
 @torch.no_grad()
 def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
-    """Return a parameter (..., O, I), rounded to 2^B values a group, as bytes (rows, bytes).
+    """Return a parameter (..., O, I), rounded to 2^B values per group, as bytes (rows, bytes).
 
     Args:
         value: the parameter.
@@ -164,7 +164,7 @@ def unpacking(bits: int) -> WeightConverter:
 
 
 def check_packable(model: Any, bits: Any) -> None:
-    """Raise ValueError unless ``bits`` are 2 to 8, and ``model`` is no PEFT model, whose adapters are saved alone."""
+    """Raise ValueError unless ``bits`` are 2 to 8, or if ``model`` is a PEFT model, which saves its adapters alone."""
     check_value("bits", bits, Annotated[int, IntRange(2, 8)])
     if unwrapped(model) is not model:
         raise ValueError("bits store a whole model, and of a PEFT model the adapter is saved: merge it first")

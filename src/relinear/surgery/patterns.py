@@ -23,7 +23,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def check_patterns(patterns: Iterable[Any]) -> None:
-    """Raise ValueError for a pattern that is no text, empty, or no valid regular expression."""
+    """Raise ValueError for a pattern that is not text, is empty, or is not a valid regular expression."""
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"a pattern must be a non-empty string, got {shown(pattern)}")
@@ -31,7 +31,7 @@ def check_patterns(patterns: Iterable[Any]) -> None:
             try:
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(f"pattern {shown(pattern)} is no valid regular expression: {error}") from error
+                raise ValueError(f"pattern {shown(pattern)} is not a valid regular expression: {error}") from error
 
 
 def listed(patterns: Any, what: str) -> list[str]:

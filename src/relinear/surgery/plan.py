@@ -44,7 +44,7 @@ class Replacement:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The changes that ``replace_`` would make; nothing has changed yet. Printing it shows a line a layer.
+    """The changes that ``replace_`` would make; nothing has changed yet. Printing it shows a line per layer.
 
     left: why each other linear layer stays as it is, by name.
     notes: what the user may not have meant; ``apply_`` warns of it, and the summary shows it.
@@ -201,7 +201,7 @@ def replace_(
         init: "fresh" draws new parameters, "from_weight" fits the weight that is there.
 
     Returns:
-        A summary to print: layer, operator, parameters and FLOPs a token, before and after.
+        A summary to print: layer, operator, parameters and FLOPs per token, before and after.
 
     Raises:
         ValueError: as ``relinear.plan``; the model is then unchanged.

@@ -65,7 +65,7 @@ class SavedConfig(PreTrainedConfig):
         base = values.pop(_BASE_TYPE, values.get("model_type"))
         if not isinstance(base, str) or base == METHOD or base not in CONFIG_MAPPING:
             raise ValueError(
-                f"config.json gives {shown(base)} as {_BASE_TYPE}, which is no model type that transformers knows "
+                f"config.json gives {shown(base)} as {_BASE_TYPE}, which is not a model type that transformers knows "
                 "here; upgrade transformers, or import the package that registers it"
             )
         config = CONFIG_MAPPING[base].from_dict(values | {"model_type": base}, **kwargs)

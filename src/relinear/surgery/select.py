@@ -76,7 +76,7 @@ def heads(model: Any) -> set[int]:
 
 
 def _embedding(model: Any) -> Any:
-    """The embedding of the model's tokens, or the operator that replaces it; None where there is none to replace."""
+    """The embedding of the model's tokens, or the operator that replaces it; None if there is none to replace."""
     getter = getattr(unwrapped(model), "get_input_embeddings", None)
     try:
         table = getter() if callable(getter) else None
@@ -179,7 +179,7 @@ def select_targets(
         if not is_replaceable(module) and module is not table:
             continue
         shown_names = [shown for name in names for shown in dict.fromkeys((name, stock_name(name)))]
-        # an embedding is meant where it is named, not by patterns for linear layers
+        # an embedding is meant if it is named, not by patterns for linear layers
         meant = [p for p in mapping if p != ALL_LINEAR and is_plain(p)] if module is table else mapping
         hits = [
             p

@@ -1,4 +1,4 @@
-"""Summarise a model: layer, operator, parameters, FLOPs a token, before and after."""
+"""Summarise a model: layer, operator, parameters, FLOPs per token, before and after."""
 
 import dataclasses
 import math
@@ -66,7 +66,7 @@ class Summary:
         return self.within(1_000_000)
 
     def within(self, width: int) -> str:
-        """Return the table in lines of at most ``width`` characters: where it is wider, a few lines a layer."""
+        """Return the table in lines of at most ``width`` characters: if it is wider, a few lines a layer."""
         head = ("layer", "operator", "in -> out", "parameters", "was", "bits", "bytes", "FLOPs/token", "was")
         lines: list[tuple[str, ...]] = [head]
         for names, row in _grouped(self.rows):
@@ -166,12 +166,12 @@ def summary(
 
     Args:
         model: any ``nn.Module``, also on the meta device.
-        before: (parameters, FLOPs a token) of layers by name, for the "was" columns; a dense layer of the same shape
+        before: (parameters, FLOPs per token) of layers by name, for the "was" columns; a dense layer of the same shape
             where a name is missing, and nothing where an attached part has no shape.
         left: why linear layers stayed as they are, by name, for the lines below the table.
 
     Returns:
-        The table to print; its fields hold rows, parameters and forward FLOPs a token, now and before.
+        The table to print; its fields hold rows, parameters and forward FLOPs per token, now and before.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

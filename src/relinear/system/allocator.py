@@ -18,7 +18,7 @@ def tune_allocator() -> dict[str, int]:
     this when they begin; ``import relinear`` does not. Calling it again changes nothing.
 
     Returns:
-        The thresholds now in force in bytes, by name (for the record of a run); empty where the C library is not
+        The thresholds now in force in bytes, by name (for the record of a run); empty if the C library is not
         glibc or refused.
 
     Examples:

@@ -132,7 +132,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def parse_json(text: str, where: str | Path) -> Any:
-    """The value in ``text``; ``where`` heads the message of the ValueError if it is no JSON, or nested without end."""
+    """The value in ``text``; ``where`` heads the message of the ValueError if it is not JSON, or nested without end."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -228,7 +228,7 @@ def write_manifest(directory: str | Path, **facts: Any) -> None:
 
 
 def check_manifest(directory: str | Path) -> dict[str, Any] | None:
-    """Return what ``write_manifest`` noted, once every part has been held to it; None where there is no manifest.
+    """Return what ``write_manifest`` noted, once every part has been held to it; None if there is no manifest.
 
     Raises:
         ValueError: if a part is missing or is not what was written, by name; if the manifest is damaged.

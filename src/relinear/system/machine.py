@@ -133,7 +133,7 @@ def _commit() -> str:
 
 
 class PeakMemory:
-    """Measure the most memory in use since ``reset()``, in bytes: of the GPU where there is one, else of the process.
+    """Measure the most memory in use since ``reset()``, in bytes: of the GPU if there is one, else of the process.
 
     On Linux ``reset`` resets the kernel's high-water mark; elsewhere the mark covers the whole process.
     """

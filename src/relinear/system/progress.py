@@ -11,9 +11,9 @@ class Progress:
     """How far a piece of work is.
 
     text: what is being done. detail: what of it just now.
-    done, total: its steps, batches or characters; total is 0 where it is not known.
+    done, total: its steps, batches or characters; total is 0 if it is not known.
     stage: the kind of work in a word, for programs.
-    loss, validation_loss: the last ones, in nats a token. tokens_per_second: of the last steps logged.
+    loss, validation_loss: the last ones, in nats per token. tokens_per_second: of the last steps logged.
     run, runs: of a comparison, training runs that have ended, and how many there are as far as is known.
     seconds_left: of all work, as far as is known.
     """

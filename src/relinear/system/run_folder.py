@@ -65,9 +65,9 @@ class RunFolder:
         return self.path / self.names[0]
 
     def read(self) -> dict[str, Any] | None:
-        """Return the record of this task; None where there is none, or one of something else. Raises OSError.
+        """Return the record of this task; None if there is none, or one of something else. Raises OSError.
 
-        It is empty where an earlier version had another file for it.
+        It is empty if an earlier version had another file for it.
         """
         values = _object_in(self.record_path)
         if "made_by" in values:
@@ -78,7 +78,7 @@ class RunFolder:
         return None
 
     def check_ours(self) -> dict[str, Any] | None:
-        """Return the record of this task, None where there is none; nothing is written.
+        """Return the record of this task, None if there is none; nothing is written.
 
         Raises:
             ValueError: if the path is a file, or if names that the task writes are taken by something else.
@@ -91,7 +91,7 @@ class RunFolder:
         return record
 
     def check(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> dict[str, Any] | None:
-        """Return the record to go on with, None where the task begins; nothing is written.
+        """Return the record to go on with, None if the task begins; nothing is written.
 
         Args:
             settings: of the task, as JSON values.
@@ -177,7 +177,7 @@ def made_by(task: str) -> dict[str, Any]:
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one where there is none."""
+    """Return the JSON object in a file; an empty one if there is none."""
     with contextlib.suppress(ValueError):
         values = read_json(path) if path.is_file() else {}
         return values if isinstance(values, dict) else {}
@@ -191,7 +191,7 @@ def _check_directory(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename what is at ``path`` to NAME.<time>; return its new path, None where nothing is there. Raises OSError."""
+    """Rename what is at ``path`` to NAME.<time>; return its new path, None if nothing is there. Raises OSError."""
     if not os.path.lexists(path):
         return None
     stem = f"{path.name}.{datetime.datetime.now():%Y%m%d-%H%M%S}"

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def cut(text: str, most: int = 400) -> str:
-    """``text`` without its middle where it is longer than ``most`` characters, which the rest is not."""
+    """``text`` without its middle if it is longer than ``most`` characters, which the rest is not."""
     return text if len(text) <= most else f"{text[: most // 2 - 4]} [...] {text[4 - most // 2 :]}"
 
 

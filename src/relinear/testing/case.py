@@ -17,8 +17,8 @@ class Case:
         config: the variant.
         shapes: (in, out) sizes it is built in; the costly tests use the first only.
         variant: what tells the row from others of its kind, in the test's name.
-        linear: whether it has ``to_dense`` (in eval, and given the context where it is conditioned).
-        context_dim: width of the context that it reads, None where it is not conditioned.
+        linear: whether it has ``to_dense`` (in eval, and given the context if it is conditioned).
+        context_dim: width of the context that it reads, None if it is not conditioned.
         lossless_config: settings of the same kind at which a fitted weight is reproduced exactly (in eval).
         exact_tolerance: relative error allowed there, in float64.
         bf16_tolerance: relative error (Frobenius) of outputs and gradients in bfloat16 against float32.

@@ -23,7 +23,7 @@ _Run = dict[str, list[tuple[float, float]]]
 class Coordinates:
     """Hold root mean squares of one kind of activation: lists over widths of lists over steps 0, 1, ...
 
-    scale: of the activation, None where training has left the finite numbers. change: of what training has added to it.
+    scale: of the activation, None if training has left the finite numbers. change: of what training has added to it.
     """
 
     scale: list[list[float | None]]

@@ -74,7 +74,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
                 raise
             break
         if not isinstance(row, dict) or not all(isinstance(row.get(key), int) for key in ("step", "tokens")):
-            raise ValueError(f"{path}, line {number} is no row of metrics: {shown(row)}")
+            raise ValueError(f"{path}, line {number} is not a row of metrics: {shown(row)}")
         rows.append(row)
     return rows
 
@@ -83,8 +83,8 @@ class RunLog(TrainerCallback):
     """Writes ``metrics.jsonl``, keeps the same rows in ``rows``, and tells ``on_progress``.
 
     Training rows: step, loss, cross_entropy, aux/*, metric/*, learning_rate, grad_norm, tokens, tokens_per_second.
-    Validation rows: step, validation_loss, perplexity, tokens. Tokens a second are those of the steps between two logs,
-    without evaluations, checkpoints and the first two steps of a process, where compilation happens.
+    Validation rows: step, validation_loss, perplexity, tokens. Tokens per second are those of the steps between two
+    logs, without evaluations, checkpoints and the first two steps of a process, where compilation happens.
 
     Args:
         trainer: a ``RelinearTrainer``.
@@ -97,7 +97,7 @@ class RunLog(TrainerCallback):
     def __init__(self, trainer: Any, path: Path | None, on_progress: ProgressCallback) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
-        #: tokens a second between logs
+        #: tokens per second between logs
         self.rates: list[float] = []
         self._trainer, self._on_progress = trainer, on_progress or no_progress  # None was the default before
         self._steps = 0
@@ -140,7 +140,7 @@ class RunLog(TrainerCallback):
             self._since = time.perf_counter(), self._trainer.tokens_seen
 
     def _rate(self) -> float | None:
-        """Tokens a second since steps were last timed from; None while warming up."""
+        """Tokens per second since steps were last timed from; None while warming up."""
         if self._since is None or self._trainer.tokens_seen == self._since[1]:
             return None
         rate = (self._trainer.tokens_seen - self._since[1]) / (time.perf_counter() - self._since[0])

@@ -37,7 +37,7 @@ class Distill(ObjectiveConfig):
     cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def check(self) -> None:
-        """Raise ValueError or OSError where there is no such teacher."""
+        """Raise ValueError or OSError if there is no such teacher."""
         locate_model(self.teacher, presets=False)
 
     def prepare(self, model: nn.Module) -> Objective:

@@ -114,7 +114,7 @@ def _datasets(data: Any) -> tuple[Dataset, Dataset | None]:
 
 
 def training_device(settings: FitSettings) -> torch.device:
-    """Where runs of these settings are trained on this machine. Raises ValueError where they ask for a GPU in vain."""
+    """Where runs of these settings are trained on this machine. Raises ValueError if they ask for a GPU in vain."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
     return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -372,7 +372,7 @@ def remove_checkpoints(folder: Path, but: str = "") -> None:
     ours = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
     hidden = [part for part in folder.glob(".*") if re.fullmatch(r"\.checkpoint-\d+|\.partial", part.name)]
     for part in (part for part in (*ours, *hidden) if part.name != but):
-        with contextlib.suppress(OSError):  # hidden, so that what a failing disk leaves of it is no checkpoint
+        with contextlib.suppress(OSError):  # hidden, so that what a failing disk leaves of it is not a checkpoint
             part = part.rename(folder / f".{part.name.lstrip('.')}")
         shutil.rmtree(part, ignore_errors=True)
     with contextlib.suppress(OSError):

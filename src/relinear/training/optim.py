@@ -42,7 +42,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
 
 
 def inner_output_head(model: nn.Module) -> nn.Module | None:
-    """Return ``output_head`` of the language model that ``model`` is or has inside; None where there is none."""
+    """Return ``output_head`` of the language model that ``model`` is or has inside; None if there is none."""
     named = (module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None)))
     return next(map(output_head, named), None)
 

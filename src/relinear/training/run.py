@@ -125,7 +125,7 @@ def _check_memory(model: Any) -> None:
 
 
 def _check_model_matches_data(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
-    table = model.get_input_embeddings()  # None where a model reads vectors
+    table = model.get_input_embeddings()  # None if a model reads vectors
     entries = 0 if table is None else table.num_embeddings
     if (task := task_of(settings.data.data)) is not None and isinstance(task, RegressionTask) != (table is None):
         raise ValueError(f"{settings.data.data!r} and model {settings.model!r}: one has tokens, the other vectors")
@@ -151,7 +151,7 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
 def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, torch.Tensor] | None:
     """Return the values by name that a run began with, drawn again from its seed.
 
-    None where its record has no digest of them, and where what is drawn here has another.
+    None if its record has no digest of them, and where what is drawn here has another.
     """
     record = _read_record(Path(out_dir)) or {}
     digest = (record.get("model") or {}).get("initial_sha256")
@@ -165,7 +165,7 @@ def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, tor
 
 
 def read_final_loss(out_dir: str | Path) -> float | None:
-    """Return the validation loss of a run that has ended, infinite where it diverged; None where it has not ended."""
+    """Return the validation loss of a run that has ended, infinite if it diverged; None if it has not ended."""
     record = _read_record(Path(out_dir))
     if record is not None and record.get("diverged"):
         return math.inf
@@ -185,7 +185,7 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
 def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = False) -> RunFolder:
     """Return the folder of a run. How ranks share the sequences of a step may change when an unfinished run goes on.
 
-    Raises ValueError where the ranks would have other sequences in a step.
+    Raises ValueError if the ranks would have other sequences in a step.
     """
     folder = RunFolder(
         out_dir,
@@ -228,7 +228,7 @@ def train(
         on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
 
     Returns:
-        The run's result: losses in nats a token, tokens a second, memory in bytes.
+        The run's result: losses in nats per token, tokens per second, memory in bytes.
 
     Raises:
         ValueError: for settings that are wrong or do not fit each other, before anything is written; for a directory

@@ -52,7 +52,7 @@ class FitSettings(Settings):
         seed: of the model's initialisation, of the order of the data, and of the noise that the model draws. On several
             ranks each has a stream of its own.
         threads: CPU threads; one makes runs repeat to the last bit, None leaves torch's choice.
-        device: "auto" is the GPU where there is one.
+        device: "auto" is the GPU if there is one.
         eval_every: steps between evaluations; 0 evaluates only before the first step and at the end.
         log_every: steps between rows of metrics.
         save_every: steps between checkpoints; 0 saves none, None every tenth of the run, but not more often than every

@@ -424,7 +424,7 @@ def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float)
     if not present or len(present) < len(blocks):
         return
     losses = torch.cat(present)
-    # A model may have a loss of its own, of which this is no division.
+    # A model may have a loss of its own, of which this is not a division.
     if not math.isclose(float(losses.mean()), loss, rel_tol=1e-2):
         return
     with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -432,7 +432,7 @@ def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float)
 
 
 def block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
-    """Mean loss (B,) of each row's next tokens; None where the model predicts none."""
+    """Mean loss (B,) of each row's next tokens; None if the model predicts none."""
     logits = output.get("logits") if isinstance(output, dict) else None
     if logits is None or labels is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
         return None

@@ -37,7 +37,7 @@ WANTED = {"1": True, "on": True, "": True, "0": False, "off": False}
 
 @functools.cache
 def compiler() -> str:
-    """Return the path of the C++ compiler for kernels: CXX's, g++ or clang++; "" where none is wanted or there.
+    """Return the path of the C++ compiler for kernels: CXX's, g++ or clang++; "" if none is wanted or there.
 
     Raises:
         ValueError: RELINEAR_COMPILE_KERNELS is none of ``WANTED``.
@@ -90,7 +90,7 @@ def is_loaded_beside(parameter: torch.Tensor) -> bool:
 
 
 def missing(may_build: bool) -> str:
-    """Say why the kernels cannot be called, or must not be built for this call; "" where they can."""
+    """Say why the kernels cannot be called, or must not be built for this call; "" if they can."""
     if not compiler():
         return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
     if not (may_build or is_built()):

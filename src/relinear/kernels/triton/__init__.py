@@ -1,7 +1,7 @@
 """Triton kernels for NVIDIA GPUs, one file an operator, and the calls that they do not support.
 
 No kernel is imported before a CUDA tensor asks for it. Every kernel is an opaque ``torch.library`` operator with a
-shape rule, and a backward where it is taken in training, so that it goes through ``torch.compile(fullgraph=True)``.
+shape rule, and a backward if it is taken in training, so that it goes through ``torch.compile(fullgraph=True)``.
 Tile sizes are untuned.
 """
 

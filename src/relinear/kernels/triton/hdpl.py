@@ -211,7 +211,7 @@ def _backward(
     decoder: Tensor,
     to_noise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x (N, I), mu, logvar (N, R) and the noise (N, R); the last two empty where there are none."""
+    """Gradients of x (N, I), mu, logvar (N, R) and the noise (N, R); the last two empty if there are none."""
     (tokens, rank), (count, out_block, in_block) = z.shape, blocks.shape
     sampled = noise is not None
     to_x, to_mu = tiles.empty(z, tokens, count * in_block), torch.empty_like(z)

@@ -191,7 +191,7 @@ def _worst_slice(off: Tensor, expected: Tensor) -> float:
 
 def largest_error(sample: Sample, shapes: tuple, dtype: torch.dtype, device: torch.device | str) -> float:
     """The largest relative error, in the Frobenius norm, of a kernel's results and gradients against its reference in
-    double precision; infinite where one is not a number, or is there in one of them alone.
+    double precision; infinite if one is not a number, or is there in one of them alone.
 
     A row or column of a result counts with a tenth of its own error: rounding is not the same in all, but one of the
     last tile's that was never written is off by 1 and would be lost in the norm of the whole.

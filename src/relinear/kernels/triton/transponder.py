@@ -224,7 +224,7 @@ def _(x, weight, bias, down, channel, scalar, keep):
 def _backward(
     grad: Tensor, z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of z (N, O), of u (N, R), of channel (O, R), of the scalar gate's logits (N,); empty where absent."""
+    """Gradients of z (N, O), of u (N, R), of channel (O, R), of the scalar gate's logits (N,); empty if absent."""
     (tokens, out_features), rank = z.shape, u.shape[1]
     wide = torch.float32
     to_z, to_u = torch.empty_like(z), torch.empty_like(u)

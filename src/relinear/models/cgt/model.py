@@ -40,7 +40,7 @@ class CGTOutput(ModelOutput):
         logits: (B, T, V), or the predictions (B, T, F) of a regression model.
         last_hidden_state: (B, T, D), of the bare model.
         past_key_values: the cache, with entries for the x layers, then for the y layers.
-        context: (B, T, E), y as computed for each token (its mean in the VAE form); None where it was given instead.
+        context: (B, T, E), y as computed for each token (its mean in the VAE form); None if it was given instead.
         context_log_variance: (B, T, E), of the VAE form.
         context_sample: (B, T, E), the y that the VAE form drew in training and that the upper layers read.
         hidden_states, attentions: as in GPT-2, of the x stream.
@@ -316,14 +316,14 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
     """Predict the next token with a CGT; its head on the x stream is tied to the token embedding, as in GPT-2.
 
     ``model(input_ids)`` takes token ids (B, T), T at most ``n_positions``. It returns ``logits`` (B, T, V) and
-    ``context`` (B, T, E), and with ``labels`` (B, T) the ``loss``, in nats a token. A ``frozen_context`` (B, E) takes
+    ``context`` (B, T, E), and with ``labels`` (B, T) the ``loss``, in nats per token. A ``frozen_context`` (B, E) takes
     the place of the computed one. ``forward`` lists the other inputs.
 
     Args:
         config: sizes and settings; ``input_features`` must be None.
 
     Raises:
-        ValueError: if ``config`` is no ``CGTConfig`` or has ``input_features``. A call raises it for an unknown
+        ValueError: if ``config`` is not a ``CGTConfig`` or has ``input_features``. A call raises it for an unknown
             argument, a shape that does not fit, or a cache without a memory of y where y is to be computed.
 
     Examples:
@@ -409,8 +409,8 @@ class CGTForRegression(_CGTWithHead):
         config: sizes and settings, ``input_features`` and ``output_features`` among them.
 
     Raises:
-        ValueError: if ``config`` is no ``CGTConfig`` or lacks one of the two. A call raises it for an unknown argument
-            or a shape that does not fit.
+        ValueError: if ``config`` is not a ``CGTConfig`` or lacks one of the two. A call raises it for an unknown
+            argument or a shape that does not fit.
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}

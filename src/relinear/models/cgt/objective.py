@@ -117,10 +117,10 @@ def auxiliary_loss(
 
 
 def real_positions(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """(B, T) True where a sequence is no padding; None if there is no padding, or nothing tells.
+    """(B, T) True where a sequence is not padding; None if there is no padding, or nothing tells.
 
     By ``attention_mask``; without it padding is what follows a sequence's last label that counts, where anything does:
-    labels of -100 before that (of a prompt, say) are no padding.
+    labels of -100 before that (of a prompt, say) are not padding.
     """
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if mask is not None and mask.ndim == 2:
@@ -188,7 +188,7 @@ class CGTObjective(ObjectiveConfig):
         """Itself, for a model that has a context.
 
         Raises:
-            ValueError: if ``model`` is no CGT, or ``kl`` is asked of one that is not variational.
+            ValueError: if ``model`` is not a CGT, or ``kl`` is asked of one that is not variational.
         """
         if not hasattr(model, "context"):
             raise ValueError(

@@ -47,9 +47,9 @@ def specialize(
         which has no stock class, one whose T is the identity (``modulated=False``) and that has no y stream.
 
     Raises:
-        ValueError: if the model is no CGT with a head, the prefix is empty, a batch, too long, or no ids of the
+        ValueError: if the model is not a CGT with a head, the prefix is empty, a batch, too long, or no ids of the
             model's vocabulary, both or neither of the two sources are given, no position is left, an operator in the x
-            stream is no plain matrix, or something is attached that a stock GPT-2 does not have. (A ``ReadoutScale``
+            stream is not a plain matrix, or something is attached that a stock GPT-2 does not have. (A ``ReadoutScale``
             goes into a head that is not tied.)
 
     Examples:
