@@ -121,7 +121,7 @@ def test_a_report_counts_integers_in_bits_and_all_else_in_parameters(integers: b
     told, page = str(report), write_page(tmp_path / "page.html", report.to_dict()).read_text(encoding="utf-8")
     assert ("bits  predicted" in told, "kept  predicted" in told) == (integers, not integers)
     assert ("-> " in told and " parameters (" in told) == (not integers)
-    assert ("numbers are bits a weight" in page) == ("<th>bits a weight</th>" in page) == integers
+    assert ("numbers are bits per weight" in page) == ("<th>bits per weight</th>" in page) == integers
     assert ("percentage of parameters" in page) == (not integers)
     name, bits = next((name, bits) for name, bits in each.items() if report.plan.layers[name].operator is not None)
-    assert (f", {bits:.2f} bits a weight, predicted" in page) == integers, name
+    assert (f", {bits:.2f} bits per weight, predicted" in page) == integers, name

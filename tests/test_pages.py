@@ -132,7 +132,7 @@ def test_the_best_is_marked_where_its_interval_excludes_the_next(tmp_path) -> No
     single = {name: found[:1] for name, found in apart.items()}
     table = results_table(comparison(tmp_path, single, 0.5))
     assert [row.best for row in table.rows] == [False] * 4
-    assert list(table.head[:4]) == ["entry", "validation loss, nats a byte", "gap to dense", "parameters"]
+    assert list(table.head[:4]) == ["entry", "validation loss, nats per byte", "gap to dense", "parameters"]
     assert "perplexity a byte" in table.head
     assert [row.shown[2].text for row in table.rows] == ["–", "-2.000", "-1.000", "-2.500"]
 
@@ -141,7 +141,7 @@ def test_an_entry_of_another_size_does_not_win(tmp_path) -> None:
     found = comparison(tmp_path, {"dense": [3.0, 3.1], "a": [1.0, 1.1], "b": [2.0, 2.11]})
     found["entries"][1]["parameters"] *= 0.83
     assert [row.best for row in results_table(found).rows] == [False, False, True]
-    assert verdict(found).startswith("b is ahead of dense by 0.995 nats a byte")
+    assert verdict(found).startswith("b is ahead of dense by 0.995 nats per byte")
     found["match"]["by"] = "flops"
     assert [row.best for row in results_table(found).rows] == [False, True, False]
 
@@ -214,7 +214,7 @@ def test_a_report_shows_the_settings_that_are_not_defaults(tmp_path) -> None:
 def test_the_verdict_says_how_sure_it_is(tmp_path) -> None:
     losses = {"dense": [3.0, 3.1], "a": [2.0, 2.11]}
     assert verdict(comparison(tmp_path, losses)).startswith(
-        "a is ahead of dense by 0.995 nats a byte, 95 % interval 0."
+        "a is ahead of dense by 0.995 nats per byte, 95 % interval 0."
     )
     smaller = comparison(tmp_path, losses)
     next(entry for entry in smaller["entries"] if entry["name"] == "a")["parameters"] *= 0.3
@@ -226,7 +226,7 @@ def test_the_verdict_says_how_sure_it_is(tmp_path) -> None:
     assert "Inconclusive: no difference detected between a and dense. " in verdict(comparison(tmp_path, losses))
     said = verdict(comparison(tmp_path, {"dense": [3.0], "a": [3.2]}, 1.0))
     assert said.startswith(
-        "Illustration only: one seed, untuned learning rate. Here a is behind dense by 0.200 nats a byte."
+        "Illustration only: one seed, untuned learning rate. Here a is behind dense by 0.200 nats per byte."
     )
     assert "An n-gram model (5-grams) still has a lower loss than every entry" in said
 
@@ -426,7 +426,7 @@ def test_a_page_loads_without_an_error_and_fetches_nothing(opened) -> None:
             .first.locator("th")
             .evaluate_all("all => all.slice(0, 3).map((e) => [e.textContent, e.getBoundingClientRect().right])")
         )
-        assert [name for name, _ in edges] == ["entry", "validation loss, nats a byte", "gap to dense"]
+        assert [name for name, _ in edges] == ["entry", "validation loss, nats per byte", "gap to dense"]
         assert edges[-1][1] <= 390
     view.emulate_media(color_scheme="light", media="screen")
     view.set_viewport_size({"width": 1280, "height": 800})

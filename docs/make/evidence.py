@@ -20,7 +20,7 @@ from relinear.system.confidence import half_width
 __all__ = ["AHEAD", "BEHIND", "INCONCLUSIVE", "NO_DIFFERENCE", "Row", "described", "in_results", "rows", "select"]
 
 AHEAD, BEHIND, NO_DIFFERENCE, INCONCLUSIVE = "ahead", "behind", "no difference", "inconclusive"
-#: bytes of English text in a token of Llama's vocabulary: the papers' nats per token are so many times ours a byte
+#: bytes of English text in a token of Llama's vocabulary: the papers' nats per token are so many times ours per byte
 BYTES = 4.25
 #: folders whose models read bytes
 _OF_BYTES = ("transponder", "cgt", "fair")

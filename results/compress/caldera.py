@@ -1,7 +1,7 @@
 """CALDERA (Saha et al. 2405.18886) for frontier.py, written from its paper and QuIP#'s (Tseng et al. 2402.04396).
 
 A matrix becomes Q + L R with the least tr(E A E^T), A the second moment of its inputs, in TURNS turns: Q takes W - L R
-by LDLQ in blocks of eight on QuIP#'s E8P code, whose 2^16 words are two bits a weight; L and R take W - Q, at first as
+by LDLQ in blocks of eight on QuIP#'s E8P code, whose 2^16 words are two bits per weight; L and R take W - Q, first as
 the best matrix of that rank, then in INNER turns by least squares, each rounded to four bits by two stages of E8P. The
 turn with the least error is kept. Three bits are a stage of E8P and one of 2^8 words of E8, four are two of E8P.
 

@@ -115,7 +115,7 @@ def round_(model: nn.Module, calibration: KeptMoments, config: relinear.Quantize
 
 @torch.no_grad()
 def correct_(model: nn.Module, calibration: KeptMoments, bits: float) -> dict[str, float]:
-    """Every layer by CALDERA, of so many bits a weight; the sizes that this takes, which the matrices do not show."""
+    """Every layer by CALDERA, of so many bits per weight; the sizes that this takes, which the matrices do not show."""
     torch.manual_seed(0)
     whole, stored, weights = int(bits), 0.0, 0
     for name in calibration.names:
@@ -166,7 +166,7 @@ def round_in_order_(
 
 
 def sizes(model: nn.Module, names: list[str]) -> dict[str, float]:
-    """Bits a weight of the layers, and bytes of the model, both at no more than half precision."""
+    """Bits per weight of the layers, and bytes of the model, both at no more than half precision."""
     layers = [model.get_submodule(name) for name in names]
     weights = sum(inputs * outputs for inputs, outputs in map(linear_features, layers))
     return {"bits": 8 * sum(map(stored_bytes, layers)) / weights, "bytes": stored_bytes(model)}

@@ -38,7 +38,7 @@ from relinear.system.machine import describe_machine
 LAYERS = (3, 12, 21, 28)
 BITS, RANKS, TURNS = (2, 3, 4), (4, 16, 64), 2
 BUDGETS = (2.5, 3.0, 3.5, 4.25)
-#: bits a weight of scales and zero points, in groups of 64
+#: bits per weight of scales and zero points, in groups of 64
 GRID = 24 / 64
 
 
@@ -72,7 +72,7 @@ def error(weight: Tensor, instead: Tensor, moments: CalibrationStatistics) -> fl
 def options(
     layer: nn.Module, moments: CalibrationStatistics, other: CalibrationStatistics
 ) -> dict[str, tuple[float, float]]:
-    """What -> bits a weight of the layer, and the predicted nats, under another draw's moments than it is fitted to."""
+    """What -> bits per weight, and the predicted nats, under another draw's moments than it is fitted to."""
     weight = dense_weight(layer).detach().float()
     outputs, inputs = weight.shape
     found = {

@@ -131,7 +131,7 @@ def draw(found: dict[str, Any], reference: str, stem: Path) -> None:
         axes.plot(away["mean"], place, "o", color="#0072B2", markerfacecolor=face)
     axes.axvline(0, color="#7F7F7F", linewidth=1)
     axes.set_yticks(range(len(shown)), [name for name, *_ in shown])
-    axes.set_xlabel(f"loss less {reference}'s, nats a byte (left is better), 95 %")
+    axes.set_xlabel(f"loss less {reference}'s, nats per byte (left is better), 95 %")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(stem.with_suffix(".png"), dpi=120)
 

@@ -146,13 +146,13 @@ def verdict(results: Results) -> str:
         flaws.append(f"{base['name']} has {times:.2g} times the {what}")
     who, relation = f"{first['name']} is", f"{'ahead of' if gap > 0 else 'behind'} {base['name']}"
     unit = _unit(results)
-    by = f"by {abs(gap):.3f} nats a {unit}"
+    by = f"by {abs(gap):.3f} nats per {unit}"
     if half is None or not alike:
         said = f"Illustration only: {', '.join(flaws)}. Here {who} {relation} {by}."
     elif abs(gap) <= half:
         low, high = -gap - half, -gap + half
         said = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
-        said += f"Their gap is {-gap:+z.3f} nats a {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
+        said += f"Their gap is {-gap:+z.3f} nats per {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
     else:
         said = f"{who} {relation} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
         said += f" With {flaws[0]}." if flaws else ""
@@ -249,7 +249,7 @@ def results_table(results: Results) -> Table:
     lead, half = _paired(leader, followers[0]) if followers else (0.0, None)
     to = reference or (base and len(entries) > 1 and base["name"])
     stored, unit = any(entry.get("stored") for entry in entries), _unit(results)
-    head = ["entry", f"validation loss, nats a {unit}", *([f"gap to {to}"] if to else [])]
+    head = ["entry", f"validation loss, nats per {unit}", *([f"gap to {to}"] if to else [])]
     head += ["bits", "bytes", "before storing"] if stored else []
     head += ["parameters", "training speed", "inference speed", f"perplexity a {unit}", "at step 0"]
     head += ["FLOPs / token", "peak memory", "learning rate"]

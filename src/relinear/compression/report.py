@@ -183,7 +183,7 @@ def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for name, layer in layers.items():
         depth, place = _depth(name)
         share = layer["bits"] / 8 if in_bits else layer["parameters"] / layer["parameters_before"]
-        size = f"{layer['bits']:.2f} bits a weight" if in_bits else f"{share:.0%} kept"
+        size = f"{layer['bits']:.2f} bits per weight" if in_bits else f"{share:.0%} kept"
         operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
         nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+z.4f} nats"
         title = f"{name}: {'stays dense' if operator is None else operator}, {size}{nats}"

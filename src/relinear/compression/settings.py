@@ -21,7 +21,7 @@ class CompressSettings(Settings):
 
     Args:
         size: what the weights' file takes at most: "90MB", bytes, or a share of the original's bytes at half precision.
-        bits: in place of ``size``, how many bits a weight takes on average, below 16, scales included: of linear
+        bits: in place of ``size``, how many bits per weight takes on average, below 16, scales included: of linear
             layers, embedding and head, as ``reader`` stores them; 4.5 where no budget is given.
         keep: in place of both, the share of the parameters of the linear layers, between 0 and 1, by low rank.
         reader: the program that will run the model, and decides what layers can become: "relinear", "llama.cpp"
