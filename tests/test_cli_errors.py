@@ -158,11 +158,11 @@ CASES = {
     ),
     "no such directory": (["eval", "{tmp}/nowhere"], ["nowhere", "no such directory"]),
     "no such directory, with data": (["eval", "{tmp}/nowhere", "--data", "{text}"], ["nowhere", "no such directory"]),
-    "no such run": (["eval", "nowhere", "--data", "{text}"], ["'nowhere'", "no directory here"]),
+    "no such run": (["eval", "nowhere", "--data", "{text}"], ["'nowhere'", "directory here"]),
     "a directory that is nearly there": (["eval", "{saved}/../modle", "--data", "{text}"], ["modle", "'model'"]),
     "a folder beside the model": (["eval", "{saved}/../..", "--data", "{text}"], ["no model to load"]),
     "a file in place of a model": (["eval", "{text}", "--data", "{text}"], ["text.txt", "directory"]),
-    "evaluation of a preset": (["eval", "tiny", "--data", "{text}"], ["'tiny'", "no directory here"]),
+    "evaluation of a preset": (["eval", "tiny", "--data", "{text}"], ["'tiny'", "directory here"]),
     "unknown model to train": (
         ["train", "--model", "tinyy", "--data", "{text}", "--out", "{out}"],
         ["did you mean 'tiny'"],

@@ -113,9 +113,9 @@ def command(
         print_requirements(compare_requirements(settings, workers, timed=executor is None))
     if dry_run:
         return
-    where: Any = {"workers": workers, "executor": executor, "slurm": jobs}
+    placement: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:
-        results = compare(settings, out, overwrite=overwrite, **where, on_progress=on_progress)
+        results = compare(settings, out, overwrite=overwrite, **placement, on_progress=on_progress)
     report = write_report(out)
     if settings.sizes is None:
         print_results(results)

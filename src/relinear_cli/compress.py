@@ -146,5 +146,5 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
 def _say_where(out: Path, *, proposed: bool) -> None:
     from relinear.compression.run import proposal
 
-    for what, name in (("plan", "plan.json") if proposed else ("model", "model"), ("report", "report.html")):
-        print(f"{what}: {(proposal(out, name) if proposed else out / name).resolve()}")
+    for label, name in (("plan", "plan.json") if proposed else ("model", "model"), ("report", "report.html")):
+        print(f"{label}: {(proposal(out, name) if proposed else out / name).resolve()}")

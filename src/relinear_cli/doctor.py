@@ -30,8 +30,8 @@ def command() -> None:
     **Example:** `relinear doctor`
     """
     failed = False
-    for state, what, text in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
-        print(fitted(f"{state:5}  {what:12}  {text}", sys.stdout, 21))
+    for state, subject, text in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
+        print(fitted(f"{state:5}  {subject:12}  {text}", sys.stdout, 21))
         failed |= state == FAILS
     raise typer.Exit(int(failed))
 
@@ -112,7 +112,7 @@ def _caches() -> Iterator[_Finding]:
     from relinear.system.private_cache import check_private, user_name
 
     caches = {"RELINEAR_CACHE": cache_folder(), "TORCH_EXTENSIONS_DIR": build.library_path().parent}
-    for what, (variable, folder) in zip(("data cache", "kernel cache"), caches.items(), strict=True):
+    for cache_name, (variable, folder) in zip(("data cache", "kernel cache"), caches.items(), strict=True):
         there = "not there yet"
         try:
             if folder.is_dir():
@@ -120,22 +120,22 @@ def _caches() -> Iterator[_Finding]:
                 size = f"{'over ' if len(file_sizes) == _MOST_FILES else ''}{sum(file_sizes) / 2**20:,.1f} MiB"
                 there = f"{size}, of {user_name(folder.stat().st_uid)}"
             check_private(folder)
-            yield GOOD, what, f"{folder} ({there})"
+            yield GOOD, cache_name, f"{folder} ({there})"
         except OSError as error:
             to_do = f"a folder of your own will do: set {variable} to it"
-            yield FAILS, what, f"{folder} ({there}): {error.filename}: {error.strerror}; {to_do}"
+            yield FAILS, cache_name, f"{folder} ({there}): {error.filename}: {error.strerror}; {to_do}"
 
 
 def _plugins() -> Iterator[_Finding]:
     from relinear.contract import plugins
 
-    offered = [(family, *one) for family in plugins.GROUPS for one in plugins.entry_points(family).items()]
+    offered = [(family, *entry) for family in plugins.GROUPS for entry in plugins.entry_points(family).items()]
     for family, name, point in offered:
-        where = f"{family} {name} of {point.dist.name if point.dist else point.value}"
+        source = f"{family} {name} of {point.dist.name if point.dist else point.value}"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             plugin = plugins.load(family, name)
         if plugin is None:
-            yield FAILS, "plug-in", f"{where}: {caught[-1].message if caught else 'it is None'}"
+            yield FAILS, "plug-in", f"{source}: {caught[-1].message if caught else 'it is None'}"
         else:
-            yield GOOD, "plug-in", where
+            yield GOOD, "plug-in", source

@@ -52,8 +52,8 @@ def _message(error: BaseException) -> str:
     """The text of ``error``, without the name of its class where it speaks for itself."""
     if isinstance(error, OSError) and error.strerror:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
-        said = f"{names}: {error.strerror}" if names else error.strerror
-        return f"{said}; {_DISK}" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else said
+        message = f"{names}: {error.strerror}" if names else error.strerror
+        return f"{message}; {_DISK}" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else message
     if hasattr(error, "errors") and hasattr(error, "error_count"):
         from relinear.contract.config import readable
 

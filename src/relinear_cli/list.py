@@ -68,7 +68,7 @@ def meanings_of(config: type) -> dict[str, str]:
     return rows
 
 
-def listed(what: str) -> dict[str, Any]:
+def listed(topic: str) -> dict[str, Any]:
     """Return name -> what stands for it: a class of settings, a module, or a text."""
     import relinear
     from relinear.analysis.analyses import analysis, known_analyses
@@ -81,23 +81,23 @@ def listed(what: str) -> dict[str, Any]:
     from relinear.data.tasks import Task
     from relinear.models import preset_config, preset_names
 
-    if what == "presets":
+    if topic == "presets":
         template = "{0.model_type}, width {0.hidden_size}, {0.num_hidden_layers} layers, {0.vocab_size:,} tokens"
         return {preset: template.format(preset_config(preset)) for preset in preset_names()}
-    if what == "recipes":
+    if topic == "recipes":
         offered = {name: plugins.load("recipe", name) for name in plugins.entry_points("recipe")}
         files = {path.stem: path for path in sorted(BUNDLED.glob("*.yaml"))} | offered
         return {name: str(read_yaml(path).get("description", "")) for name, path in files.items() if path is not None}
-    if what == "papers":
+    if topic == "papers":
         return {path.stem: read_paper(path.stem).about for path in sorted(PAPERS.glob("*.yaml"))}
-    if what == "analyses":
+    if topic == "analyses":
         return {name: analysis(name) for name in known_analyses()}
-    if what == "tasks":
+    if topic == "tasks":
         return {kind.replace("_", "-"): task for kind, task in Task.kinds().items()}
-    family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(what, AttachmentConfig)
+    family: Any = {"operators": OperatorConfig, "objectives": ObjectiveConfig}.get(topic, AttachmentConfig)
     for name in plugins.entry_points(family.family):
         plugins.load(family.family, name)
-    return relinear.residual.residual_methods() if what == "residual" else dict(sorted(family.kinds().items()))
+    return relinear.residual.residual_methods() if topic == "residual" else dict(sorted(family.kinds().items()))
 
 
 def _line(thing: Any) -> str:

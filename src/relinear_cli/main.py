@@ -76,8 +76,8 @@ class _Command(TyperCommand):
         for before, typed in pairwise(["", *args]):
             name, _, value = typed.partition("=") if typed[:2] == "--" and "=" in typed else (before, "", typed)
             if not value.strip():  # the path of an empty name is that of this folder
-                what = name if name[:1] == "-" else "an argument"
-                raise ValueError(f"{what} must not be empty, got {value!r}; fill it in, or leave it out")
+                argument_name = name if name[:1] == "-" else "an argument"
+                raise ValueError(f"{argument_name} must not be empty, got {value!r}; fill it in, or leave it out")
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -162,9 +162,9 @@ def _said(error: Any) -> str:
     """A usage error of typer's in our words."""
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
-        flag, said = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")
-        wanted = said.removeprefix("Input should be ").partition(", unable to parse")[0]
-        return f"{flag}: {said}" if said.startswith(wanted) else f"{flag} must be {wanted}, got {fault['input']!r}"
+        flag, text = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")
+        wanted = text.removeprefix("Input should be ").partition(", unable to parse")[0]
+        return f"{flag}: {text}" if text.startswith(wanted) else f"{flag} must be {wanted}, got {fault['input']!r}"
     return str(error.format_message())
 
 

@@ -117,6 +117,6 @@ def _resumable() -> Iterator[None]:
         with on_terminate(raise_terminated):
             yield
     except KeyboardInterrupt as error:
-        what = "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
-        print(f"\n{what}; to go on: start the same command again", file=sys.stderr)
+        ending = "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
+        print(f"\n{ending}; to go on: start the same command again", file=sys.stderr)
         raise

@@ -68,9 +68,9 @@ def command(
     if dry_run:
         return
     out = out or Path("runs") / paper
-    where: Any = {"workers": workers, "executor": executor, "slurm": jobs}
+    placement: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:
-        report = replicate(planned, out, overwrite=overwrite, **where, on_progress=on_progress)
+        report = replicate(planned, out, overwrite=overwrite, **placement, on_progress=on_progress)
     if planned.paper.analyse:
         analyze_models(trained_in(out / COMPARISON), samples=planned.paper.samples)
         report = write_report_of([out])

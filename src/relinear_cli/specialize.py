@@ -55,8 +55,8 @@ def command(
     probe = ids[None, : stock.config.n_positions]
     with torch.no_grad():
         frozen = loaded.context(ids[None])[:, -1]
-        where = torch.arange(position, position + probe.shape[1])[None]
-        wanted = loaded(probe, frozen_context=frozen, position_ids=where).logits
+        positions = torch.arange(position, position + probe.shape[1])[None]
+        wanted = loaded(probe, frozen_context=frozen, position_ids=positions).logits
         difference = (stock(probe).logits - wanted).abs().max().item()
     save_pretrained(stock, out, tokenizer=encoder)
     before, after = (sum(p.numel() for p in m.parameters()) for m in (loaded, stock))

@@ -372,14 +372,14 @@ def _by_hook_point(
     for pattern, value in interventions.items():
         names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]
         if not names:
-            near = nearest(str(pattern), inside or points)
-            raise ValueError(f"no latent, gate or layer output is named {shown(pattern)}; {near}")
-        for one in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
-            if not isinstance(one, Intervention):
-                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {shown(one)}")
+            suggestion = nearest(str(pattern), inside or points)
+            raise ValueError(f"no latent, gate or layer output is named {shown(pattern)}; {suggestion}")
+        for intervention in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
+            if not isinstance(intervention, Intervention):
+                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {shown(intervention)}")
             for name in names:
-                one.check(name, points[name].size)
-                chosen.setdefault(name, []).append(one)
+                intervention.check(name, points[name].size)
+                chosen.setdefault(name, []).append(intervention)
     return chosen
 
 

@@ -120,11 +120,11 @@ def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
     _check_reached(model, name, f"{name}: {config.kind}")
 
 
-def _check_reached(model: nn.Module, name: str, words: str) -> None:
+def _check_reached(model: nn.Module, name: str, subject: str) -> None:
     """Raise ValueError if no context reaches the layer ``name``."""
     target = model.get_submodule(name)
     if not any(module is target for layer in decoder_layers(model) for module in layer.modules()):
-        raise ValueError(f"{words} lies outside the decoder layers, where no context reaches it")
+        raise ValueError(f"{subject} lies outside the decoder layers, where no context reaches it")
 
 
 def check_context_is_there(model: nn.Module) -> None:

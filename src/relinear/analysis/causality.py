@@ -47,9 +47,9 @@ class CausalityReport:
             return (
                 f"causal: every suffix of {self.tokens} tokens changed, no earlier output of {self.modules} modules did"
             )
-        where = f"{self.module!r}" + ("" if self.layer is None else f" (layer {self.layer})")
+        location = f"{self.module!r}" + ("" if self.layer is None else f" (layer {self.layer})")
         return (
-            f"not causal: the output of {where} at token {self.position} depends on token {self.source} or later "
+            f"not causal: the output of {location} at token {self.position} depends on token {self.source} or later "
             f"(relative change {self.difference:.2g})"
         )
 

@@ -129,19 +129,19 @@ def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penal
     return {"error": float(errors.mean()), "r2": r2, "predicted": predicted.tolist(), "truth": t[split:].tolist()}
 
 
-def probe_features(y: Tensor, task: ArithmeticTask, where: str = "anywhere") -> Tensor:
+def probe_features(y: Tensor, task: ArithmeticTask, places: str = "anywhere") -> Tensor:
     """Return what a probe of the coefficients reads in each task of each sample: y (B, T, E) -> (B, K, E).
 
-    ``where`` is one of ``PLACES``: y at one position of the second half of the examples, drawn for each sample and
+    ``places`` is one of ``PLACES``: y at one position of the second half of the examples, drawn for each sample and
     task; its mean over that half; or y at the end of the task.
     """
     late = y.view(len(y), task.tasks, task.task_length, -1)[:, :, task.half_length :]
-    if where == "average":
+    if places == "average":
         return late.mean(2)
-    if where == "last":
+    if places == "last":
         return late[:, :, -1]
-    at = torch.randint(late.shape[2], (*late.shape[:2], 1, 1), generator=torch.Generator().manual_seed(0))
-    return late.take_along_dim(at.to(y.device), 2).squeeze(2)
+    chosen = torch.randint(late.shape[2], (*late.shape[:2], 1, 1), generator=torch.Generator().manual_seed(0))
+    return late.take_along_dim(chosen.to(y.device), 2).squeeze(2)
 
 
 @torch.no_grad()

@@ -122,12 +122,12 @@ def run(subject: Subject) -> Result:
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return what a page shows of ``numbers``."""
     rows = [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])])]
-    for key, what in (
+    for key, label in (
         ("neighbours", "texts whose nearest neighbour is of their source"),
         ("chance", "the same by chance"),
         ("neighbours_untrained", "the same without training"),
     ):
-        rows += [Row([what, Cell.of(numbers[key], ".1%")])] if key in numbers else []
+        rows += [Row([label, Cell.of(numbers[key], ".1%")])] if key in numbers else []
     places = [str(number * numbers["step"]) for number in range(len(numbers["products"]))]
     table = [[round(value, 4) for value in row] for row in numbers["products"]]
     heat = Heat(values=table, x=places, y=places, bounds=(-1, 1), what="dot product", diverging=True)

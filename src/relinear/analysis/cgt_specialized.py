@@ -146,7 +146,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     base, width = numbers["losses"][DYNAMIC], 8
     shown = []
     for number, (kind, values) in enumerate((k, v) for k, v in numbers["losses"].items() if k != DYNAMIC):
-        gaps = [value - at for value, at in zip(values, base, strict=True)]
+        gaps = [value - reference for value, reference in zip(values, base, strict=True)]
         means = [sum(gaps[i : i + width]) / width for i in range(max(1, len(gaps) - width + 1))]
         places = [i + width / 2 for i in range(len(means))]
         shown.append(Series(name=kind, colour=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))

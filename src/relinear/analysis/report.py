@@ -43,17 +43,17 @@ def analyses_section(directory: Path) -> Section:
         blocks += what_ran(record, asked)
         note = about(record, record.get("data"))
     seen = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
-    said = f"What {len(seen)} analyses see in {model}: {', '.join(seen)}."
-    blocks.insert(0, Text(said, lead=True))
+    sentence = f"What {len(seen)} analyses see in {model}: {', '.join(seen)}."
+    blocks.insert(0, Text(sentence, lead=True))
     return Section(f"Analyses of {model}", "analyze", blocks, note=note)
 
 
 def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
     module = analysis(name)
     title = name.replace("_", " ")
-    where = "" if place in (".", "analysis") else f", {place}"
+    suffix = "" if place in (".", "analysis") else f", {place}"
     path = folder / f"{name}.json"
-    blocks: list[Block] = [Text(f"Analysis: {title}{where}", heading=True), Text(module.HOW_TO_READ)]
+    blocks: list[Block] = [Text(f"Analysis: {title}{suffix}", heading=True), Text(module.HOW_TO_READ)]
     blocks += _with_pictures(module.blocks(read_values(path)), folder)
     text = path.read_text(encoding="utf-8")
     if len(text) <= _LARGEST_LISTING:

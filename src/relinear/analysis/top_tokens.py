@@ -132,9 +132,9 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         for name, k, gate in gates[:LISTED]
     ]
     head = ["layer", "gate", "tokens", *_COLUMNS.values()]
-    said = f"The {len(rows)} gates of largest lift of {len(gates)}." if len(gates) > len(rows) else ""
+    note = f"The {len(rows)} gates of largest lift of {len(gates)}." if len(gates) > len(rows) else ""
     chart = Chart(text, panel, stem="top_tokens")
-    return [chart, Table(head, rows, (0, 2)), *([Text(said, soft=True)] if said else [])]
+    return [chart, Table(head, rows, (0, 2)), *([Text(note, soft=True)] if note else [])]
 
 
 #: value -> what its column is called

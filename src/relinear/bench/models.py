@@ -173,7 +173,9 @@ def run_model_bench(
     for mapping in variants.values():
         with torch.device("meta"):
             replace_(from_preset(settings.preset), mapping, init="fresh")
-    settings_by_name = {name: {key: config.to_dict() for key, config in one.items()} for name, one in variants.items()}
+    settings_by_name = {
+        name: {key: config.to_dict() for key, config in part.items()} for name, part in variants.items()
+    }
     stated = settings.model_dump(mode="json") | {"variants": settings_by_name}
     folder = RunFolder(
         out_dir,

@@ -40,10 +40,10 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     most = max(row["tokens"] for row in timed)
     cases = grouped((row["contender"], row["ratio"]) for row in timed if row["tokens"] == most)
     middle = {name: statistics.median(ratios) for name, ratios in cases.items()}
-    name = min(middle, key=lambda one: middle[one])
+    name = min(middle, key=lambda contender: middle[contender])
     faster = f"{sum(value < 1 for value in middle.values())} of {len(middle)} layers are faster than dense there."
-    said = f"{name} takes {middle[name]:.2f} of a dense layer's time, the median of {len(cases[name])} cases."
-    return f"At {most:,} token{'s' * (most > 1)} {said} {faster}"
+    speed = f"{name} takes {middle[name]:.2f} of a dense layer's time, the median of {len(cases[name])} cases."
+    return f"At {most:,} token{'s' * (most > 1)} {speed} {faster}"
 
 
 def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Table:
@@ -139,9 +139,11 @@ def models_section(values: Mapping[str, Any]) -> Section:
     height = 140 + 34 * len({series.y[0] for series in shown})
     preset = values["rows"][0]["preset"]
     speeds = {name: [r["speedup"] for r in values["rows"] if r["variant"] == name] for name in names if name != DENSE}
-    said = (f"{name} runs at {statistics.median(one):.2f} of the stock model's speed" for name, one in speeds.items())
+    texts = (
+        f"{name} runs at {statistics.median(runs):.2f} of the stock model's speed" for name, runs in speeds.items()
+    )
     blocks: list[Block] = [
-        Text(f"{'; '.join(said) or 'Only the stock model was timed'}.", lead=True),
+        Text(f"{'; '.join(texts) or 'Only the stock model was timed'}.", lead=True),
         Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", panel, None, height),
         Table(head, rows, (0, 1, 2, 3)),
         *_end(values),

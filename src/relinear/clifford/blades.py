@@ -105,8 +105,8 @@ def embed_bivector(beta: Tensor) -> Tensor:
         tensor([0., 0., 0., 2.])
     """
     n = bivector_dimension(beta)
-    where = bivector_slice(n)
-    return torch.nn.functional.pad(beta, (where.start, 2**n - where.stop))
+    bivector_indices = bivector_slice(n)
+    return torch.nn.functional.pad(beta, (bivector_indices.start, 2**n - bivector_indices.stop))
 
 
 def take_bivector(x: Tensor) -> Tensor:

@@ -149,6 +149,6 @@ def log(rotor: Tensor) -> Tensor:
             raise ValueError("-1 has no logarithm in Cl(1), which has no bivectors")
         return rotor[..., :0]
     # eigensolvers refuse a whole batch for one entry that is not a number
-    one = device_table(unit, 2**n, rotor, exact.dtype)
-    matrix, _, _ = _Log.apply(torch.where(valid.unsqueeze(-1), even, one))
+    scalar_one = device_table(unit, 2**n, rotor, exact.dtype)
+    matrix, _, _ = _Log.apply(torch.where(valid.unsqueeze(-1), even, scalar_one))
     return bivector_from_matrix(torch.where(valid[..., None, None], matrix, math.nan)).to(rotor.dtype)

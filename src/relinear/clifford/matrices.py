@@ -114,13 +114,13 @@ def matrix_exp(matrix: Tensor) -> Tensor:
     return torch.linalg.matrix_exp(torch.stack((single, torch.zeros_like(single))))[0].view(matrix.shape)
 
 
-def blade_matrices(n: int, where: slice) -> np.ndarray:
+def blade_matrices(n: int, blade_slice: slice) -> np.ndarray:
     """Return the matrices of some basis blades, (count, S, K, K)."""
     index, phase = _pauli_strings(n)
-    size, odd = 2 ** (n // 2), parities(n)[where]
+    size, odd = 2 ** (n // 2), parities(n)[blade_slice]
     columns = np.arange(size)
     dense = np.zeros((len(odd), 1 + n % 2, size, size), dtype=complex)
-    for row, (string, factor) in enumerate(zip(index[where], phase[where])):
+    for row, (string, factor) in enumerate(zip(index[blade_slice], phase[blade_slice])):
         a, b = divmod(int(string), size)
         for block in range(1 + n % 2):
             sign = -1 if block and odd[row] else 1

@@ -156,14 +156,14 @@ class Engine:
             self._report(run, run.settings.steps)
         return bool(done)
 
-    def call(self, stage: str, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    def call(self, stage: str, text: str, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function returns there."""
-        self.report(stage, what)
+        self.report(stage, text)
         return self.executor.submit(function, *arguments).result()
 
-    def report(self, stage: str, what: str) -> None:
+    def report(self, stage: str, text: str) -> None:
         """Tell of work that is not a run."""
-        self.on_progress(Progress(what, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
+        self.on_progress(Progress(text, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
 
     def _report_running(self, running: list[Run]) -> None:
         """How far runs are that are at work, by what they have written; the first stands for them."""
@@ -184,10 +184,10 @@ class Engine:
     def _report(
         self, run: Run, done: int, more: int = 0, row: Mapping[str, Any] | None = None, partly: int = 0
     ) -> None:
-        what = run.what + (f" and {more} more" if more else "")
+        text = run.what + (f" and {more} more" if more else "")
         figures: Any = {key: (row or {}).get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
         runs: Any = {"run": len(self._ended), "runs": self._in_all()[0], "seconds_left": self._left(partly)}
-        self.on_progress(Progress(what, done, run.settings.steps, run.stage, **figures, **runs))
+        self.on_progress(Progress(text, done, run.settings.steps, run.stage, **figures, **runs))
 
     def _left(self, partly: int) -> float | None:
         """Seconds that the rest takes at the pace of the runs that are known."""

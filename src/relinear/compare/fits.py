@@ -95,8 +95,8 @@ class FitReplication:
             for method, about in self.fits.methods.items():
                 for which, names in self.fits.projections.items():
                     chosen = settings | {"seed": seed, "learning_rate": about.learning_rate}
-                    what = {"operator": about.operator, "projections": names, "settings": chosen}
-                    jobs[f"{method}-{which}-seed-{seed}"] = budget | what
+                    facts = {"operator": about.operator, "projections": names, "settings": chosen}
+                    jobs[f"{method}-{which}-seed-{seed}"] = budget | facts
         return jobs
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
@@ -172,12 +172,12 @@ class FitReplication:
         texts = [first, second or "PyTorch's documentation"]
 
         def values(method: str, measure: str) -> list[float]:
-            what, _, which = measure.partition(":")
+            column, _, which = measure.partition(":")
             rows = [
                 fits_by_name[ORIGINAL if method == ORIGINAL else f"{method}-{which}-seed-{seed}"]
                 for seed in self.request["seeds"]
             ]
-            return [row["losses"][int(what) - 1] if what in ("1", "2") else row[what] for row in rows]
+            return [row["losses"][int(column) - 1] if column in ("1", "2") else row[column] for row in rows]
 
         def cell(method: str, measure: str) -> Cell:
             if method == ORIGINAL and measure[0] not in "12":
@@ -189,7 +189,7 @@ class FitReplication:
             single = [f"1:{which}" for which, names in self.fits.projections.items() if len(names) == 1]
 
             def over_seeds(method: str) -> list[float]:
-                return [fmean(each) for each in zip(*(values(method, one) for one in single), strict=True)]
+                return [fmean(each) for each in zip(*(values(method, run) for run in single), strict=True)]
 
             pairs = zip(over_seeds(claim.entry), over_seeds(claim.against), strict=True)
             return papers.point_gap([ours - other for ours, other in pairs])
@@ -248,7 +248,7 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
 def check_projections(model: Any, projections: Iterable[Sequence[str]], name: str) -> None:
     """Raise ValueError unless the model called ``name`` has all projections, each a layer of its own."""
     there = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    if missing := sorted({one for names in projections for one in names} - there):
+    if missing := sorted({projection for names in projections for projection in names} - there):
         raise ValueError(
             f"{name} has no layer {', '.join(missing)}: its projections are fused or have other names, which "
             "this paper's fits do not cover. Give a model whose q, k and v are layers of their own, such as a Llama"

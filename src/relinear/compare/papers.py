@@ -196,8 +196,8 @@ def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> 
         here = gap_of(claim)
         cells: list[Cell | str] = [str(claim), Cell.of(claim.gap, "+.3f"), Cell(gap_text(here), here and here["mean"])]
         rows.append(Row([*cells, Cell.of(here and here["standard_error"], ".4f")], claim.entry))
-        said = "no figure" if here is None else gap_text(here)
+        measured = "no figure" if here is None else gap_text(here)
         seeds = " (one seed)" if here and here["low"] is None else ""
         paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}{'' if claim.measure else ' nats per token'}"
-        lead = lead or f"{str(claim).capitalize()}: {paper} in the paper, {said} here{seeds}."
+        lead = lead or f"{str(claim).capitalize()}: {paper} in the paper, {measured} here{seeds}."
     return Table(["difference (losses: nats per token)", "in the paper", "here", "error of the evaluation"], rows), lead

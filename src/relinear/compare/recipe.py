@@ -43,8 +43,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def _one_line(error: MarkedYAMLError) -> str:
     mark = error.problem_mark
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + str(error.problem).replace("\n", " ")[:_LONGEST]
+    position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return position + str(error.problem).replace("\n", " ")[:_LONGEST]
 
 
 def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
@@ -63,22 +63,22 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def read_value(text: str, where: str) -> Any:
+def read_value(text: str, name: str) -> Any:
     """Return one value in YAML 1.2, by a safe loader: 010 is ten; 1:30 and yes are texts.
 
     Raises:
-        ValueError: if it is none; ``where`` heads the message.
+        ValueError: if it is none; ``name`` heads the message.
     """
     if len(text) > _LONGEST_TEXT:
-        raise ValueError(f"{where} is longer than {_LONGEST_TEXT:,} characters, and so no settings")
+        raise ValueError(f"{name} is longer than {_LONGEST_TEXT:,} characters, and so no settings")
     try:
         return YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
-        raise ValueError(f"{where}: the value is not valid YAML: {_one_line(error)}") from None
+        raise ValueError(f"{name}: the value is not valid YAML: {_one_line(error)}") from None
     except RecursionError:
-        raise ValueError(f"{where}: it is nested too deeply") from None
+        raise ValueError(f"{name}: it is nested too deeply") from None
     except (ValueError, LookupError, AttributeError, TypeError, YAMLError) as error:  # an integer of 5,000 digits
-        raise ValueError(f"{where}: the value cannot be read: {cut(str(error))}") from None
+        raise ValueError(f"{name}: the value cannot be read: {cut(str(error))}") from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,9 +73,9 @@ class Replication:
             "tokens": f"{requirements['tokens']}, {self.shown_share}",
         }
 
-    def run(self, folder: Path, on_progress: ProgressCallback, **where: Any) -> None:
-        """Train; ``where`` is what ``compare`` takes."""
-        compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **where)
+    def run(self, folder: Path, on_progress: ProgressCallback, **placement: Any) -> None:
+        """Train; ``placement`` is what ``compare`` takes."""
+        compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **placement)
 
     def section(self, folder: Path) -> Section:
         """Return its page: the paper compared with ours, then the comparison. Raises as ``replicate_section``."""
@@ -104,7 +104,7 @@ class Replication:
             blocks += [Text(table.title, heading=True), papers.paper_table(table, cell, below.entries)]
         blocks += [Text("What is claimed", heading=True), claims]
         blocks += [Text("What differs from the paper", heading=True), _differences(self, results)]
-        blocks += [Text(said) for said in self.paper.differences]
+        blocks += [Text(difference) for difference in self.paper.differences]
         blocks += [Text("How to read it", heading=True), *map(Text, [*_reading(self), *self.paper.reading])]
         blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
         blocks += analyses_blocks(folder / papers.COMPARISON)
@@ -327,13 +327,13 @@ def _operators(recipe: CompareSettings) -> list[str]:
 
 
 def _reading(plan: Replication) -> list[str]:
-    said = ["A gap below zero means that the first of the two has the lower loss; losses are in nats per token."]
+    notes = ["A gap below zero means that the first of the two has the lower loss; losses are in nats per token."]
     if len(plan.recipe.seeds) == 1:
-        said.append("One seed says little: --seeds 0,1,2 gives intervals.")
+        notes.append("One seed says little: --seeds 0,1,2 gives intervals.")
     if plan.share < 1:
-        said.append(
+        notes.append(
             "Losses here are of another budget than the paper's, and may be of another text and tokenizer: compare the "
             "gaps, not the values. The order of two operators in short training need not be that of the paper's "
             "budget; --budget takes a larger share, --budget paper all of it."
         )
-    return said
+    return notes

@@ -100,7 +100,7 @@ def results_section(directory: str | Path) -> Section:
     ]
     facts = [results["description"], results["budget"], results["match"]["by"] != "none" and results["match"]["text"]]
     blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
-    blocks += [Text("What was compared", heading=True), *(Text(said) for said in facts if said)]
+    blocks += [Text("What was compared", heading=True), *(Text(fact) for fact in facts if fact)]
     blocks.extend(Text(note, soft=True) for note in results["notes"])
     blocks += [Text("What to try next", heading=True), Text(_next(results))]
     by_budget = budget_table(results)
@@ -142,23 +142,23 @@ def verdict(results: Results) -> str:
     flaws = ["one seed"] * (half is None) + ["untuned learning rate"] * (not first["tuning"])
     alike = _alike(first, base, results)
     if not alike:
-        times, what = _ratio_of_sizes(base, first, results), _size(base, results)[1]
-        flaws.append(f"{base['name']} has {times:.2g} times the {what}")
+        times, quantity = _ratio_of_sizes(base, first, results), _size(base, results)[1]
+        flaws.append(f"{base['name']} has {times:.2g} times the {quantity}")
     who, relation = f"{first['name']} is", f"{'ahead of' if gap > 0 else 'behind'} {base['name']}"
     unit = _unit(results)
     by = f"by {abs(gap):.3f} nats per {unit}"
     if half is None or not alike:
-        said = f"Illustration only: {', '.join(flaws)}. Here {who} {relation} {by}."
+        text = f"Illustration only: {', '.join(flaws)}. Here {who} {relation} {by}."
     elif abs(gap) <= half:
         low, high = -gap - half, -gap + half
-        said = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
-        said += f"Their gap is {-gap:+z.3f} nats per {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
+        text = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
+        text += f"Their gap is {-gap:+z.3f} nats per {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
     else:
-        said = f"{who} {relation} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
-        said += f" With {flaws[0]}." if flaws else ""
+        text = f"{who} {relation} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
+        text += f" With {flaws[0]}." if flaws else ""
     if (counted := results.get("ngram")) and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
-        said += f" An n-gram model ({counted['order']}-grams) still has a lower loss than every entry: train longer."
-    return said
+        text += f" An n-gram model ({counted['order']}-grams) still has a lower loss than every entry: train longer."
+    return text
 
 
 def _size(entry: EntryResult, results: Results) -> tuple[float, str]:
@@ -329,15 +329,15 @@ def scale_section(directory: str | Path) -> Section:
     palette = colours([entry["name"] for entry in entries])
     text = "Loss against {}: a point per size, and every entry's power law."
     live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES), text)
-    crossed = sum(": cross " in said for said in results["verdicts"])
+    crossed = sum(": cross " in verdict for verdict in results["verdicts"])
     blocks: list[Block] = [
         Text(f"{crossed} of {len(results['verdicts'])} pairs of lines cross within the sizes tried.", lead=True),
         *live,
         scale_table(results),
         *(
-            Text(said, soft=True)
-            for said in ("loss = a x^-b", results.get("description"), *results["verdicts"])
-            if said
+            Text(verdict, soft=True)
+            for verdict in ("loss = a x^-b", results.get("description"), *results["verdicts"])
+            if verdict
         ),
         Listing("recipe, as given", as_yaml(results.get("recipe"))),
     ]

@@ -309,14 +309,14 @@ class CompareSettings(Settings):
             raise ValueError("give budgets, tokens or train.steps, one of them")
         if self.budgets is None and self.sizes is None:
             return
-        what = "sizes" if self.budgets is None else "budgets"
+        axis = "sizes" if self.budgets is None else "budgets"
         if self.budgets is not None and (self.sizes is not None or self.match.by == "bytes"):
             raise ValueError("give budgets or sizes, not both: every size has one budget")
         if self.reference is None:
-            raise ValueError(f"{what} need a reference entry: set reference: dense")
+            raise ValueError(f"{axis} need a reference entry: set reference: dense")
         fixed = [name for name, entry in self.entries.items() if "steps" in entry.set]
         if fixed:
-            raise ValueError(f"entries.{fixed[0]}.set.steps is one number for all {what}; use duration: 2.0")
+            raise ValueError(f"entries.{fixed[0]}.set.steps is one number for all {axis}; use duration: 2.0")
         if self.sizes is None:
             return
         if not any(entry.dense for entry in self.entries.values()):
@@ -380,12 +380,12 @@ class CompareSettings(Settings):
             changes["learning_rate"] = entry.learning_rate
         # Only what was written: a default of the model's fields must stay a default.
         explicit = self.train.model_dump(exclude_unset=True)
-        values, where = apply_overrides(explicit | changes, entry.set), f"entries.{name}"
+        values, location = apply_overrides(explicit | changes, entry.set), f"entries.{name}"
         if "steps" not in values:
-            values["steps"] = self._steps(_SharedTrainSettings.load(values, where))
+            values["steps"] = self._steps(_SharedTrainSettings.load(values, location))
             inherited = {key: value for key, value in values.items() if key not in entry.set}
             values |= shortened(inherited, values["steps"] / self.steps)
-        settings = TrainSettings.load(values, where)
+        settings = TrainSettings.load(values, location)
         return settings if entry.duration == 1 else lasting(settings, entry.duration)
 
 

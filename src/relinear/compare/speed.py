@@ -116,11 +116,11 @@ def measure_speed(
         about = {"reference": reference, "rounds": count}
         about["processor"] = ", ".join(machine["gpus"]) if on_gpu else machine["processor"]
         figures: dict[str, Any] = {name: dict(about) for name in made}
-        for what in ("train", "inference"):
-            calls = {name: one[what] for name, (_, one) in made.items()}
+        for mode in ("train", "inference"):
+            calls = {name: one[mode] for name, (_, one) in made.items()}
             timings = interleave(calls, reference, rounds=count, min_seconds=0.0, warmup=1)
             for name, timing in timings.items():
-                figures[name] |= _figures(what, timing, loaded[name], loaded[reference])
+                figures[name] |= _figures(mode, timing, loaded[name], loaded[reference])
     return figures
 
 
@@ -136,7 +136,7 @@ def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> f
         return interleave({"": calls["train"]}, "", rounds=2, min_seconds=0.0)[""].seconds / (batch * length)
 
 
-def _figures(what: str, timing: Timing, settings: TrainSettings, reference: TrainSettings) -> dict[str, float]:
+def _figures(mode: str, timing: Timing, settings: TrainSettings, reference: TrainSettings) -> dict[str, float]:
     """Return the ratio by tokens, as batches of entries may differ, and tokens per second."""
-    tokens, base = (one.batch_size * one.data.sequence_length for one in (settings, reference))
-    return {f"{what}_ratio": tokens / base / timing.ratio, f"{what}_tokens_per_second": tokens / timing.seconds}
+    tokens, base = (fitted.batch_size * fitted.data.sequence_length for fitted in (settings, reference))
+    return {f"{mode}_ratio": tokens / base / timing.ratio, f"{mode}_tokens_per_second": tokens / timing.seconds}

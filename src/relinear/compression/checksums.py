@@ -17,9 +17,9 @@ from relinear.system.text import cut
 _CHECKSUM = "checksum"
 
 
-def _refusal(path: Path, what: str) -> ValueError:
+def _refusal(path: Path, problem: str) -> ValueError:
     return ValueError(
-        f"{path} {what}, so its statistics cannot be used: remove {path.parent} and start again, which measures "
+        f"{path} {problem}, so its statistics cannot be used: remove {path.parent} and start again, which measures "
         "them anew"
     )
 

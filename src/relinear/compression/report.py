@@ -61,21 +61,21 @@ class CompressReport:
     @property
     def verdict(self) -> str:
         """The result in a sentence; that its text degenerates stands first."""
-        said = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
+        facts = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
         if self.evaluation is None:
             nats = self.plan.nats
-            return ", ".join([*said, "nothing measured" if nats is None else f"{nats:+z.2f} nats predicted"])
+            return ", ".join([*facts, "nothing measured" if nats is None else f"{nats:+z.2f} nats predicted"])
         evaluation = self.evaluation
-        said.append(f"{evaluation['nats']:+z.2f} nats on text like yours")
-        said += [f"{other['nats']:+z.2f} on {name}" for name, other in evaluation["elsewhere"].items()]
+        facts.append(f"{evaluation['nats']:+z.2f} nats on text like yours")
+        facts += [f"{other['nats']:+z.2f} on {name}" for name, other in evaluation["elsewhere"].items()]
         before, after = evaluation["repeated_before"], evaluation["repeated"]
         if before is None:
-            return ", ".join(said)
+            return ", ".join(facts)
         if after > max(DEGENERATE * before, before + 0.05):
             degenerate = f"Its greedy text repeats itself ({after:.0%} of 4-grams, the original's {before:.0%})"
-            return f"{degenerate}: {', '.join(said)}"
+            return f"{degenerate}: {', '.join(facts)}"
         more = f"repeats {after:.0%} of 4-grams (the original {before:.0%})"
-        return ", ".join([*said, more if after > before else "repeats itself no more than the original"])
+        return ", ".join([*facts, more if after > before else "repeats itself no more than the original"])
 
     @property
     def remarks(self) -> list[str]:

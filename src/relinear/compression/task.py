@@ -153,8 +153,8 @@ def check_compressible(model: Any, sequence_length: int) -> None:
     """Raise ValueError unless ``model`` is a decoder with all its weights that runs layer by layer, at this length."""
     kind = type(model).__name__
     if getattr(model, "peft_config", None):
-        what = "holds adapters of PEFT, which would be saved in the place of the compressed model"
-        raise ValueError(f"{kind} {what}: merge them first (merge_and_unload), or compress the model without them")
+        problem = "holds adapters of PEFT, which would be saved in the place of the compressed model"
+        raise ValueError(f"{kind} {problem}: merge them first (merge_and_unload), or compress the model without them")
     check_length_fits(sequence_length, model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -166,13 +166,13 @@ def check_compressible(model: Any, sequence_length: int) -> None:
         LayerByLayer(model).check(ids.to(next(model.parameters()).device))
 
 
-def check_ids(ids: Tensor, model: Any, what: str) -> None:
+def check_ids(ids: Tensor, model: Any, source: str) -> None:
     """Raise ValueError unless token ids (N, T) are ones that ``model`` embeds."""
     entries = vocab_size_of(model.get_input_embeddings())
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{what}: token ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
+        raise ValueError(f"{source}: token ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < entries:
         raise ValueError(
-            f"{what} has token ids from {int(ids.min())} to {int(ids.max())}, and {type(model).__name__} embeds "
+            f"{source} has token ids from {int(ids.min())} to {int(ids.max())}, and {type(model).__name__} embeds "
             f"0 to {entries - 1}: use the tokenizer of the model"
         )

@@ -69,16 +69,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3, most: int = _LISTED) -> str:
-    """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; if none, the first ``most``."""
+def nearest(name: str, known: Iterable[str], count: int = 3, limit: int = _LISTED) -> str:
+    """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; else the first ``limit``."""
     known = list(known)
-    short = [one for one in known if name.lower() == "".join(word[:1] for word in one.split("_")) and len(name) > 1]
+    short = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
     # A long text is like no name, and comparing it would take a while.
     close = short or (difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _SHOWN else [])
     if close:
         return f"did you mean {' or '.join(map(shown, close))}?"
-    more = f" and {len(known) - most} more" if len(known) > most else ""
-    return f"known: {cut(', '.join(known[:most]), most * 30)}{more}"
+    more = f" and {len(known) - limit} more" if len(known) > limit else ""
+    return f"known: {cut(', '.join(known[:limit]), limit * 30)}{more}"
 
 
 def readable(error: ValidationError, name: str = "") -> str:
@@ -89,19 +89,19 @@ def readable(error: ValidationError, name: str = "") -> str:
     inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
     for fault in faults[:_TOLD]:
-        where = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
+        location = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
         value, limits = fault["input"], fault.get("ctx", {})
-        what = requirement(fault["type"], shown(value), limits)
+        must_be = requirement(fault["type"], shown(value), limits)
         if fault["type"].startswith("missing"):
-            lines.append(f"{where} is missing: give it a value")
-        elif what is None:
+            lines.append(f"{location} is missing: give it a value")
+        elif must_be is None:
             reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
             got = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
-            lines.append(f"{where}: {reason}{got}" if where else reason + got)
+            lines.append(f"{location}: {reason}{got}" if location else reason + got)
         else:
             choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
             hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
-            lines.append(f"{where} {what}{hint if 'did you mean' in hint else ''}".lstrip())
+            lines.append(f"{location} {must_be}{hint if 'did you mean' in hint else ''}".lstrip())
     if len(faults) > _TOLD:
         lines.append(f"and {len(faults) - _TOLD} more")
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])
@@ -172,11 +172,11 @@ class Config:
             check_value(name, getattr(self, name), hint)
 
     @classmethod
-    def _check_names(cls, values: Iterable[Any], where: str) -> None:
+    def _check_names(cls, values: Iterable[Any], owner: str) -> None:
         names = sorted(f.name for f in dataclasses.fields(cls))
         for key in values:
             if key not in names:
-                raise UnknownSettingError(f"{where}: unknown setting {shown(key)}; {nearest(str(key), names)}")
+                raise UnknownSettingError(f"{owner}: unknown setting {shown(key)}; {nearest(str(key), names)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
@@ -333,11 +333,9 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 def check_fits(name: str, value: int, in_features: int, out_features: int) -> None:
     """Raise ValueError if ``value``, a rank or a number of blocks, exceeds the smaller side of a layer."""
-    most = min(in_features, out_features)
-    if value > most:
-        raise ValueError(
-            f"{name}={value} exceeds min(in_features={in_features}, out_features={out_features}); choose at most {most}"
-        )
+    limit = min(in_features, out_features)
+    if value > limit:
+        raise ValueError(f"{name}={value} exceeds min({in_features=}, {out_features=}); choose at most {limit}")
 
 
 def check_divides(name: str, value: int, **sizes: int) -> None:

@@ -44,15 +44,15 @@ def train_new_parameters(model: nn.Module, known: set[int]) -> None:
             parameter.requires_grad_(True)
 
 
-def outermost(model: nn.Module, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the ``wanted`` modules of ``model`` by their first names, each once; none that lies within another."""
+def outermost(model: nn.Module, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield the modules for which ``is_wanted`` holds, by their first names, each once; none within another of them."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        if wanted(module):
+        if is_wanted(module):
             yield name, module
             return
         for key, child in module.named_children():

@@ -13,9 +13,9 @@ from relinear.contract.config import Config
 Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor], Any]]
 
 
-def kl_terms(logits: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
+def kl_terms(logits: Tensor, target_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Compute the terms (..., V) whose sum over V is KL(softmax(wanted / tau) || softmax(logits / tau)), in float32."""
-    student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, wanted))
+    student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, target_logits))
     return F.kl_div(student, teacher, log_target=True, reduction="none")
 
 

@@ -412,8 +412,8 @@ def _refuse_features(x: Any, width: int, layer: Any) -> None:
         got = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
     else:
         got = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
-    where = f"{name} ({kind})" if name else kind
-    raise ValueError(f"{where}: expected a floating-point tensor of shape (..., {width}), got {got}")
+    layer_name = f"{name} ({kind})" if name else kind
+    raise ValueError(f"{layer_name}: expected a floating-point tensor of shape (..., {width}), got {got}")
 
 
 def check_model(model: Any, user: str) -> None:

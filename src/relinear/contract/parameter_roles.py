@@ -66,8 +66,8 @@ class ParamRole(NamedTuple):
             return 1.0
         base, fan_out = self._base_fan_in(ratio), self.fan_in if self.fan_out is None else self.fan_out
         base_out = fan_out / ratio**self.growth if self.fan_out_scales else fan_out
-        wanted = (base / self.fan_in) ** (1.0 if self.readout else 0.5)
-        return wanted * self._standard(base, base_out) / self._standard(self.fan_in, fan_out)
+        std = (base / self.fan_in) ** (1.0 if self.readout else 0.5)
+        return std * self._standard(base, base_out) / self._standard(self.fan_in, fan_out)
 
     def _base_fan_in(self, ratio: float) -> float:
         assert self.fan_in is not None

@@ -43,8 +43,8 @@ def load(family: str, name: str) -> Any:
     try:
         return point.load()
     except Exception as error:
-        where = f"{point.value} of the package {point.dist.name if point.dist else 'unknown'}"
-        warnings.warn(f"the {family} {name!r} is skipped: {where} fails with {error!r}", UserWarning, stacklevel=2)
+        source = f"{point.value} of the package {point.dist.name if point.dist else 'unknown'}"
+        warnings.warn(f"the {family} {name!r} is skipped: {source} fails with {error!r}", UserWarning, stacklevel=2)
         return None
 
 

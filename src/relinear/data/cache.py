@@ -102,8 +102,8 @@ def usable_folder(root: Path, *names: str) -> Path:
 
 
 def _unusable(root: Path, error: OSError) -> OSError:
-    said = f"the cache {root} cannot be used ({error.filename or root}: {error.strerror or error})"
-    return OSError(f"{said}; set cache_dir or RELINEAR_CACHE to a folder of your own")
+    problem = f"the cache {root} cannot be used ({error.filename or root}: {error.strerror or error})"
+    return OSError(f"{problem}; set cache_dir or RELINEAR_CACHE to a folder of your own")
 
 
 def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

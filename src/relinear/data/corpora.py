@@ -170,8 +170,8 @@ class Corpus:
                 empty = False
                 yield encodable(text)
         if empty:
-            where = "it" if split == "all" else f"its {split!r} split"
-            raise ValueError(f"{self.settings.data!r} has no text in {where}")
+            place = "it" if split == "all" else f"its {split!r} split"
+            raise ValueError(f"{self.settings.data!r} has no text in {place}")
 
     def _divided(self, split: str) -> Iterator[str]:
         # Held out of the source's training documents, for want of a validation split.

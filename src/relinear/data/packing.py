@@ -179,14 +179,14 @@ def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) 
         parts = [prepare_data(settings.updated(data=name), on_progress=on_progress) for name in task.sources]
         tokenizer = parts[0].tokenizer
         for split in samples:
-            documents = (_documents(getattr(one, split).tokens, separator_id(tokenizer)) for one in parts)
+            documents = (_documents(getattr(source, split).tokens, separator_id(tokenizer)) for source in parts)
             samples[split] = Joined(task, settings.sequence_length, tuple(documents))
     else:
         tokenizer = None if settings.tokenizer == "none" else load_tokenizer(settings.tokenizer)
     length, limit = settings.sequence_length, settings.max_validation_tokens
     sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES if limit is None else max(1, limit // length)}
     counts = {split: {"samples": size, "tokens": size * length} for split, size in sizes.items()}
-    splits = (Samples(one, sizes[split], settings.seed, split) for split, one in samples.items())
+    splits = (Samples(source, sizes[split], settings.seed, split) for split, source in samples.items())
     return _packed(settings, splits, tokenizer, counts)
 
 
@@ -197,7 +197,7 @@ def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, ...]:
 
 
 def _counted(
-    documents: Iterable[str], what: str, on_progress: ProgressCallback, totals: dict[str, int] | None = None
+    documents: Iterable[str], stage_text: str, on_progress: ProgressCallback, totals: dict[str, int] | None = None
 ) -> Iterator[str]:
     """Yield the documents and report how many characters they have so far; ``totals`` counts them all in the end."""
     count, characters, size, reported = 0, 0, 0, 0
@@ -206,8 +206,8 @@ def _counted(
         count, characters, size = count + 1, characters + len(text), size + len(text.encode())
         if characters - reported >= 1_000_000:
             reported = characters
-            on_progress(Progress(what, reported, stage="data"))
-    on_progress(Progress(what, characters, stage="data"))
+            on_progress(Progress(stage_text, reported, stage="data"))
+    on_progress(Progress(stage_text, characters, stage="data"))
     if totals is not None:
         totals |= {"documents": count, "characters": characters, "bytes": size}
 

@@ -244,8 +244,8 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
         cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
-        said = str(cause).split("Example of usage")[0] or type(cause).__name__
-        raise ValueError(cut(" ".join(next(iter(errors.messages), said).split()))) from error
+        message = str(cause).split("Example of usage")[0] or type(cause).__name__
+        raise ValueError(cut(" ".join(next(iter(errors.messages), message).split()))) from error
     finally:
         logger.handlers = handlers
         if bars:
@@ -266,12 +266,12 @@ def _by_split(
     return sources, [f"the split {split}" for split in loaded if split not in SPLIT_NAMES]
 
 
-def _source(where: str, rows_of: Callable[[], Any], settings: DataSettings, key: Sequence[Any]) -> Source:
+def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: Sequence[Any]) -> Source:
     """The documents of one part of a data set."""
 
     def documents() -> Iterator[str]:
         rows = rows_of()
-        column = _column(where, rows, settings.text_column)
+        column = _column(name, rows, settings.text_column)
         rows = rows.select_columns([column])
         if settings.max_documents is not None:
             rows = rows.take(settings.max_documents)
@@ -280,15 +280,15 @@ def _source(where: str, rows_of: Callable[[], Any], settings: DataSettings, key:
                 for value in batch[column]:
                     text = as_document(value or "")
                     if text is None:
-                        raise ValueError(f"{where}: {shown(column)} holds {shown(value)}, expected text or messages")
+                        raise ValueError(f"{name}: {shown(column)} holds {shown(value)}, expected text or messages")
                     yield text
         except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: {shown(column)} holds text that is not UTF-8; convert it first") from error
+            raise ValueError(f"{name}: {shown(column)} holds text that is not UTF-8; convert it first") from error
 
     return Source(documents, [*key, settings.text_column])
 
 
-def _column(where: str, rows: Any, wanted: str | None) -> str:
+def _column(name: str, rows: Any, wanted: str | None) -> str:
     """The column of documents, by the types that columns have over all rows."""
     features = rows.features
     if features is None:  # of a stream that does not state them
@@ -296,7 +296,7 @@ def _column(where: str, rows: Any, wanted: str | None) -> str:
 
         features = datasets.Dataset.from_list(list(rows.take(_ROWS_LOOKED_AT))).features
     texts = [k for k, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string", "string_view")]
-    return choose_column(where, wanted, list(features), texts, [k for k, f in features.items() if _holds_messages(f)])
+    return choose_column(name, wanted, list(features), texts, [k for k, f in features.items() if _holds_messages(f)])
 
 
 def _holds_messages(feature: Any) -> bool:

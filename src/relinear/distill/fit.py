@@ -76,7 +76,7 @@ class FitSchedule:
         if self.draws:
             return [torch.randint(samples, (batch,), generator=generator) for _ in range(self.draws)]
         passes = [torch.randperm(samples, generator=generator).split(batch) for _ in range(self.epochs)]
-        return [rows for one in passes for rows in one if len(rows) == batch]
+        return [rows for epoch in passes for rows in epoch if len(rows) == batch]
 
 
 def improve(

@@ -257,9 +257,9 @@ def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
 def fingerprint_of(values: Any, tensors: Iterable[Tensor | str]) -> str:
     """Return the hash of JSON values, and of tensors and names of them, in their order."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
-    for one in tensors:
-        if isinstance(one, Tensor):
-            digest.update(one.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         else:
-            digest.update(one.encode())
+            digest.update(tensor.encode())
     return digest.hexdigest()

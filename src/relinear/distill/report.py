@@ -82,14 +82,17 @@ def distill_section(report: Mapping[str, Any]) -> Section:
     before, after = report.get("perplexity_before"), report.get("perplexity")  # older reports have neither
     if before is not None and after is not None:
         count = f"{len(layers)} layer{'s' * (len(layers) > 1)}"
-        said = f"With {count} replaced, perplexity went from {before:,.2f} to {after:,.2f}"
-        blocks.append(Text(f"{said} on tokens that were not fitted on.", lead=True))
-    what = "the divergence of the final logits" if report["loss"] == "kl" else "squared error over squared output"
+        sentence = f"With {count} replaced, perplexity went from {before:,.2f} to {after:,.2f}"
+        blocks.append(Text(f"{sentence} on tokens that were not fitted on.", lead=True))
+    kind = "the divergence of the final logits" if report["loss"] == "kl" else "squared error over squared output"
     blocks += [
         _chart(layers, error),
         Text("Layers", heading=True),
         _table(layers, report["loss"]),
-        Text(f"{error}: {what}, on validation tokens; the smaller, the nearer to the layer it replaced.", soft=True),
+        Text(
+            f"{error}: {kind}, on validation tokens; the smaller, the nearer to the layer it replaced.",
+            soft=True,
+        ),
         *what_ran(report),
     ]
     if report.get("settings"):

@@ -262,8 +262,8 @@ class _Run:
         # earlier versions had fewer settings: what they wrote decided their fingerprint
         marks = [self.fingerprint(full_plan, earlier["settings"], stored) for stored in _as_written(full_plan, earlier)]
         if earlier["fingerprint"] not in marks:
-            what = "a distillation of another model, mapping or corpus"
-            raise ValueError(f"{self.folder.path} holds {what}; give another, or start over with {_OVERWRITE}")
+            other_work = "a distillation of another model, mapping or corpus"
+            raise ValueError(f"{self.folder.path} holds {other_work}; give another, or start over with {_OVERWRITE}")
         for number, group in enumerate(groups[: len(done)]):
             path = self._weights(number)
             if not path.is_file() or self.weights.get(path.name, fingerprint(path)) != fingerprint(path):

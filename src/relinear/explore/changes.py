@@ -66,13 +66,13 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
     subject.index.row(change.point, change.unit)
     ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
     with subject.lock:
-        for side, one in (("before", None), ("after", change), ("control", _alike(subject, change, seed))):
-            if one is None and side == "control":
+        for side, side_change in (("before", None), ("after", change), ("control", _alike(subject, change, seed))):
+            if side_change is None and side == "control":
                 continue
-            interventions = {} if one is None else one.interventions()
+            interventions = {} if side_change is None else side_change.interventions()
             shares = subject.shares_of(ids[None], interventions)[0, -1]
             continuation = subject.continued(ids, new, interventions) if new else ""
-            sides[side] = {"shares": shares, "text": continuation, "change": one and one._asdict()}
+            sides[side] = {"shares": shares, "text": continuation, "change": side_change and side_change._asdict()}
     return _side_by_side(subject, sides) | {"code": code(subject, text, change, new)}
 
 
@@ -196,13 +196,13 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
         }
         apart = divergence(shares["unspecialised"], _next(control(after[None])))
         context = values_of(subject.model, both, {_CONTEXT: hook_points(subject.model)[_CONTEXT]})[_CONTEXT]
-    likely = torch.cat([one.topk(min(SHOWN, len(one))).indices for one in shares.values()]).unique()
+    likely = torch.cat([share.topk(min(SHOWN, len(share))).indices for share in shares.values()]).unique()
     likely = likely[shares["specialised"][likely].sort(descending=True).indices]
     return {
         "prefix_tokens": len(before),
         "parameters": sum(parameter.numel() for parameter in special.parameters()),
         "tokens": subject.tokens(likely.tolist()),
-        "shares": {name: one[likely].tolist() for name, one in shares.items()},
+        "shares": {name: share[likely].tolist() for name, share in shares.items()},
         "divergence": divergence(shares["unspecialised"], shares["specialised"]),
         "control_divergence": apart,
         "weights": _changed(subject.model.state_dict(), special.state_dict()),

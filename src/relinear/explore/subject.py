@@ -105,7 +105,7 @@ class Subject:
             "path": self.path,
             "class": type(self.model).__name__,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "hook_points": [dataclasses.asdict(one) for one in self.index.hook_points.values()],
+            "hook_points": [dataclasses.asdict(point) for point in self.index.hook_points.values()],
             "texts": texts,
             "length": length,
             "prefixes": self.reads_prefixes(),
@@ -124,7 +124,7 @@ class Subject:
 
     def _marked(self, rows: slice) -> Tensor:
         """(units, K) ids of the tokens at which units are highest; -1 where there is no text."""
-        texts, tokens = (self.index.tensors[f"most_{what}"][rows].long() for what in ("row", "token"))
+        texts, tokens = (self.index.tensors[f"most_{column}"][rows].long() for column in ("row", "token"))
         return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
 
     def unit(self, point: str, unit: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Subject:
         facts = self.index.facts(point)
         answer: dict[str, Any] = {"point": point, "unit": unit, "kind": facts.kind}
         for end in ("most", "least"):
-            columns = (tensors[f"{end}_{what}"][row].tolist() for what in ("value", "row", "token"))
+            columns = (tensors[f"{end}_{column}"][row].tolist() for column in ("value", "row", "token"))
             answer[end] = [
                 {"value": value, "row": text, "token": token, "tokens": self.tokens(self.index.ids[text].tolist())}
                 for value, text, token in zip(*columns, strict=True)

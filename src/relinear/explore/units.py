@@ -161,7 +161,7 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
         ids = tensors.pop("ids")
     except (OSError, ValueError, LookupError, TypeError, SafetensorError):
         return None  # it can be made again
-    units = sum(one.size for one in facts.values())
+    units = sum(point.size for point in facts.values())
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         n: (units, *s) for n, s in _SHAPES.items()
     }
@@ -254,14 +254,14 @@ def index_units(
 
         _run(model, rows, chosen, see)
         on_progress(Progress("indexing", min(start + BATCH, len(ids)), len(ids)))
-    silent = [name for name, one in running.items() if one.seen != ids.numel()]
+    silent = [name for name, counts in running.items() if counts.seen != ids.numel()]
     if silent:
         raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other hook points")
     layers, facts, first = _layers_of(model, chosen), {}, 0
     for name, point in chosen.items():
         facts[name] = HookPointFacts(name, point.kind, layers[name], point.size, first)
         first += point.size
-    parts = [one.tensors() for one in running.values()]
+    parts = [counts.tensors() for counts in running.values()]
     tensors = {key: torch.cat([part[key] for part in parts]) for key in _SHAPES}
     return Index(facts, ids.cpu().to(torch.int32), tensors, dict(made_from))
 

@@ -193,11 +193,11 @@ class SubBlock(NamedTuple):
 def _layers_at(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
     """Return decoder layers by index, in order (negative ones count from the end); all of them by default."""
     stack = decoder_layers(model)
-    wanted = list(range(len(stack)) if layers is None else layers)
-    wrong = [i for i in wanted if not -len(stack) <= i < len(stack)]
+    indices = list(range(len(stack)) if layers is None else layers)
+    wrong = [i for i in indices if not -len(stack) <= i < len(stack)]
     if wrong:
         raise ValueError(f"layers {wrong} are out of range: the model has {len(stack)} layers")
-    return [(i, stack[i]) for i in sorted({i % len(stack) for i in wanted})]
+    return [(i, stack[i]) for i in sorted({i % len(stack) for i in indices})]
 
 
 def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:

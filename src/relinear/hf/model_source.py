@@ -44,9 +44,9 @@ def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any 
         raise FileNotFoundError(missing_directory(name))
     if "/" in name or name in _WITHOUT_OWNER or is_cached(name, cache_dir):
         return "hub"
-    near, what = (f"; {nearest(name, known)}", "no preset, ") if known else ("", "")
+    suggestion, kind = (f"; {nearest(name, known)}", "neither a preset nor a") if known else ("", "not a")
     raise ValueError(
-        f"unknown model {shown(name)}{near} (It is {what}no directory here, and names of the Hugging Face Hub have the "
+        f"unknown model {shown(name)}{suggestion} (It is {kind} directory here. Names of the Hugging Face Hub have the "
         "form owner/name.)"
     )
 
@@ -79,8 +79,8 @@ def missing_directory(name: str) -> str:
     """Return the message for a path where nothing is, with the nearest names in the last folder that exists."""
     path = Path(name).expanduser()
     folder = next((parent for parent in path.parents if exists(parent)), Path("."))
-    wanted = path.relative_to(folder).parts[0]
+    missing_name = path.relative_to(folder).parts[0]
     folders = [child.name for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
-    folders.sort(key=lambda one: (one.startswith("."), one))
-    near = nearest(wanted, folders, most=8) if folders else "it has no directories"
-    return f"{shown(name)[1:-1]}: no such directory; {folder.resolve()} has no {shown(wanted)}; {near}"
+    folders.sort(key=lambda folder_name: (folder_name.startswith("."), folder_name))
+    near = nearest(missing_name, folders, limit=8) if folders else "it has no directories"
+    return f"{shown(name)[1:-1]}: no such directory; {folder.resolve()} has no {shown(missing_name)}; {near}"

@@ -44,8 +44,8 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
     class_name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{class_name} is an encoder-decoder; {user} {_NEEDED}")
-    if (wanted := getattr(model, "main_input_name", "input_ids")) != "input_ids":
-        raise ValueError(f"{class_name} reads {wanted}, not tokens; {user} {_NEEDED}")
+    if (input_name := getattr(model, "main_input_name", "input_ids")) != "input_ids":
+        raise ValueError(f"{class_name} reads {input_name}, not tokens; {user} {_NEEDED}")
     length = min(_TOKENS, max_positions(model) or _TOKENS)
     ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
     ids[:, 1 : length // 2 : 2] = 1

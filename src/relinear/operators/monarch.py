@@ -102,12 +102,12 @@ class Monarch(OperatorConfig):
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Monarch:
         # The size is K R (I + O). Steps of R alone are coarse, so K gives way a little where that comes nearer.
-        wanted = self.blocks * self.rank_for(in_features, out_features) * ratio
+        target_size = self.blocks * self.rank_for(in_features, out_features) * ratio
         smaller = min(in_features, out_features)
 
         def fitted(blocks: int) -> tuple[int, int]:
-            return blocks, max(1, min(round(wanted / blocks), -(-smaller // blocks)))
+            return blocks, max(1, min(round(target_size / blocks), -(-smaller // blocks)))
 
         candidates = [fitted(k) for k in range(max(1, self.blocks // 2), min(2 * self.blocks, smaller) + 1)]
-        blocks, rank = min(candidates, key=lambda kr: (abs(kr[0] * kr[1] - wanted), abs(kr[0] - self.blocks)))
+        blocks, rank = min(candidates, key=lambda kr: (abs(kr[0] * kr[1] - target_size), abs(kr[0] - self.blocks)))
         return self.replace(blocks=blocks, rank=rank)

@@ -80,9 +80,9 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         rank, biases, learnt = settings.rank, settings.biases, settings.learnable_alpha
         separate = settings.channel and settings.scalar and not settings.shared
         add_parameters(self, kw, down=(rank, in_features))
-        for name, wanted, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
+        for name, enabled, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
             shapes = {"up": (size, rank), "log_alpha": (1,) if learnt else None, "bias": (size,) if biases else None}
-            add_parameters(self, kw, **{f"{name}_{part}": shape if wanted else None for part, shape in shapes.items()})
+            add_parameters(self, kw, **{f"{name}_{part}": shape if enabled else None for part, shape in shapes.items()})
         add_parameters(
             self,
             kw,

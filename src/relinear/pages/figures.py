@@ -117,7 +117,7 @@ def described(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): described(one) for key, one in value.items()}
+        return {str(key): described(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [described(one) for one in value]
+        return [described(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -35,7 +35,7 @@ def _card(model: Any) -> str:
     origin = f"[{name}](https://huggingface.co/{name})" if name else f"a `{type(model).__name__}`"
     lines = ["---", *front, "---", _LINE, "", f"# {origin} with layers of relinear", ""]
     configs = [*(operator.config for _, operator in named_operators(model)), *attachments(model)]
-    packages = {one["package"] for one in packages_of(configs).values() if "package" in one}
+    packages = {source["package"] for source in packages_of(configs).values() if "package" in source}
     lines += [*_table(model), "", *_loading_section(causal, sorted(packages)), ""]
     return "\n".join(lines)
 

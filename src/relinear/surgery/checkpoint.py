@@ -102,8 +102,8 @@ def _needed(packages: Any) -> str:
     for kind, origin in packages.items():
         facts = {key: str(value) for key, value in origin.items()} if isinstance(origin, Mapping) else {}
         package = facts.get("package")
-        where = f"{package} {facts.get('version', '')}".strip() if package else f"the module {facts.get('module')}"
-        lines.append(f"{shown(kind)} is of {where}")
+        source = f"{package} {facts.get('version', '')}".strip() if package else f"the module {facts.get('module')}"
+        lines.append(f"{shown(kind)} is of {source}")
     return (
         f". It was saved with operators of other packages: {', '.join(lines)}. Install them, or name their modules in "
         "RELINEAR_IMPORT or with relinear --import"
@@ -300,7 +300,7 @@ def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str
     other = [f"{key} {stored[key]} for {expected[key]}" for key in differ]
     problems = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
     if any(problems.values()):
-        parts = "; ".join(f"{what} {_some(keys)}" for what, keys in problems.items() if keys)
+        parts = "; ".join(f"{problem} {_some(keys)}" for problem, keys in problems.items() if keys)
         raise ValueError(
             f"the checkpoint does not fit its own record of operators (quantization_config in config.json): {parts}"
         )
@@ -352,10 +352,10 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
             raise
     if wrong := list(_not_finite(model.config.to_dict())):
         raise ValueError(f"{directory}: config.json has {', '.join(wrong)}; give a number, as the original has it")
-    reported = {what: sorted(map(str, info[what])) for what in _PROBLEMS if info.get(what)}
+    reported = {problem: sorted(map(str, info[problem])) for problem in _PROBLEMS if info.get(problem)}
     if getattr(model.config, "quantization_config", None) is None or record_in_config(model.config) is not None:
         reported["not_floats"] = [name for name, p in model.named_parameters() if not p.is_floating_point()]
-    problems = [f"{what.replace('_', ' ')}: {_some(keys)}" for what, keys in reported.items() if keys]
+    problems = [f"{problem.replace('_', ' ')}: {_some(keys)}" for problem, keys in reported.items() if keys]
     if problems and auto_class is None and _has_another_head(model):
         _check_task(directory, model.config.to_dict())
     if problems:
@@ -402,9 +402,9 @@ def reading_config(directory: Any) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, (*_OF_WRONG_VALUES, SafetensorError)) and "Validation" not in type(error).__name__:
             raise
-        said = cut(" ".join(str(error).split()))
+        message = cut(" ".join(str(error).split()))
         raise ValueError(
-            f"{directory}: no model can be built from its config.json and weights ({type(error).__name__}: {said})"
+            f"{directory}: no model can be built from its config.json and weights ({type(error).__name__}: {message})"
         ) from error
 
 

@@ -152,10 +152,10 @@ def warn_of_gaps(report: Coverage) -> None:
     head = sum(entry.parameters for entry in report.left if entry.reason == OUTPUT_HEAD)
     missing = sum(entry.parameters for entry in gaps)
     if missing > _WORTH_A_WARNING * (report.total - head):
-        what = "; ".join(entry.in_words() for entry in gaps)
+        in_words = "; ".join(entry.in_words() for entry in gaps)
         warnings.warn(
             f'"all-linear" leaves {missing / (report.total - head):.0%} of the linear parameters (embeddings and '
-            f"output head not counted) as they were: {what}",
+            f"output head not counted) as they were: {in_words}",
             UserWarning,
             stacklevel=4,
         )

@@ -32,8 +32,8 @@ class LayerBias(AttachmentConfig):
         for name in self.layers:
             layer = named_in(model, name)
             if type(layer) is not nn.Linear:
-                what = "no such module" if layer is None else type(layer).__name__
-                raise ValueError(f"layer_bias: {name} must be an nn.Linear of {type(model).__name__}; it is {what}")
+                got = "no such module" if layer is None else type(layer).__name__
+                raise ValueError(f"layer_bias: {name} must be an nn.Linear of {type(model).__name__}; it is {got}")
             if layer.bias is not None:
                 raise ValueError(f"layer_bias: {name} has a bias already")
 

@@ -34,10 +34,10 @@ def check_patterns(patterns: Iterable[Any]) -> None:
                 raise ValueError(f"pattern {shown(pattern)} is not a valid regular expression: {error}") from error
 
 
-def listed(patterns: Any, what: str) -> list[str]:
-    """Return one pattern or several, checked, as a list; what is neither is refused with the words ``what``."""
+def listed(patterns: Any, expected: str) -> list[str]:
+    """Return one pattern or several, checked, as a list; what is neither is refused with the words ``expected``."""
     if not isinstance(patterns, Iterable):
-        raise ValueError(f"{what}, got {shown(patterns)}")
+        raise ValueError(f"{expected}, got {shown(patterns)}")
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     check_patterns(wanted)
     return wanted

@@ -110,10 +110,10 @@ def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: I
         return None
     wanted = layer_indices(layers)
     find = layer_finder(model)
-    known = {index for name in names if name and (index := find(name)) is not None}
-    if not known:
+    present = {index for name in names if name and (index := find(name)) is not None}
+    if not present:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
-    count = max(known) + 1
+    count = max(present) + 1
     for index in wanted:
         if not -count <= index < count:
             raise ValueError(f"layer {index!r} does not exist: the model has {count} layers (0 to {count - 1})")

@@ -80,8 +80,8 @@ class Summary:
             template = "{}\n  {}  {}\n  parameters {} (was {}), {} bits each, {} bytes, FLOPs/token {} (was {})"
             table = ["", *(template.format(*line) for line in lines[1:])]
         notes = map("note: {}".format, self.notes)
-        said = "\n".join([table[0], rule, *table[1:-1], rule, table[-1], str(self.coverage), *notes])
-        return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in said.splitlines() if line)
+        text = "\n".join([table[0], rule, *table[1:-1], rule, table[-1], str(self.coverage), *notes])
+        return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in text.splitlines() if line)
 
 
 def _size_columns(of: Row | Summary, count: int) -> list[str]:

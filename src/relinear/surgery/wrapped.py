@@ -105,10 +105,10 @@ def _resize_token_embeddings(
     if new_num_tokens is None and pad_to_multiple_of is None:  # nothing is asked for
         return model.get_input_embeddings()
     tables, head = token_tables(model), model.get_output_embeddings()
-    for what, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
+    for role, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
         if isinstance(part, Operator):
             raise ValueError(
-                f"the {what} is an operator ({part.config.kind}), which has no rows to add or remove; relinear.fold_ "
+                f"the {role} is an operator ({part.config.kind}), which has no rows to add or remove; relinear.fold_ "
                 "it, resize the vocabulary, and replace it again"
             )
     resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
@@ -221,8 +221,8 @@ def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
     if name is None or options.get("gguf_file"):
         return None
     try:
-        where = {key: options[key] for key in _WHERE if key in options}
-        values, _ = PreTrainedConfig.get_config_dict(name, **where)
+        hub_options = {key: options[key] for key in _WHERE if key in options}
+        values, _ = PreTrainedConfig.get_config_dict(name, **hub_options)
     except OSError:  # there is none: the caller's config is all there is
         return None
     return parse_record(values.get("quantization_config"))

@@ -131,14 +131,14 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def parse_json(text: str, where: str | Path) -> Any:
-    """The value in ``text``; ``where`` heads the message of the ValueError if it is not JSON, or nested without end."""
+def parse_json(text: str, source: str | Path) -> Any:
+    """Return the value in ``text``. Raises ValueError, on ``source``, if it is not JSON or nested without end."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError(f"{where} is nested too deeply") from None
+        raise ValueError(f"{source} is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{where} is not valid JSON ({error})") from None
+        raise ValueError(f"{source} is not valid JSON ({error})") from None
 
 
 def read_json(path: str | Path) -> Any:
@@ -147,16 +147,16 @@ def read_json(path: str | Path) -> Any:
 
 
 @contextlib.contextmanager
-def damaged_file_errors(path: str | Path, what: str, advice: str) -> Iterator[None]:
+def damaged_file_errors(path: str | Path, problem: str, advice: str) -> Iterator[None]:
     """Within the block, where what ``path`` holds is taken apart, whatever it lacks ends in one ValueError.
 
-    It says that ``path`` is ``what`` (no plan, damaged), why, and the advice.
+    It says that ``path`` is ``problem`` (no plan, damaged), why, and the advice.
     """
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         why = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ValueError(f"{path} is {what} ({cut(why)}); {advice}") from error
+        raise ValueError(f"{path} is {problem} ({cut(why)}); {advice}") from error
 
 
 def read_text(path: str | Path, most: int = -1) -> str:
@@ -188,10 +188,10 @@ def os_errors_named(path: str | Path) -> Iterator[None]:
         raise
     except Exception as error:
         causes = list(_causes(error))
-        said = " ".join(map(str, causes))
-        if not any(words in said for words in _UNWRITTEN) and all(type(e).__module__ != "sqlite3" for e in causes):
+        message = " ".join(map(str, causes))
+        if not any(words in message for words in _UNWRITTEN) and all(type(e).__module__ != "sqlite3" for e in causes):
             raise
-        failing = re.search("I/O error|Input/output", said) and "No space left" not in said
+        failing = re.search("I/O error|Input/output", message) and "No space left" not in message
         number = errno.EIO if failing else errno.ENOSPC
         raise OSError(number, f"{os.strerror(number)} ({' '.join(str(error).split())[:200]})", str(path)) from error
 

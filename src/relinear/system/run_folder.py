@@ -86,8 +86,8 @@ class RunFolder:
         _check_directory(self.path)
         record = self.read()
         if record is None and (taken := self._taken()):
-            what = f"{self.path} has {', '.join(taken)}, and no record ({self.names[0]}) of relinear's {self.task}"
-            raise ValueError(f"{what}; {_ADVICE}")
+            problem = f"{self.path} has {', '.join(taken)}, and no record ({self.names[0]}) of relinear's {self.task}"
+            raise ValueError(f"{problem}; {_ADVICE}")
         return record
 
     def check(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> dict[str, Any] | None:

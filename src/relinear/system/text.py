@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def cut(text: str, most: int = 400) -> str:
-    """``text`` without its middle if it is longer than ``most`` characters, which the rest is not."""
-    return text if len(text) <= most else f"{text[: most // 2 - 4]} [...] {text[4 - most // 2 :]}"
+def cut(text: str, limit: int = 400) -> str:
+    """``text`` without its middle if it is longer than ``limit`` characters, which the rest is not."""
+    return text if len(text) <= limit else f"{text[: limit // 2 - 4]} [...] {text[4 - limit // 2 :]}"
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return ``rows`` as lines, each column as wide as its widest cell; the first ``left`` of them flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (
-        [cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))]
+        [cell.ljust(width) if n < left else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths))]
         for row in rows
     )
     return "\n".join("  ".join(row).rstrip() for row in padded)

@@ -347,11 +347,11 @@ class OperatorConformance:
             counted = counter.get_total_flops() / 64
             # The counter sees products only; a twin may need a few more or less of them than the formula.
             # A forward pass of an operator that routes may compute every part, or those alone that a token uses.
-            said, spared = module.flops_per_token(), module_inactive(module)[1]
-            wrong = f"flops_per_token() says {said:,}; the products of a forward pass take {counted:,.0f} a token"
+            stated, spared = module.flops_per_token(), module_inactive(module)[1]
+            wrong = f"flops_per_token() says {stated:,}; the products of a forward pass take {counted:,.0f} a token"
             wrong += f", and inactive_per_token() explains {spared:,} of them"
-            assert said <= 2 * counted + 64 * sum(shape), wrong
-            assert 0.5 * counted <= said + spared, wrong
+            assert stated <= 2 * counted + 64 * sum(shape), wrong
+            assert 0.5 * counted <= stated + spared, wrong
 
     def test_scaled_is_a_valid_setting(self, case: Case) -> None:
         for shape in case.shapes:

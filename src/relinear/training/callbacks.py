@@ -120,8 +120,8 @@ class RunLog(TrainerCallback):
     def check_there(self) -> None:
         """Raise FileNotFoundError if the run's directory is gone: it must not end successfully in a new one."""
         if self.path is not None and not self.path.exists():
-            said = "the directory of the run was removed or became unreachable during the run"
-            raise FileNotFoundError(errno.ENOENT, said, str(self.path.parent))
+            message = "the directory of the run was removed or became unreachable during the run"
+            raise FileNotFoundError(errno.ENOENT, message, str(self.path.parent))
 
     def report(self, stage: str, step: int) -> None:
         """Call ``on_progress`` for a step; ``stage`` is what was just done, or is about to be."""

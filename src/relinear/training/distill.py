@@ -62,7 +62,7 @@ def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: flo
     Raises:
         ValueError: if teacher and model have different vocabularies.
     """
-    entries = [int(one.config.get_text_config().vocab_size) for one in (teacher, model)]
+    entries = [int(causal_model.config.get_text_config().vocab_size) for causal_model in (teacher, model)]
     if entries[0] != entries[1]:
         raise ValueError(
             f"the teacher{name} has {entries[0]} tokens, the model {entries[1]}: a distribution over "
@@ -86,10 +86,10 @@ class _AgainstTeacher:
         self.teacher.to(output.logits.device)
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         with torch.no_grad(), evaluating(self.teacher):
-            wanted = self.teacher(**inputs, use_cache=False).logits
+            teacher_logits = self.teacher(**inputs, use_cache=False).logits
         share, aux = self.cross_entropy, list(aux_losses(model).values())
         added = torch.stack([term.to(output.loss) for term in aux]).sum() if aux else output.loss.new_zeros(())
-        kl = divergence(output.logits, wanted, labels, self.temperature)
+        kl = divergence(output.logits, teacher_logits, labels, self.temperature)
         terms = {"ce": share * (output.loss - added), "kl": (1 - share) * kl}
         return terms["ce"] + terms["kl"] + added, terms, output
 

@@ -277,16 +277,16 @@ class RelinearTrainer(Trainer):
         """0: FLOPs are stated once a run, not summed by walking the model in every step."""
         return 0
 
-    def _check_finite(self, value: float, what: str) -> None:
+    def _check_finite(self, value: float, quantity: str) -> None:
         if not math.isfinite(value):
-            raise self._diverged(f"the {what} is {value}")
+            raise self._diverged(f"the {quantity} is {value}")
 
-    def _diverged(self, what: str) -> NonFiniteLossError:
+    def _diverged(self, problem: str) -> NonFiniteLossError:
         saved = last_checkpoint(self.home)
         rate = self.settings.learning_rate if self.lr_scheduler is None else self._get_learning_rate()
         state = "no checkpoint was written before" if saved is None else f"the last good checkpoint is {saved}"
         return NonFiniteLossError(
-            f"{what} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
+            f"{problem} at step {self.state.global_step + 1} of {self.settings.steps}, with a "
             f"learning rate of {rate:.3g}; try a lower learning_rate, more warmup_steps, a max_grad_norm "
             f"above 0, or dtype='float32'; {state}"
         )
