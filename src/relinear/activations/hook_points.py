@@ -42,7 +42,7 @@ class Latent(NamedTuple):
 
 
 def as_latent(value: Tensor) -> Latent:
-    """Return a value (..., R) that nothing is drawn for: a latent whose sigma is 0."""
+    """Return a deterministic value (..., R) as a latent whose sigma is 0."""
     return Latent(value, value, torch.full_like(value, -math.inf))
 
 
@@ -60,7 +60,7 @@ class ActivationHook:
         """Return the value after all interventions, in their order, and show it to the observers."""
         for intervention in self.interventions:
             latent = latent._replace(z=intervention.apply(latent))
-        # A checkpointed forward that is run again for the backward is not a new observation.
+        # Recomputation by gradient checkpointing is not a new observation.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             for observer in self.observers:
                 observer(latent)
@@ -74,7 +74,7 @@ class HasHookPoints:
     fused kernel once they have seen the values.
     """
 
-    #: what kind of value it is, in one word
+    #: the kind of value, in one word
     hook_kind: str = "gate"
     _activation_hooks: Mapping[str, ActivationHook] | None = None
     tap_kind = RenamedHook("hook_kind")
@@ -113,7 +113,7 @@ class LatentOperator(HasHookPoints, Operator):
 
     @property
     def latent_size(self) -> int:
-        """R, the number of latent dimensions."""
+        """Return R, the number of latent dimensions."""
         raise TypeError(f"{type(self).__name__} does not say how large its latent is")
 
     @property
@@ -131,7 +131,7 @@ class LatentOperator(HasHookPoints, Operator):
 class HookPoint:
     """A place for one hook: the value ``name`` of a module, of ``size`` dimensions; ``kind`` is latent, gate ...
 
-    ``hook()`` is the one that is there; ``put(None)`` removes it without a trace.
+    ``hook()`` returns the present one; ``put(None)`` removes it.
     """
 
     module: Any

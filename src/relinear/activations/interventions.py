@@ -40,10 +40,10 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
 
 @contextlib.contextmanager
 def _with_hooks(
-    points: Mapping[str, HookPoint], interventions=(), observers=(), gives=None, intervened: Any = None
+    points: Mapping[str, HookPoint], interventions=(), observers=(), value=None, intervened_model: Any = None
 ) -> Iterator[Any]:
-    """Add interventions and observers, by the names of hook points, for the length of a block (as ``gives``); nests."""
-    if intervened is not None and intervened.training and getattr(intervened, "is_gradient_checkpointing", False):
+    """Add interventions and observers, by the names of hook points, for the length of a block, which gets ``value``."""
+    if getattr(intervened_model, "training", False) and getattr(intervened_model, "is_gradient_checkpointing", False):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
             "without the interventions; call model.gradient_checkpointing_disable(), or model.eval()"
@@ -59,7 +59,7 @@ def _with_hooks(
         added.append((point, previous))
         point.put(hook)
     try:
-        yield gives
+        yield value
     finally:
         for point, previous in added:
             point.put(previous)
@@ -108,7 +108,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         torch.Size([1, 8, 4])
     """
     record, points = Latents(), _latent_points(model)
-    return _with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, gives=record)
+    return _with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, value=record)
 
 
 def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
@@ -119,7 +119,7 @@ def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> Abstra
 def observe_hook_points(
     points: Mapping[str, HookPoint], observer: Callable[[str, Latent], None]
 ) -> AbstractContextManager[None]:
-    """Return the same for any hook points of a model, by the names they have in ``points``."""
+    """Call ``observer(name, value)`` for every value at hook points, by their names, within the block."""
     return _with_hooks(points, observers={name: [lambda l, name=name: observer(name, l)] for name in points})
 
 
@@ -150,7 +150,7 @@ class Intervention:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OnDims(Intervention):
-    """An intervention on some dimensions by values that are known beforehand."""
+    """An intervention on some dimensions, by given values."""
 
     def values(self) -> dict[str, Values | None]:
         """Return the values by field name."""
@@ -270,7 +270,7 @@ class Patch(_OnDims):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inject(Intervention):
-    """Take z from outside, with its graph: what a hypernetwork would do.
+    """Replace z by an outside tensor with its graph, as from a hypernetwork.
 
     Args:
         source: a tensor that broadcasts to z (..., R), or a function of the ``Latent`` (z, mu, sigma) that returns one;
@@ -348,7 +348,7 @@ def intervene(
     check_model(model, "intervene")
     points = hook_points(model, outputs=True)
     chosen = _by_hook_point(model, points, interventions)
-    return _with_hooks({name: points[name] for name in chosen}, interventions=chosen, intervened=model)
+    return _with_hooks({name: points[name] for name in chosen}, interventions=chosen, intervened_model=model)
 
 
 def _by_hook_point(
@@ -394,7 +394,7 @@ class Moments(NamedTuple):
 
 
 def moments(latent: Latent) -> Moments:
-    """Moments of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens of ``latent``."""
+    """Return the moments of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
     mu = latent.mu.flatten(0, -2).to(torch.promote_types(latent.mu.dtype, torch.float32))
     variance = latent.sigma.flatten(0, -2).to(mu.dtype).square().mean(0) + mu.var(0, correction=0)
     return Moments(mu.mean(0), variance.sqrt())

@@ -1,4 +1,4 @@
-"""One value per forward pass, handed from a model to every one of its decoder layers.
+"""Hand one value per forward pass from a model to each of its decoder layers.
 
 A pre-hook on the model adds the value to its keyword arguments. A pre-hook on each layer reads it there, or from the
 forward that runs in this thread where the model drops further keywords (GPT-J, BLOOM), and makes it an argument of the
@@ -28,7 +28,7 @@ def weak_ref(value: Any) -> Any:
 
 
 def deref(reference: Any) -> Any:
-    """Return what ``weak_ref`` was given, or None if that is gone."""
+    """Return the object of ``weak_ref``, or None if it no longer exists."""
     return reference() if isinstance(reference, weakref.ref) else reference
 
 
@@ -41,10 +41,10 @@ def check_reaches_layers(model: nn.Module) -> None:
 def install_layer_context(
     model: nn.Module, key: str, make: Callable[[Any, dict[str, Any]], Any], deliver: Callable[[int, Any], None]
 ) -> None:
-    """Hook a decoder and its layers up.
+    """Install the hooks of a decoder and its layers.
 
     Args:
-        model: whose decoder and layers are hooked.
+        model: a decoder.
         key: name of the keyword argument that carries the value.
         make: ``make(decoder, inputs)`` gives the value of a forward, whose arguments by name it may change.
         deliver: ``deliver(index, value)`` runs as layer ``index`` and its attention start, ``deliver(-1, None)`` at the

@@ -23,7 +23,7 @@ _KEY = "relinear_context"
 
 
 class _Carrier(threading.local):
-    """Hold by thread what operators read: the innermost ``context`` block's tensor, or that of the running block."""
+    """Hold, per thread, the context that operators read: of the innermost ``context`` block or the running layer."""
 
     manual: Tensor | None = None
     block: Any = None
@@ -35,12 +35,12 @@ _carrier = _Carrier()
 class context:
     """Give a conditioned operator its context by hand, for the length of a ``with`` block.
 
-    Blocks nest; the innermost counts. Inside a model that has a context manager, the manager's context counts, except
-    in a block that is opened within the forward pass. Recomputation by gradient checkpointing sees a block only if the
+    Blocks nest; the innermost counts. In a model with a context manager, the manager's context counts, except in a
+    block that is opened within the forward pass. Recomputation by gradient checkpointing sees a block only if the
     block lies inside the checkpointed function.
 
     Args:
-        c: (..., T, C), the leading sizes those of the operator's input, or ones to broadcast.
+        c: (..., T, C), with the leading sizes of the operator's input, or ones to broadcast.
 
     Raises:
         ValueError: if ``c`` is not a floating-point tensor, or, where an operator reads it, does not fit its input.
@@ -72,12 +72,12 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     """Return the context that belongs to the input ``x`` of a conditioned operator.
 
     Args:
-        x: (..., T, I), the operator's input; None to take the context whatever its tokens.
+        x: (..., T, I), the operator's input; None skips the check of its tokens.
         context_dim: C, the width that the operator was built for.
         kind: the operator's kind, for messages.
 
     Returns:
-        (..., T, C), or with ones where one context holds for several tokens; fewer leading dimensions are possible.
+        (..., T, C); sizes may be 1, and leading dimensions missing, to broadcast.
 
     Raises:
         ValueError: if there is no context, its width differs, or its tokens are not those of ``x``.
@@ -191,7 +191,7 @@ class ContextOwner(nn.Module):
     """
 
     context_dim: int
-    #: name of the embedding of tokens that this has of its own, if any: it is resized with the model's
+    #: name of this module's own token embedding, if any: it is resized with the model's
     token_table: str | None = None
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.contract.config import Config
 from relinear.contract.modules import mark_initialized_, train_new_parameters, unwrapped, warn_adapters_omit
 
-#: attribute of a model, and of its base model, which may be saved alone: the list of settings, one for both
+#: attribute with the list of settings; a model shares it with its base model, which may be saved alone
 _ATTRIBUTE = "_relinear_attachments"
 
 
@@ -49,7 +49,7 @@ class AttachmentConfig(Config):
     def apply_(self, model: nn.Module) -> None:
         """Check, attach, and record the setting on the model; ``relinear.attach_`` also writes it into its config.
 
-        A PEFT model's part goes onto the model inside; it trains there, and a warning says what PEFT does not save.
+        In a PEFT model the part is attached to the model inside, and trains; a warning says what PEFT does not save.
         """
         inside = unwrapped(model)
         self.check(inside)
@@ -70,7 +70,7 @@ class AttachmentConfig(Config):
 
 
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
-    """Return the settings attached to ``model``, to a part of it or to what it is the base of, in their order."""
+    """Return the settings attached to ``model`` or to a part of it, in the order of attachment."""
     inside: Any = unwrapped(model)
     lists = {id(listed): listed for part in inside.modules() if (listed := vars(part).get(_ATTRIBUTE))}
     settings = (setting.for_part(inside) for listed in lists.values() for setting in listed)
@@ -97,7 +97,7 @@ class ResidualHooks:
 
     The part is ``owner.name``, looked up at every call, so that PEFT may wrap it; its ``forward(x, y)`` returns what
     replaces y. Both hooks run inside the decoder layer's forward, so gradient checkpointing recomputes them
-    together, and x is let go of as soon as it was used.
+    together, and x is released as soon as it was used.
     """
 
     def __init__(self, owner: nn.Module, name: str) -> None:
@@ -109,7 +109,7 @@ class ResidualHooks:
         self.x = args[0] if args else kwargs["hidden_states"]
 
     def pop_input(self) -> Tensor:
-        """Return x, which is forgotten here."""
+        """Return x and forget it."""
         x, self.x = self.x, None
         assert x is not None, "ResidualHooks: the module that reads x did not run before the one that returns y"
         return x
@@ -131,7 +131,7 @@ def apply_to_output(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
     """Return ``output`` of ``module``, a tensor y or a tuple that starts with one, with ``part(x, y)`` for y.
 
     Raises:
-        ValueError: if y is not of the shape of x (of the first, where x are several), over which it would be stretched.
+        ValueError: if y has another shape than x (the first of several), so that it would be broadcast.
     """
     y, stream = output[0] if isinstance(output, tuple) else output, x[0] if isinstance(x, list) else x
     if y.shape != stream.shape:

@@ -31,8 +31,8 @@ IGNORED_LABEL = -100  # transformers' label of positions that do not count
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
     """Return the auxiliary losses of the last training forward, as ``{"layer.name/loss": scalar}``, already weighted.
 
-    Their sum is what was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. An
-    operator that one forward calls several times (a module at two places) has the term of its last call.
+    Their sum is what was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. If
+    one forward calls an operator several times (a module at two places), its last call counts.
 
     Args:
         model: a model with operators in it, after a forward in training mode.
@@ -52,7 +52,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
-    """Detached scalars of the last training forward worth logging, as ``{"layer.name/metric": scalar}``."""
+    """Return detached scalars of the last training forward to log, as ``{"layer.name/metric": scalar}``."""
     return {
         f"{name}/{key}": value for name, operator in named_operators(model) for key, value in operator.metrics().items()
     }
@@ -66,7 +66,7 @@ def install_aux_hooks(model: nn.Module) -> None:
 
 
 def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
-    # A layer that a forward skips must not hand on the loss, and the graph, of an earlier one.
+    # A layer that a forward skips must not keep the loss, and the graph, of an earlier one.
     for _, operator in named_operators(model):
         operator.clear_auxiliary_losses()
 
@@ -90,21 +90,21 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
 
 
 def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
-    """Return which tokens of a forward pass count in means over tokens: (B, T) bool, or None if all of them do.
+    """Return which tokens of a forward pass count in means over tokens: (B, T) bool, or None for all.
 
-    Those whose prediction has a label that is not -100; without labels of tokens those that ``attention_mask`` (B, T)
-    leaves; without either, all.
+    These are the tokens whose prediction has a label other than -100; without labels, the tokens that
+    ``attention_mask`` (B, T) leaves; without either, all.
 
     Args:
         inputs: the arguments of the forward pass by name.
-        model: tells whether a token's own label or that of the next is what it predicts; None for the next.
+        model: decides whether a token predicts its own label or the next one; None means the next.
     """
     tokens = inputs.get("input_ids")
     if tokens is None:
         tokens = inputs.get("inputs_embeds")
     shape = None if tokens is None else tokens.shape[:2]
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not encoder_decoder:  # whose labels are those of other tokens than most of its layers see
+    if not encoder_decoder:  # labels there are of other tokens than most layers see
         shifted = _shifts_labels(model)
         counted = _targets(inputs, shifted)
         if counted is not None and counted.ndim == 2:
@@ -121,7 +121,7 @@ def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | Non
 def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
     """Return the values ``names`` of a row of tokens, each (T,), without the tokens that its ``attention_mask`` masks.
 
-    The remaining tokens are text without padding: at positions from 0 on, whatever side the padding was on.
+    Positions of the remaining tokens start at 0, on whichever side the padding was.
 
     Raises:
         ValueError: if a value is missing or has not one entry per token.
@@ -138,7 +138,7 @@ def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
 
 
 def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | float:
-    """This micro-batch's share of the target tokens of the whole optimiser step (1 where the caller averages itself).
+    """Return this micro-batch's share of the target tokens of the optimiser step (1 if the caller averages).
 
     Trainer passes ``num_items_in_batch``, the number of targets over all micro-batches and ranks, and expects a loss
     that sums over the step; a mean over the tokens that count, weighted with this share, does. Without it, the caller
@@ -151,17 +151,12 @@ def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | flo
     return 1.0 if total is None or targets is None else targets.sum() / total
 
 
-def _arguments_by_name(model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward pass by name."""
-    names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
-    return dict(zip(names, args)) | kwargs
-
-
 def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    # torch.compile makes a graph of its own of what hooks of the outermost module compute
+    # torch.compile makes a separate graph of what hooks of the outermost module compute
     if not model.training or not (recording := [op for _, op in named_operators(model) if op.has_auxiliary()]):
         return None
-    inputs = _arguments_by_name(model, args, kwargs)
+    names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
+    inputs = dict(zip(names, args)) | kwargs
     counted = counted_tokens(inputs, model)
     for operator in recording:
         operator.reduce_auxiliary(counted)

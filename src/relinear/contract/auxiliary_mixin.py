@@ -30,7 +30,7 @@ class AuxiliaryLossMixin(nn.Module):
         self._metrics: dict[str, Tensor] = {}
 
     def aux_losses(self) -> dict[str, Tensor]:
-        """Weighted auxiliary losses (scalars, token means) of the last training forward, by name; {} in eval.
+        """Return the weighted auxiliary losses (token means) of the last training forward, by name; {} in eval.
 
         The means are over the tokens that count: in a model those whose prediction counts in its loss (see
         ``auxiliary_losses.counted_tokens``), in a layer that runs alone all of them.
@@ -39,7 +39,7 @@ class AuxiliaryLossMixin(nn.Module):
         return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}
 
     def metrics(self) -> dict[str, Tensor]:
-        """Detached scalars of the last training forward that are worth logging (not losses), by name."""
+        """Return detached scalars of the last training forward that are worth logging (not losses), by name."""
         result: dict[str, Tensor] = {}
         for part in self._recording():
             metrics, counted = part._counted or (None, None)
@@ -74,7 +74,7 @@ class AuxiliaryLossMixin(nn.Module):
         return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
 
     def _reduced(self, values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
-        """Scalars as they are, values of every token by ``reduce_over_tokens``."""
+        """Return scalars as they are, values of every token by ``reduce_over_tokens``."""
         return {
             name: value if value.ndim == 0 else self.reduce_over_tokens(name, value, _of_tokens(counted, value))
             for name, value in values.items()
@@ -89,10 +89,10 @@ class AuxiliaryLossMixin(nn.Module):
         Of several calls in one forward of a model the last one counts. Nothing is recorded when gradient checkpointing
         repeats a layer in the backward pass: the means of that forward have been taken already.
         """
-        # a whole model that is run again has forgotten its terms first
+        # a forward of the whole model clears its terms first
         again = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if not again:
-            # past nn.Module's own, which looks for parameters
+            # not nn.Module.__setattr__, which looks for parameters
             object.__setattr__(self, "_aux_losses", aux_losses)
             object.__setattr__(self, "_metrics", metrics)
 
@@ -117,7 +117,7 @@ class AuxiliaryLossMixin(nn.Module):
 
 
 def _of_tokens(counted: Tensor | None, value: Tensor) -> Tensor | None:
-    """``counted`` (B, T) in the leading sizes of ``value``, (B, T, ...) or (B T, ...); None if it has others."""
+    """Return ``counted`` (B, T) in the leading sizes of ``value``, (B, T, ...) or (B T, ...); None for others."""
     if counted is None:
         return None
     for shape in (counted.shape, (counted.numel(),)):

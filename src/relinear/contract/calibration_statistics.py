@@ -36,16 +36,15 @@ class CalibrationStatistics:
         for name, moment in (("inputs", self.inputs), ("outputs", self.outputs)):
             if moment is None:
                 continue
-            if moment is self.outputs and moment.ndim == 1:
-                pass
-            elif moment.ndim != 2 or moment.shape[0] != moment.shape[1]:
+            is_diagonal = moment is self.outputs and moment.ndim == 1
+            if not is_diagonal and (moment.ndim != 2 or moment.shape[0] != moment.shape[1]):
                 raise ValueError(f"moments of {name} must be a square matrix, got shape {tuple(moment.shape)}")
             if not bool(torch.isfinite(moment).all()):
                 raise ValueError(f"moments of {name} hold values that are not finite; calibrate in another dtype")
 
     @classmethod
     def identity(cls, in_features: int, tokens: int | None = None) -> CalibrationStatistics:
-        """White inputs: a fit under these is the plain fit in the Frobenius norm."""
+        """Return statistics of white inputs, under which a fit minimises the Frobenius norm."""
         return cls(torch.eye(in_features, dtype=torch.float64), None, tokens)
 
     def check(self, in_features: int, out_features: int) -> None:
@@ -58,7 +57,7 @@ class CalibrationStatistics:
             )
 
     def weighted(self, difference: Tensor) -> Tensor:
-        """G D A of a difference D (O, I)."""
+        """Return G D A of a difference D (O, I)."""
         weighted = difference @ self.inputs.to(difference)
         if self.outputs is None:
             return weighted
@@ -66,7 +65,7 @@ class CalibrationStatistics:
         return outputs[:, None] * weighted if outputs.ndim == 1 else outputs @ weighted
 
     def error(self, difference: Tensor) -> Tensor:
-        """tr(G D A D^T) of a difference D = W - W' (O, I), a scalar."""
+        """Return tr(G D A D^T), a scalar, of a difference D = W - W' (O, I)."""
         return (self.weighted(difference) * difference).sum()
 
 
@@ -82,7 +81,7 @@ def descend_(operator: Any, weight: Tensor, statistics: CalibrationStatistics, s
     def closure() -> Tensor:
         optimizer.zero_grad()
         dense = wide.to_dense()
-        with torch.no_grad():  # G D A gives the gradient, too, where autograd would take as many products again
+        with torch.no_grad():  # G D A is also the gradient, for which autograd would repeat the products
             difference = dense - weight
             weighted = statistics.weighted(difference) / scale
         dense.backward(2 * weighted)

@@ -27,18 +27,18 @@ _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
 
 #: names that a message lists
-_LISTED = 40
-#: characters of a given value that a message repeats
-_SHOWN = 200
+_MAX_NAMES = 40
+#: characters of a value that a message repeats
+_MAX_CHARACTERS = 200
 #: faults that a message lists
-_TOLD = 10
-#: no size is larger: the bytes of a square of it in float64 are still a number that torch can hold
-_LARGEST = 2**29
-#: layers inside an operator: each is built, which takes its time
-MOST_LAYERS = 1_000
+_MAX_FAULTS = 10
+#: torch cannot count the bytes of a float64 matrix with larger sides
+_MAX_SIZE = 2**29
+#: layers inside one operator: building more would take minutes
+MAX_LAYERS = 1_000
 
 
-def IntRange(minimum: int, maximum: int = _LARGEST) -> Any:
+def IntRange(minimum: int, maximum: int = _MAX_SIZE) -> Any:
     """Return the range of an integer setting, for ``Annotated[int, IntRange(1)]``."""
     return Field(ge=minimum, le=maximum)
 
@@ -48,33 +48,35 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class UnknownSettingError(ValueError, TypeError):
-    """A setting that does not exist: a wrong value to whoever reads settings, a wrong keyword to whoever calls."""
+    """Raised for an unknown setting: a ValueError where settings are read, a TypeError for a keyword argument."""
 
 
 class UnknownKindError(ValueError):
-    """Say that a kind is not registered, and that no installed package offers it."""
+    """Raised for a kind that is not registered and that no installed package offers."""
 
 
 # reads no more of a value than it is going to show
 _repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _SHOWN
+_repr.maxstring = _repr.maxother = _MAX_CHARACTERS
 
 
 def shown(value: Any) -> str:
-    """``repr(value)``, cut if it is long: a message must not repeat pages of what it was given."""
+    """Return ``repr(value)``, shortened: a message must not repeat pages of input."""
     try:
         text = _repr.repr(value)
     except Exception:  # a value whose repr fails, such as an integer of 5,000 digits, must not hide the message
         text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ..."
+    return text if len(text) <= 2 * _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3, limit: int = _LISTED) -> str:
+def nearest(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_NAMES) -> str:
     """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; else the first ``limit``."""
     known = list(known)
     short = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
-    # A long text is like no name, and comparing it would take a while.
-    close = short or (difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _SHOWN else [])
+    # Long texts resemble no name and are slow to compare.
+    close = short or (
+        difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else []
+    )
     if close:
         return f"did you mean {' or '.join(map(shown, close))}?"
     more = f" and {len(known) - limit} more" if len(known) > limit else ""
@@ -88,7 +90,7 @@ def readable(error: ValidationError, name: str = "") -> str:
     # a list with a wrong value also counts as one that is too short
     inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
-    for fault in faults[:_TOLD]:
+    for fault in faults[:_MAX_FAULTS]:
         location = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
         value, limits = fault["input"], fault.get("ctx", {})
         must_be = requirement(fault["type"], shown(value), limits)
@@ -102,14 +104,14 @@ def readable(error: ValidationError, name: str = "") -> str:
             choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
             hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
             lines.append(f"{location} {must_be}{hint if 'did you mean' in hint else ''}".lstrip())
-    if len(faults) > _TOLD:
-        lines.append(f"and {len(faults) - _TOLD} more")
+    if len(faults) > _MAX_FAULTS:
+        lines.append(f"and {len(faults) - _MAX_FAULTS} more")
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def register(cls: C) -> C:
-    """Make a config loadable by its ``kind`` within its ``family``, and a frozen dataclass of keywords if it is none.
+    """Register a config under its ``kind``, and make it a frozen, keyword-only dataclass unless it is a dataclass.
 
     Args:
         cls: a subclass of ``OperatorConfig``, ``AttachmentConfig`` or ``ObjectiveConfig`` with a class variable
@@ -119,7 +121,7 @@ def register(cls: C) -> C:
         ``cls`` itself, so that ``register`` serves as a decorator.
 
     Raises:
-        ValueError: if ``cls`` is not a class of settings with both, or another class has this kind.
+        ValueError: if ``cls`` is not a config class with a ``family`` and a ``kind``, or the kind is taken.
 
     Examples:
         >>> @relinear.register
@@ -143,7 +145,7 @@ def register(cls: C) -> C:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return what a new process needs to know the kinds that are known here."""
+    """Return environment variables by which a new process knows the kinds that are registered here."""
     return plugins.environment(cls for kinds in _REGISTRY.values() for cls in kinds.values())
 
 
@@ -157,7 +159,7 @@ class Config:
 
     family: ClassVar[str]
     kind: ClassVar[str]
-    #: settings that came later than others -> what is meant where they were written without them
+    #: settings added later -> the value that a config written before them implies
     formerly: ClassVar[Mapping[str, Any]] = {}
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
@@ -186,8 +188,8 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the config that ``to_dict`` wrote, of this version or an earlier one.
 
-        ``to_dict`` writes every setting. Where all of those are given that an earlier version knew, the later ones
-        (``formerly``) are taken as they were meant then, whatever has become the default since.
+        ``to_dict`` writes every setting. A config of an earlier version lacks those added since: they take their value
+        in ``formerly`` rather than today's default.
 
         Raises:
             ValueError: on an unknown kind, an unknown key or a bad value.
@@ -211,16 +213,16 @@ class Config:
         words = {f.name for f in fields if isinstance(f.default, str) and not _may_be_none(target, f)}
         values |= {key: "none" for key in words if key in values and values[key] is None}  # "none" read as null
         decoded = {key: _decode(value) for key, value in values.items()}
-        known_before = {f.name for f in dataclasses.fields(target)} - target.formerly.keys()
+        known_before = {f.name for f in fields} - target.formerly.keys()
         settings = (dict(target.formerly) if known_before <= decoded.keys() else {}) | decoded
-        missing = [f.name for f in dataclasses.fields(target) if _has_no_default(f) and f.name not in settings]
+        missing = [f.name for f in fields if f.name not in settings and f.default is f.default_factory]  # both MISSING
         if missing:
             raise ValueError(f"{kind}: the setting {' and '.join(missing)} is missing")
         return target(**settings)
 
     @classmethod
     def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:
-        """Return the config that ``setting`` is, or is written as: text of the command line, a mapping with a ``kind``.
+        """Return the config that ``setting`` is or describes, as text of the command line or a mapping with a ``kind``.
 
         Raises:
             ValueError: as ``parse_setting`` and ``from_dict``.
@@ -278,7 +280,7 @@ def _decode(value: Any) -> Any:
 
 
 def without_later_settings(config: Config) -> dict[str, Any] | None:
-    """``config.to_dict()`` as it was before there was what is in ``formerly``; None if that means another."""
+    """Return ``config.to_dict()`` as versions before the settings in ``formerly`` wrote it; None if they could not."""
     values = config.to_dict()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -299,15 +301,11 @@ def _may_be_none(config: type[Config], field: dataclasses.Field) -> bool:
     return types.NoneType in typing.get_args(hints.get(field.name))
 
 
-def _has_no_default(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
 @functools.cache
 def _hints(cls: type[Config]) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
-    except NameError:  # names that a class of another package imports for its type checker alone
+    except NameError:  # the class imports names for its type checker only
         return {}
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -347,10 +345,10 @@ def check_divides(name: str, value: int, **sizes: int) -> None:
 
 
 def layer_indices(layers: Any) -> tuple[int, ...]:
-    """Return what ``layers=`` of surgery and of attachments names: one index or several, of any integer type.
+    """Return ``layers=`` of surgery and of attachments as a tuple: one index or several, of any integer type.
 
     Raises:
-        ValueError: for text, numbers that are not integers, and whatever else is not an index.
+        ValueError: for anything but integers.
     """
     index = _index(layers)
     if index is not None:
@@ -366,7 +364,7 @@ def layer_indices(layers: Any) -> tuple[int, ...]:
 
 
 def _index(value: Any) -> int | None:
-    """``value`` as an integer if it is one, numpy's and torch's too; a bool is none."""
+    """Return ``value`` as an int if it is an integer, of numpy and torch too, and not a bool; else None."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -382,7 +380,7 @@ def parse_setting(text: str) -> dict[str, Any]:
     and keys are found by ``from_dict``.
 
     Raises:
-        ValueError: if the text has not this form.
+        ValueError: if the text does not have this form.
     """
     kind, colon, rest = text.strip().partition(":")
     setting: dict[str, Any] = {"kind": kind.strip()}
@@ -401,7 +399,7 @@ def parse_setting(text: str) -> dict[str, Any]:
 
 
 def _split(text: str, whole: str) -> list[str]:
-    """``text`` cut at the commas that stand outside of brackets and parentheses."""
+    """Split ``text`` at commas outside of brackets and parentheses."""
     parts, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

@@ -19,9 +19,9 @@ ACTIVATION_HOOKS = "_activation_hooks"
 class ParameterCache:
     """Values computed from the parameters of a module that are promised not to change (``relinear.for_inference_``).
 
-    What can be noticed at next to no cost drops them all the same: a parameter that was replaced, changed in place
-    under torch's version counter, moved, or added where there was none, and a submodule that was replaced.
-    Writes through ``.data`` and by fused optimisers are not noticed.
+    Changes that are cheap to notice empty it: a parameter that was replaced, changed in place under torch's version
+    counter, moved or added, and a submodule that was replaced. Writes through ``.data`` and by fused optimisers are not
+    noticed.
 
     Several threads may read and fill it: values are only ever read with the sources they were computed from.
 
@@ -35,9 +35,9 @@ class ParameterCache:
         self._state: tuple[list[tuple], list[tuple], dict[Hashable, Any]] | None = None
 
     def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return the value at ``key``, at first ``compute()``; None if the cache does not open.
+        """Return the value at ``key``, computed at its first use; None if the cache is not usable.
 
-        Computed without a graph, outside of inference mode and of autocast: it serves calls that are in neither.
+        Computed without a graph, outside of inference mode and autocast, so that other calls can use it.
         """
         state = self._state
         if state is not None:
@@ -62,13 +62,15 @@ class ParameterCache:
         return value
 
     def is_usable(self) -> bool:
-        """Return whether values may be cached: not of parameters on meta (offloaded), of a subclass, or under vmap, nor
-        where a parametrisation stands in for one, which may depend on what is not a parameter."""
+        """Return whether values may be cached: not for parameters on the meta device, of a subclass or under vmap.
+
+        Nor in parametrised modules, whose weights may depend on more than parameters.
+        """
         parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
         return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
 
     def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Every slot of a parameter or a submodule, and what it holds: None if there is no parameter."""
+        """Return every slot of a parameter or submodule with its occupant, which may be None."""
         slots = (slot for module in self._owner.modules() for slot in (module._parameters, module._modules))
         return [(slot, name, occupant) for slot in slots for name, occupant in slot.items()]
 
@@ -83,7 +85,7 @@ class ParameterCache:
 
 
 class ComparingCache(ParameterCache):
-    """Values computed from few parameters, whose every number is compared before each use: no change goes unseen."""
+    """A cache that compares every number of its few parameters before each use, so that no change goes unnoticed."""
 
     def _source(self, parameter: Tensor) -> tuple:
         return parameter, parameter.detach().clone()
@@ -99,7 +101,7 @@ class ComparingCache(ParameterCache):
 class CachingModule(nn.Module):
     """A module that caches what it computes from its parameters, while ``relinear.for_inference_`` lasts.
 
-    ``parameter_cache`` is None if it must not, as in every fresh module. Copies and pickles start with None;
+    ``parameter_cache`` is None while it must not, as in every new module. Copies and pickles start with None;
     ``train()`` goes back to it; ``eval()``, moves, casts and ``load_state_dict`` empty it.
     """
 
@@ -107,7 +109,7 @@ class CachingModule(nn.Module):
     _comparing_cache: ComparingCache | None = None
 
     def cache_parameters(self, cache: bool) -> None:
-        """Start with an empty cache, where it ``is_usable``, or stop."""
+        """Start with an empty cache, if it ``is_usable``, or stop."""
         new_cache = ParameterCache(self)
         self.parameter_cache = new_cache if cache and new_cache.is_usable() else None
         self._comparing_cache = None
@@ -115,13 +117,13 @@ class CachingModule(nn.Module):
             self.build_kernels()
 
     def build_kernels(self) -> None:
-        """Have the compiled kernels built that inference runs, where they are not there yet."""
+        """Build the compiled kernels that inference runs, if they are missing."""
 
     def cache_or_compare(self, parameter: Tensor) -> ParameterCache | None:
         """Return ``parameter_cache``, or outside of ``for_inference_`` one that compares parameters before each use.
 
-        Beside exponentials of matrices it takes no time to compare the few parameters that they come from. On a GPU it
-        would, as that waits for the device.
+        Comparing a few parameters is cheap next to the matrix exponentials computed from them. On a GPU it would wait
+        for the device.
         """
         if self.parameter_cache is None and self._comparing_cache is None and parameter.is_cpu:
             self._comparing_cache = ComparingCache(self)
@@ -192,7 +194,7 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 
 @contextlib.contextmanager
 def caching_for_inference(model: nn.Module) -> Iterator[None]:
-    """``for_inference_`` for code that owns the weights meanwhile: leave modes, and what was cached before, alone."""
+    """Cache as ``for_inference_`` does for the length of a block; leave modes and existing caches alone."""
     fresh = [module for module in _caching(model) if module.parameter_cache is None]
     for module in fresh:
         module.cache_parameters(True)

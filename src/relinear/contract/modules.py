@@ -38,7 +38,7 @@ def warn_adapters_omit(what: str, module_names: list[str]) -> None:
 
 
 def train_new_parameters(model: nn.Module, known: set[int]) -> None:
-    """Let every parameter of ``model`` train whose identity is not ``known``: what is new is not frozen in silence."""
+    """Let every parameter of ``model`` train whose id is not ``known``: new ones must not stay frozen unnoticed."""
     for parameter in model.parameters():
         if id(parameter) not in known and parameter.is_floating_point():
             parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Objectives: what a run minimises if that is not the model's own loss, as a setting with a name."""
+"""Objectives: named settings for what a run minimises in place of the model's own loss."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -32,7 +32,7 @@ class ObjectiveConfig(Config):
     family: ClassVar[str] = "objective"
 
     def check(self) -> None:
-        """Raise ValueError or OSError if something that the settings name cannot be had; before data are read."""
+        """Raise ValueError or OSError if something that the settings name is not available, before data are read."""
 
     def prepare(self, model: nn.Module) -> Objective:
         """Return the function that training calls.

@@ -27,9 +27,9 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Say that an operator is not a context-free linear map, so that ``to_dense`` has no matrix to return.
+    """Raised by ``to_dense`` of an operator that is not a context-free linear map.
 
-    HDPL's SiLU path and gates on x are of this kind. ``relinear.fold_`` leaves such operators in place.
+    HDPL's SiLU path and gates that read x are examples. ``relinear.fold_`` leaves such operators in place.
 
     Examples:
         >>> try:
@@ -117,9 +117,9 @@ class OperatorConfig(Config):
         return None
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Return the sizes of this operator that a layer of this shape could get; none if it does not fit.
+        """Return the configs of this operator, in several sizes, that fit a layer of this shape.
 
-        Here the one size that this config names.
+        By default this config alone, or none if it does not fit.
         """
         try:
             self.check_shape(in_features, out_features)
@@ -132,13 +132,13 @@ class OperatorConfig(Config):
     ) -> list[tuple[OperatorConfig, float]]:
         """Return the candidates for replacing ``linear``, each with its error under ``statistics``.
 
-        The error is that of ``fit_to_calibration``: tr(G (W - W') A (W - W')^T). Here each of ``candidates`` is fitted;
-        operators that know the errors of all of them at once override this.
+        The error is that of ``fit_to_calibration``: tr(G (W - W') A (W - W')^T). By default each of ``candidates`` is
+        fitted; operators that know all errors at once override this.
         """
         return [(config, config.fit_error(linear, statistics)) for config in self.candidates(*linear_features(linear))]
 
     def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:
-        """Return the error of ``fit_to_calibration`` at the size that this config names; ``steps`` as there."""
+        """Return the error of ``fit_to_calibration`` for this config; ``steps`` as there."""
         weight = dense_weight(linear).detach()
         operator = self.build(*linear_features(linear), bias=False, device=weight.device)
         fitted = operator.fit_to_calibration(linear_of(weight), statistics, steps=steps).to_dense().detach()
@@ -150,11 +150,10 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     It returns a tensor, never a tuple.
 
-    Subclasses create their parameters in ``create`` (or in an ``__init__`` of these arguments, which then creates the
-    bias and calls ``reset_parameters`` last, too), and implement ``reset_parameters``, ``forward`` and
-    ``flops_per_token``; the rest as far as it makes sense.
-    Every ``forward`` is held to the contract here: an input that is not a floating-point tensor (..., in_features) is a
-    ValueError that names the layer, whatever the mathematics behind would make of it.
+    Subclasses register their parameters in ``create`` and implement ``reset_parameters``, ``forward`` and
+    ``flops_per_token``; other methods are optional. A subclass with an ``__init__`` instead of ``create`` also creates
+    the bias there and calls ``reset_parameters`` last. ``forward`` is wrapped: an input that is not a floating-point
+    tensor (..., in_features) raises a ValueError that names the layer.
 
     Examples:
         >>> layer = relinear.LowRank(rank=8).build(64, 32)
@@ -173,14 +172,14 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
     #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
     replaces_conv1d: bool = False
-    #: weights that are not parameters, as integers are, less parameters that are not weights, as their scales are
+    #: weights that are no parameters (integer codes) minus parameters that are no weights (their scales)
     weights_beyond_parameters: int = 0
-    #: entries of the nn.Embedding that it stands for: called with token ids it gives ``rows``; None stands for a layer
+    #: entries of the nn.Embedding that it replaces: called with token ids it returns ``rows``; None for other layers
     num_embeddings: int | None = None
-    #: what these rows are multiplied by, as Gemma's are, and the class that does it
+    #: factor on these rows (Gemma scales its embeddings), and the class of the embedding
     row_scale: float = 1.0
     embedding_class: type[nn.Module] = nn.Embedding
-    #: where the operator is in its model, for messages; empty if it stands alone
+    #: name of the operator in its model, for messages; empty outside of a model
     name_in_model: str = ""
     from_moments = RenamedHook("fit_to_calibration")
     fit_moments_ = RenamedHook("fit_to_statistics_")
@@ -189,7 +188,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         adopt_renamed_hooks(cls)
-        # Wrapped rather than hooked: a hook would cost every call torch's slow path, and could be taken away.
+        # Not a hook, which would take every call through torch's slow path and could be removed.
         if "forward" in cls.__dict__:
             cls.forward = _checked(cls.forward)
 
@@ -206,7 +205,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
-        # as nn.Module does, spelt out: a forward looks up several parameters, and a second call would double the time
+        # nn.Module's lookup, inlined: a forward looks up several parameters, and calling super would double the time
         attributes = self.__dict__
         for kind in ("_parameters", "_modules", "_buffers"):
             if kind in attributes and name in attributes[kind]:
@@ -238,14 +237,14 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         raise NotLinearError(f"{self.config.kind} is not a linear map, so it has no dense matrix and cannot be folded")
 
     def dense_chain(self) -> tuple[Tensor, ...]:
-        """Matrices (first applied first) whose product is ``to_dense()``: what plain linear layers need to stand in.
+        """Return matrices, first applied first, whose product is ``to_dense()``: weights of equivalent linear layers.
 
-        By default that matrix alone; a product of thin matrices gives its factors. Raises NotLinearError likewise.
+        By default that matrix alone; a product of thin matrices returns its factors. Raises as ``to_dense``.
         """
         return (self.to_dense(),)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows (..., in_features) of ``to_dense()`` at token ids (...): what an embedding gives."""
+        """Return the rows (..., in_features) of ``to_dense()`` at token ids (...), as an embedding does."""
         return F.embedding(ids, self.to_dense())
 
     def dense_bias(self) -> Tensor | None:
@@ -254,7 +253,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     @torch.no_grad()
     def dense_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """Return ``to_dense()`` and ``dense_bias()``, computed in float32 at least and cast back to the own dtype."""
+        """Return ``to_dense()`` and ``dense_bias()``, computed in float32 or wider and cast back."""
         dtype = next(self.parameters()).dtype
         # A copy, so that the operator stays as it is.
         wide = self if dtype in (torch.float32, torch.float64) else deepcopy(self).float()
@@ -284,9 +283,9 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     def fit_to_calibration(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
         """Overwrite the parameters with the best fit of ``linear`` on the calibration data.
 
-        Minimises tr(G (W - W') A (W - W')^T) over the operator's own dense matrix W', with the statistics A and G. Here
-        by descent (L-BFGS in their precision) from where ``from_linear`` ends, or from the present parameters
-        if there is no such fit (``fit_to_statistics_``). The bias is taken over as it is.
+        Minimises tr(G (W - W') A (W - W')^T) over the operator's dense matrix W', with the statistics A and G. By
+        default by L-BFGS, in their precision, from the result of ``from_linear`` or, if there is none, from the present
+        parameters (``fit_to_statistics_``). The bias is copied.
 
         Args:
             linear: nn.Linear, Conv1D or an operator with ``to_dense``.
@@ -294,7 +293,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             steps: iterations of L-BFGS at most.
 
         Raises:
-            ValueError: if sizes differ. NotLinearError: if this operator has no dense matrix of its own.
+            ValueError: if sizes differ. NotLinearError: if this operator has no dense matrix.
         """
         weight = self.source_weight(linear)
         statistics.check(self.in_features, self.out_features)
@@ -303,13 +302,13 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         return self
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
-        """``fit_`` under statistics, in at most so many ``steps``; operators with an exact solution override this."""
+        """Run ``fit_`` under statistics, in at most ``steps``; operators with an exact solution override this."""
         if self.config.fits_weight:
             self.from_linear(linear_of(weight))
         descend_(self, weight, statistics, steps)
 
     def source_weight(self, linear: nn.Module) -> Tensor:
-        """Return the matrix that ``from_linear`` is to fit, checked: of this shape, finite, no bias that is lost."""
+        """Return the matrix to fit, after checking its shape, that it is finite and that no bias would be lost."""
         source_shape = linear_features(linear)
         if source_shape != (self.in_features, self.out_features):
             shape = (self.in_features, self.out_features)
@@ -321,7 +320,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     @torch.no_grad()
     def copy_bias_(self, linear: nn.Module) -> None:
-        """Take over the bias of ``linear`` (zero where it has none), if this operator has one."""
+        """Copy the bias of ``linear`` (zero if it has none), if this operator has one."""
         bias = dense_bias(linear)
         if self.bias is None or bias is None:
             self.zero_bias_()
@@ -334,23 +333,23 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             nn.init.zeros_(self.bias)
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of the forward pass for one token (a multiply-add counts as two).
+        """Return the floating-point operations of the forward pass for one token (a multiply-add counts as two).
 
-        Of an operator that routes tokens, those of the parts that a token is sent to: its active FLOPs.
+        An operator that routes tokens counts only the parts that a token is sent to: its active FLOPs.
         """
         raise TypeError(f"{type(self).__name__} does not state its FLOPs")
 
     def inactive_per_token(self) -> tuple[int, int]:
-        """Parameters and FLOPs of the parts that one token is not sent to, as the experts that a router leaves out.
+        """Return the parameters and FLOPs that one token does not use, such as those of experts that a router skips.
 
-        Total FLOPs are ``flops_per_token()`` and these, active parameters all without these. Here every token uses all.
+        Total FLOPs are ``flops_per_token()`` plus these; active parameters are all parameters minus these.
         """
         return 0, 0
 
     def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
-        """Return what is wrong with values that are to be loaded, by name; None if any of this shape will do.
+        """Return what is wrong with tensors to be loaded, by name; None if nothing is.
 
-        For what would compute something else in silence, as a table of indices that is damaged.
+        For damage that would silently compute something else, such as a wrong table of indices.
         """
         return None
 
@@ -363,7 +362,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             arguments[-1].append(f"{prefix.rstrip('.')}: {wrong}")  # torch's list of errors
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """Role of every parameter by its name in this module; matrices take their last dimension as fan-in."""
+        """Return the role of every parameter by its name here; the last dimension of a matrix is its fan-in."""
         stated = StatedFans(self)
         return {name: stated.role(parameter) for name, parameter in self.named_parameters()}
 
@@ -372,16 +371,16 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
 
 def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
-    """Outermost operators of ``model`` by name, each once; what an operator holds inside belongs to that operator."""
+    """Yield the outermost operators of ``model`` by name, each once; those inside another operator are left out."""
     return outermost(model, lambda module: isinstance(module, Operator))
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an operator's ``forward`` that refuses what is not an input of an ``nn.Linear`` of its size."""
+    """Return an operator's ``forward`` with a check of the input's type and width."""
 
     @functools.wraps(forward)
     def checked(self: Operator, x: Tensor) -> Tensor:
-        # Spelt out, not called: this runs at every call of every layer, and takes a third of a microsecond.
+        # ``check_features``, inlined: this runs at every call of every layer and takes a third of a microsecond.
         if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
             if self.num_embeddings is not None and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
                 rows = self.rows(x)
@@ -389,7 +388,7 @@ def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             _refuse_features(x, self.in_features, self)
         return forward(self, x)
 
-    # Code of its own: torch.compile counts its recompilations by code, and all operators would share one limit.
+    # torch.compile counts recompilations per code object: with one for all operators they would share one limit.
     wrapper: Any = checked
     wrapper.__code__ = wrapper.__code__.replace(co_qualname=forward.__qualname__)
     return checked
@@ -464,7 +463,7 @@ def is_embedding(module: Any) -> bool:
 
 
 def row_scale(module: Any) -> float:
-    """Return what ``module``, an embedding or any other layer, multiplies the rows of its matrix by; mostly 1."""
+    """Return the factor by which ``module`` scales the rows of its matrix: 1 except for scaled embeddings."""
     if isinstance(module, Operator):
         return module.row_scale
     scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None)) if is_embedding(module) else 1.0
@@ -477,7 +476,7 @@ def embeds(module: Any) -> bool:
 
 
 def linear_features(module: Any) -> tuple[int, int]:
-    """(in_features, out_features) of an nn.Linear, a Conv1D, an operator or an nn.Embedding, the matrix of a head."""
+    """Return (in_features, out_features) of an nn.Linear, a Conv1D, an operator or (as a head's) an nn.Embedding."""
     if is_embedding(module):
         return module.embedding_dim, module.num_embeddings
     if is_conv1d(module):
@@ -501,7 +500,7 @@ def plain_linear(operator: Operator) -> nn.Module:
     """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
 
     Raises:
-        NotLinearError: if the operator is not a matrix, or one per token, or has an offset that its layer cannot hold.
+        NotLinearError: if the operator has no matrix, has one per token, or has an offset that its layer cannot hold.
     """
     if operator.config.conditioned:
         raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
@@ -534,7 +533,7 @@ def dense_bias(module: Any) -> Tensor | None:
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return an nn.Linear, not to be trained, that shares the memory of ``weight`` (O, I) and ``bias`` (O,)."""
+    """Return a frozen nn.Linear that shares the memory of ``weight`` (O, I) and ``bias`` (O,)."""
     outputs, inputs = weight.shape
     linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -549,7 +548,7 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward"
 def swap_hooks(source: nn.Module, target: nn.Module) -> None:
     """Exchange the hooks of a layer and of its replacement, so that hooks stay where they were registered.
 
-    Handles given out for them stay valid.
+    Their handles stay valid.
     """
     for name in _HOOKS:
         source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]

@@ -19,18 +19,18 @@ class ParamRole(NamedTuple):
     """The role of a parameter, so that one optimiser recipe serves every operator.
 
     fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales, for tables that are
-        looked up, and for what turns rather than sums, as bivectors).
+        looked up, and for bivectors, which rotate rather than sum).
     lr_multiplier: factor on the base learning rate.
     weight_decay: whether weight decay applies.
     fan_in_scales: whether the fan-in is a width, which grows with the model and with which a learning rate is scaled;
-        False for a size that the settings fix (a rank, the width of a context), at which the rate holds as it is.
-    fan_out: number of units that read an input; None if that is not known, and then as many as the fan-in.
+        False for a size that the settings fix (a rank, the width of a context), for which the rate stays.
+    fan_out: number of units that read an input; None (unknown) counts as the fan-in.
     fan_out_scales: whether the fan-out is such a width.
     growth: the power of the model's width with which these two grow; 0.5 for a factor of a Kronecker product.
     init_law: how the default initialisation's standard deviation depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
         "constant" not at all, "orthogonal" as 1 / sqrt(max(fan_in, fan_out)).
     readout: whether this makes the logits.
-    fan_in_short: how far the fan-in stays below a width, if it is not that itself but a width less a fixed size.
+    fan_in_short: the fixed size by which the fan-in is smaller than a width.
     """
 
     fan_in: int | None = None
@@ -84,7 +84,7 @@ class ParamRole(NamedTuple):
 
 
 class StatedFans:
-    """Collect what the modules within ``module`` state of their parameters, each in attributes.
+    """Collect what the modules within ``module`` declare about their parameters in attributes.
 
     ``finite_fan_in``, ``finite_fan_out``: the settings fix the fan, which does not grow with the model's width;
     ``constant_initialized``, ``orthogonal_initialized``: the law of the default initialisation (``ParamRole``). Each is

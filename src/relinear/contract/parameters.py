@@ -1,9 +1,9 @@
 """Parameters inside an operator that are not layers of their own.
 
-An operator that computes several of its parts in one kernel does not run them as layers, so nothing may take them for
-layers: PEFT would put adapters on an ``nn.Linear`` that is never called, quantisers would replace it. Yet what moves
-weights in and out of memory (accelerate's offloading) does so around a module's call. So the parts are modules of their
-own, under the names that a layer's parameters would have, and calling one gives its parameters.
+An operator that computes several of its parts in one kernel never calls them as layers, so they must not look like
+layers: PEFT would put adapters on an ``nn.Linear`` that is never called, quantisers would replace it. But accelerate's
+offloading moves weights in and out of memory around a module's call. So each part is a small module with the parameter
+names of a layer, and calling it returns its parameters.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOO
 
 
 def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
-    """Register a parameter of each shape by its name, its values still to be drawn; None if there is none."""
+    """Register an uninitialised parameter for each name and shape; None for the shape None."""
     for name, shape in shapes.items():
         module.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(*shape, **kw)))
 
@@ -28,7 +28,7 @@ def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int
 class AffineParameters(nn.Module):
     """``weight`` and ``bias`` of an affine map (or of a norm): ``weight, bias = part()``.
 
-    They start, and draw from the generator, as in ``nn.Linear`` and ``nn.LayerNorm``.
+    Initialised as in ``nn.Linear`` and ``nn.LayerNorm``.
 
     Args:
         shape: of the weight.
@@ -46,7 +46,7 @@ class AffineParameters(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Both as torch's own layers have them at first."""
+        """Initialise both as torch's own layers do."""
         if self.weight.ndim > 1:
             nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
             return
@@ -55,7 +55,7 @@ class AffineParameters(nn.Module):
             nn.init.zeros_(self.bias)
 
     def __call__(self) -> tuple[Any, Any]:
-        """(weight, bias), where they are while the operator runs; spelt out, as every step calls several."""
+        """Return (weight, bias); skips ``nn.Module.__call__`` unless there are hooks, as every step calls several."""
         state, parameters = self.__dict__, self._parameters
         hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
         if hooked or state["_backward_pre_hooks"] or "forward" in state or any(_GLOBAL_HOOKS):
@@ -65,7 +65,7 @@ class AffineParameters(nn.Module):
         return parameters["weight"], parameters["bias"]
 
     def forward(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias)."""
+        """Return (weight, bias)."""
         return self.weight, self.bias
 
     def extra_repr(self) -> str:
@@ -78,7 +78,7 @@ class ListedParameters(nn.ParameterList):
     __call__ = nn.Module.__call__  # which a plain ParameterList refuses
 
     def forward(self) -> list[Tensor]:
-        """Return the parameters, where they are while the operator runs."""
+        """Return the parameters."""
         return list(self)
 
 
@@ -91,7 +91,7 @@ def are_affine(parts: Iterable[nn.Module | None]) -> bool:
 
 
 def are_parameters(module: nn.Module, *names: str) -> bool:
-    """Return whether ``names`` are parameters of ``module``, or None, and not what a mask or a network computes."""
+    """Return whether ``names`` are parameters of ``module`` (or None) rather than computed by a parametrisation."""
     return module._parameters.keys() >= set(names)
 
 

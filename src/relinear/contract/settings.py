@@ -10,11 +10,11 @@ from relinear.contract.config import nearest, readable, shown
 
 #: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-#: more is a slip
+#: anything larger is a slip
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
-#: in sequences; more ends in no memory, without a word
+#: sequences; more would run out of memory without a message
 Batch = Annotated[int, Field(gt=0, le=2**20)]
-#: CPU threads; a million end the process, without a word
+#: CPU threads; a million would end the process without a message
 Threads = Annotated[int, Field(gt=0, le=1024)]
 
 
@@ -44,8 +44,8 @@ def size_in_bytes(text: Any) -> float | None:
 class Settings(BaseModel):
     """Base of every group of user settings: frozen, no unknown keys, values checked when made.
 
-    An unknown key raises an error that names the nearest known one. ``load`` is the way in for what a user wrote: it
-    raises one plain ValueError with a line for each fault in place of pydantic's report.
+    An unknown key raises an error that names the nearest known one. ``load`` is for what a user
+    wrote: it raises one ValueError with a line for each fault in place of pydantic's report.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
@@ -62,7 +62,7 @@ class Settings(BaseModel):
 
     @classmethod
     def load(cls, values: Mapping[str, Any] | Self, name: str = "settings") -> Self:
-        """Checked settings from a mapping such as a parsed YAML file.
+        """Return checked settings from a mapping such as a parsed YAML file.
 
         Raises:
             ValueError: with one line for each fault; ``name`` (a file's name, say) heads the message.
@@ -80,8 +80,8 @@ class Settings(BaseModel):
     def upgraded(cls, saved: Any) -> Any:
         """Return settings that an earlier version wrote (``model_dump(mode="json")``), as this version writes them.
 
-        What they lack takes its default, so that two runs can be held against each other although settings have been
-        added since. What this version cannot read is given back as it is: it then differs from every setting.
+        Missing settings take their defaults, so that runs of different versions can be compared. Settings that this
+        version cannot read are returned unchanged, and so differ from all others.
         """
         try:
             return cls.load(saved).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Operators that keep the layer they are put on: what a modulator and a gate have in common."""
+"""Operators that wrap another layer, such as modulators and gates."""
 
 # Legend: I in_features, O out_features
 
@@ -56,7 +56,7 @@ class WrapperConfig(OperatorConfig):
     def convert(self, source: nn.Module, init: Init = "fresh") -> Operator:
         """Wrap ``source`` itself, or the ``base`` operator that replaces it.
 
-        The config of the result says what is inside, so that a checkpoint can rebuild it from the stock layer.
+        The config of the result names the operator inside, so that a checkpoint can rebuild it from the stock layer.
         ``init="from_weight"`` also makes the wrapper neutral (if it can be), so that the source is reproduced.
         """
         inner: nn.Module = source if self.base is None else self.base.convert(source, init)
@@ -82,7 +82,7 @@ class WrapperConfig(OperatorConfig):
 
 
 class Wrapper(Operator):
-    """An operator around the layer ``base``; everything of its own lives in other submodules.
+    """An operator around the layer ``base``; its other submodules hold its own parameters.
 
     Args:
         inner: the layer to wrap; None builds the config's base, or an ``nn.Linear``.
@@ -122,7 +122,7 @@ class Wrapper(Operator):
         raise ValueError(f"{self.config.kind} cannot be made neutral; use init='fresh'")
 
     def reset_parameters(self) -> None:
-        """Initialise everything anew: the wrapped layer (if it can), then what the wrapper adds."""
+        """Initialise the wrapped layer (if it can be), then the wrapper's own parameters."""
         for child in self.children():
             reset = getattr(child, "reset_parameters", None)
             if callable(reset):
@@ -143,11 +143,11 @@ class Wrapper(Operator):
         return self
 
     def base_dense(self) -> tuple[Tensor, Tensor | None]:
-        """Matrix (O, I) and bias (O,) of the wrapped layer."""
+        """Return the matrix (O, I) and bias (O,) of the wrapped layer."""
         return dense_weight(self.base), dense_bias(self.base)
 
     def base_flops_per_token(self) -> int:
-        """FLOPs of the wrapped layer for one token."""
+        """Return the FLOPs of the wrapped layer for one token."""
         if self._inner:
             return self._inner[0].flops_per_token()
         return 2 * self.in_features * self.out_features

@@ -30,7 +30,7 @@ def make_record(model: nn.Module) -> dict[str, Any] | None:
 
 
 def refuse_quantized(model: Any) -> None:
-    """Raise ValueError for a model that another method has quantized: its checkpoint has one record, the other's."""
+    """Raise ValueError for a model that another method has quantized: a checkpoint has room for one record."""
     setting = getattr(getattr(model, "config", None), "quantization_config", None)
     if setting is None:
         return
@@ -45,7 +45,7 @@ def record_in_config(config: Any) -> dict[str, Any] | None:
 
 
 def parse_record(setting: Any) -> dict[str, Any] | None:
-    """``setting``, a ``quantization_config`` in either of its forms, as a record of ours; None if it is not one."""
+    """Return ``setting``, a ``quantization_config`` as object or mapping, as our record; None if it is not ours."""
     if _method(setting) != METHOD:
         return None
     return dict(setting if isinstance(setting, Mapping) else vars(setting))
@@ -89,7 +89,7 @@ def sync_record(model: nn.Module) -> None:
 
 
 def _config_of_its_own(model: Any, whole: nn.Module) -> Any:
-    """Give ``model``, in ``whole``, a copy of its config. The configs inside stay the objects that the parts know."""
+    """Give ``model``, in ``whole``, a copy of its config; nested configs stay the same objects."""
     shared, copied = model.config, copy.copy(model.config)
     for module in whole.modules():
         for key, value in vars(module).items():

@@ -1,7 +1,7 @@
 """Initialise operators and attached parts in a model of transformers.
 
-transformers initialises the modules that it knows and marks those that have values. Our parts on the meta device get
-theirs when the model is initialised (``init_weights``, a state that lacks them); others are marked and stay.
+transformers initialises the modules that it knows and marks them. Parts of relinear that are on the meta device are
+initialised with the model (``init_weights``, or a state that lacks them); others are marked as initialised.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from relinear.contract.wrapper import Wrapper
 
 
 def initialize_(module: Any) -> None:
-    """Initialise ``module`` if it is one of ours and was not loaded; what a wrapper holds is initialised for itself."""
+    """Initialise ``module`` if it is relinear's and was not loaded; a wrapped layer is initialised separately."""
     ours = isinstance(module, Operator) or type(module).__module__.partition(".")[0] == "relinear"
     if not ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
         return

@@ -1,7 +1,7 @@
-"""The anatomy of a model: its decoder layers, which of them a name lies in, and what lies in a layer.
+"""The layout of a model: its decoder layers, the layer that a name belongs to, and the blocks of a layer.
 
-Knows how families of decoders name layers, attention and norms. Layers are the list of as many modules as the config
-names, whatever it is called: ``model.layers``, ``transformer.h``, ``base_model.model.model.layers`` of a PEFT model.
+Knows how families of decoders name layers, attention and norms. The layers are the module list whose length the config
+gives, under any name: ``model.layers``, ``transformer.h``, ``base_model.model.model.layers`` of a PEFT model.
 """
 
 import inspect
@@ -19,13 +19,13 @@ _NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2")
 
 
 def output_head(model: Any) -> Any:
-    """Return the layer that makes a model's logits; None if it has none, or does not name it."""
+    """Return the layer that computes a model's logits; None if it has or names none."""
     getter = getattr(unwrapped(model), "get_output_embeddings", None)
     return getter() if callable(getter) else None
 
 
 def model_name(model: Any) -> str:
-    """Return what a model is called: the last part of where it was loaded from (for RUN/model RUN), or its class."""
+    """Return a model's name: the last part of the path it was loaded from (RUN for RUN/model), or its class."""
     parts = Path(getattr(model, "name_or_path", "") or type(model).__name__).parts
     return next((part for part in reversed(parts) if part != "model"), "model")
 
@@ -63,7 +63,7 @@ def _flat(layers: nn.ModuleList) -> Iterator[nn.Module]:
 
 
 def _outermost_stacks(model: nn.Module) -> Iterator[_Stack]:
-    """Every list of modules that lies in no other one, in the model's order."""
+    """Yield every list of modules that is not inside another, in the model's order."""
     for name, modules in outermost(model, lambda module: isinstance(module, nn.ModuleList)):
         if len(modules):
             yield _Stack(model.get_submodule(name.rpartition(".")[0]), tuple(_flat(modules)))
@@ -77,7 +77,7 @@ def _layer_count(model: Any) -> int | None:
 
 
 def _decoder_stacks(model: Any) -> list[_Stack]:
-    """Return the lists of as many layers as the config names; of several, those in the decoder that it names."""
+    """Return the lists of as many layers as the config says; of several, those in the decoder that the model names."""
     count = _layer_count(model)
     stacks = [stack for stack in _outermost_stacks(model) if count is None or len(stack.layers) == count]
     named = getattr(model, "get_decoder", None)
@@ -103,7 +103,7 @@ def decoder(model: nn.Module) -> nn.Module:
     """Return the module that owns the decoder layers (``LlamaModel``), which returns the last hidden state.
 
     Raises:
-        ValueError: if no list of as many layers as the config names is found, or several are.
+        ValueError: if there is no list of as many layers as the config says, or several.
     """
     return _decoder_stack(model).owner
 
@@ -114,10 +114,10 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def layer_finder(model: Any) -> Callable[[str], int | None]:
-    """Return a function from names of modules to the index of the layer that they lie in, None outside of all layers.
+    """Return a function from a module's name to the index of its layer, None for a module outside of all layers.
 
-    Layers are the decoder's; where a model has several stacks that count (encoder and decoder), or none that fits its
-    config, they are those of every outermost list of modules.
+    Layers are the decoder's. If a model has several stacks (encoder and decoder), or none that fits its config, they
+    are those of every outermost list of modules.
     """
     inside = unwrapped(model)
     both = getattr(getattr(inside, "config", None), "is_encoder_decoder", False)
@@ -127,20 +127,18 @@ def layer_finder(model: Any) -> Callable[[str], int | None]:
     indices = {id(layer): index for stack in stacks for index, layer in enumerate(stack.layers)}
 
     def find(name: str) -> int | None:
-        return next((indices[id(module)] for module in _along(model, name) if id(module) in indices), None)
+        module = model
+        for part in name.split("."):
+            module = getattr(module, part)
+            if id(module) in indices:
+                return indices[id(module)]
+        return None
 
     return find
 
 
-def _along(model: Any, name: str) -> Iterator[Any]:
-    module = model
-    for part in name.split("."):
-        module = getattr(module, part)
-        yield module
-
-
 def is_checkpointing(base: Any) -> bool:
-    """Return whether gradient checkpointing is on in a base model; OPT's flag is that of the decoder inside."""
+    """Return whether gradient checkpointing is on in a base model; OPT keeps the flag in the decoder inside."""
     runner = base if hasattr(base, "gradient_checkpointing") else decoder(base)
     return bool(getattr(runner, "gradient_checkpointing", False))
 
@@ -173,8 +171,7 @@ class SubBlock(NamedTuple):
     """Attention or MLP of a decoder layer, whose output is added to the stream.
 
     layer: index of the decoder layer. role: what the module is. owner: the decoder layer; norm_name: attribute name
-    of the norm in it that reads the stream for the sub-block (one for both in some parallel layers), None if there
-    is none to be told.
+    of the norm that reads the stream for the sub-block (one for both in some parallel layers), None if unknown.
     """
 
     layer: int
@@ -185,7 +182,7 @@ class SubBlock(NamedTuple):
 
     @property
     def norm(self) -> nn.Module:
-        """Return the norm that the sub-block reads through; of ``sub_blocks`` each has one."""
+        """Return the norm that the sub-block reads through; each of ``sub_blocks`` has one."""
         assert self.norm_name is not None
         return getattr(self.owner, self.norm_name)
 
@@ -201,9 +198,9 @@ def _layers_at(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int
 
 
 def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
-    """Both sub-blocks of every pre-norm decoder layer, or of ``layers`` (negative ones count from the end), in order.
+    """Return both sub-blocks of every pre-norm decoder layer, or of ``layers`` (negative ones count from the end).
 
-    What is recognised is the layer that Llama, Mistral, Qwen2, Qwen3 and GPT-2 share:
+    These are layers as in Llama, Mistral, Qwen2, Qwen3 and GPT-2:
 
         x = x + attention(norm(x));  x = x + mlp(norm(x))
 
@@ -214,19 +211,19 @@ def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[Su
 
 
 def unnormalised_sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
-    """Attention and MLP of every decoder layer, or of ``layers``, whose outputs reach the stream as they are.
+    """Return attention and MLP of every decoder layer, or of ``layers``, whose outputs are added without a norm.
 
-    That takes pre-norm layers and parallel ones, x + attention(norm(x)) + mlp(norm(x)), also where the output is
-    dropped out or scaled by a constant on its way.
+    These are pre-norm layers and parallel ones, x + attention(norm(x)) + mlp(norm(x)), with or without dropout or a
+    constant factor on the output.
 
     Raises:
-        ValueError: if an output is normalised on its way, or holds the stream already; or an index is out of range.
+        ValueError: if an output is normalised first, or contains the stream already; or an index is out of range.
     """
     return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=False)]
 
 
 def _blocks(index: int, layer: nn.Module, *, plain: bool) -> list[SubBlock]:
-    """Attention and MLP of a layer; ``plain``: only where both outputs are added as they are, one after the other."""
+    """Return attention and MLP of a layer; ``plain``: only if both outputs are added unchanged, one after the other."""
     children = dict(layer.named_children())
     norms = {name for name in children if "norm" in name or name.startswith("ln")}
     norm_pair = next((pair for pair in _NORM_PAIRS if norms >= {*pair}), None)

@@ -1,4 +1,4 @@
-"""Where a saved model is, as far as its name tells: in a directory or on the Hugging Face Hub. Asks no network."""
+"""Decide by its name whether a model is in a directory or on the Hugging Face Hub, without network access."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from relinear.contract.config import nearest, shown
 
-#: names of the Hub from before every model had an owner
+#: model names from before the Hub required an owner
 _WITHOUT_OWNER = frozenset(
     (
         *("distilgpt2", "gpt2", "gpt2-large", "gpt2-medium", "gpt2-xl", "openai-gpt", "ctrl", "transfo-xl-wt103"),
@@ -19,12 +19,12 @@ _WITHOUT_OWNER = frozenset(
 
 
 def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any = None) -> Literal["directory", "hub"]:
-    """Return where the saved model ``name`` is to be had, as far as is known without a network.
+    """Return whether the model ``name`` is a directory or may be on the Hub; no network access.
 
     Args:
         name: what a user wrote.
-        presets: names that would do as well, for the messages.
-        cache_dir: where the Hub's client keeps models, if not where it keeps all.
+        presets: names that are valid as well, for messages.
+        cache_dir: the cache of the Hub's client, if not the default.
 
     Raises:
         ValueError: if it can be neither; names the nearest presets.
@@ -52,12 +52,12 @@ def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any 
 
 
 def is_path(name: str) -> bool:
-    """Return whether ``name`` is written as a path, and not as a name of the Hub."""
+    """Return whether ``name`` looks like a path rather than a name on the Hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def exists(path: Path) -> bool:
-    """Return whether something is there; for a name that is too long for a file nothing is."""
+    """Return whether ``path`` exists; False for a name that is too long for a file."""
     try:
         return path.exists()
     except OSError:
@@ -65,7 +65,7 @@ def exists(path: Path) -> bool:
 
 
 def is_cached(name: str, cache_dir: Any = None, file: str = "config.json") -> bool:
-    """Return whether the Hub's client has kept a model of this name (in ``cache_dir``, or where it keeps all)."""
+    """Return whether the cache of the Hub's client (``cache_dir``, or the default) has a model of this name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -76,7 +76,7 @@ def is_cached(name: str, cache_dir: Any = None, file: str = "config.json") -> bo
 
 
 def missing_directory(name: str) -> str:
-    """Return the message for a path where nothing is, with the nearest names in the last folder that exists."""
+    """Return the message for a missing path, with the nearest names in the last folder that exists."""
     path = Path(name).expanduser()
     folder = next((parent for parent in path.parents if exists(parent)), Path("."))
     missing_name = path.relative_to(folder).parts[0]

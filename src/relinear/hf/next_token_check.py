@@ -33,7 +33,7 @@ def rounding_bound(model: nn.Module, values: Tensor) -> float:
 def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = True) -> None:
     """Raise ValueError, on behalf of the function ``user``, unless ``model`` predicts each token from those before it.
 
-    Two short passes tell: later tokens are changed, and earlier logits may then move by rounding alone.
+    Compares two short passes that differ in later tokens: earlier logits may differ by rounding alone.
 
     Args:
         model: called with ``input_ids`` (1, T).
@@ -68,7 +68,7 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
 
 
 def check_no_nan(model: Any, values: Tensor, user: str) -> None:
-    """Raise ValueError if ``values`` of ``model`` have a NaN, by the name of a weight that is not finite if one is."""
+    """Raise ValueError if ``values`` of ``model`` have a NaN, naming a weight that is not finite if there is one."""
     if bool(values.isnan().any()):
         check_finite(model)
         raise ValueError(

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def token_tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return the extra token embeddings that attached parts own: each names its own as ``token_table``.
+    """Return the extra token embeddings of attached parts, which name them as ``token_table``.
 
     Raises:
         ValueError: if one is wrapped (by an adapter), so that its size cannot be changed.
@@ -25,7 +25,7 @@ def vocab_size_of(table: Any) -> int:
 
 
 def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
-    """Raise ValueError if ``base`` knows more tokens than ``table``, the embedding that ``part`` has of them."""
+    """Raise ValueError if ``base`` has more tokens than ``table``, the token embedding of ``part``."""
     known = vocab_size_of(base.get_input_embeddings())
     if known > table.num_embeddings:
         raise ValueError(
@@ -37,8 +37,8 @@ def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
 def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
     """Raise ValueError if ``tokenizer`` can turn text into ids that ``model`` has no embedding for.
 
-    Special tokens count as far as text needs them, for the end of a document: many a tokenizer was given a padding
-    token that its model never sees.
+    Of the special tokens only the end of text counts: many tokenizers were given a padding token that their model never
+    sees.
     """
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     entries = getattr(embeddings, "num_embeddings", None)
@@ -55,7 +55,7 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
 
 
 def max_positions(model: Any) -> int | None:
-    """Return the most tokens that ``model`` reads at once, by its config; None if that states no end."""
+    """Return the most tokens that ``model`` reads at once, by its config; None if that sets no limit."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 

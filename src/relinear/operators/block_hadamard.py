@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.config import MOST_LAYERS, Count, IntRange, check_fits, register
+from relinear.contract.config import MAX_LAYERS, Count, IntRange, check_fits, register
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.contract.parameters import ListedParameters
 from relinear.functional.block_hadamard import block_hadamard_dense, block_hadamard_fit, block_hadamard_sizes
@@ -90,7 +90,7 @@ class BlockHadamard(OperatorConfig):
     module_class = BlockHadamardLinear
 
     blocks: Count = 8
-    depth: Annotated[int, IntRange(1, MOST_LAYERS)] = 1
+    depth: Annotated[int, IntRange(1, MAX_LAYERS)] = 1
     mix_input: bool = True
 
     def check_shape(self, in_features: int, out_features: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import HasHookPoints
 from relinear.activations.shared_context import current_context
-from relinear.contract.config import MOST_LAYERS, Count, IntRange, NonNegative, check_divides, register
+from relinear.contract.config import MAX_LAYERS, Count, IntRange, NonNegative, check_divides, register
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
@@ -303,7 +303,7 @@ class CCL(OperatorConfig):
     basis_gate: bool = True
     output_gate: bool = True
     gate_bias: bool = True
-    gate_depth: Annotated[int, IntRange(0, MOST_LAYERS)] = 1
+    gate_depth: Annotated[int, IntRange(0, MAX_LAYERS)] = 1
     gate_width: Count | None = None
     norm: bool = True
     composition: Literal["gates", "remixing", "selection"] = "gates"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from relinear.clifford.blades import MAX_DIMENSION
 from relinear.clifford.tables import device_table
-from relinear.contract.config import MOST_LAYERS, Count, IntRange, NonNegative, check_choice, register
+from relinear.contract.config import MAX_LAYERS, Count, IntRange, NonNegative, check_choice, register
 from relinear.contract.inference import ParameterCache
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameter_roles import ParamRole
@@ -339,7 +339,7 @@ class Rotor(OperatorConfig):
     }
 
     width: Count = 3
-    depth: Annotated[int, IntRange(0, MOST_LAYERS)] = 2
+    depth: Annotated[int, IntRange(0, MAX_LAYERS)] = 2
     rotors: Literal["double", "single"] = "double"
     basis: Literal["spinor", "blade"] = "spinor"
     terms: Literal["rotor", "multivector", "kronecker"] = "rotor"
