@@ -409,14 +409,6 @@ def test_text_of_corpus_and_file_names_is_escaped_in_the_file(subject) -> None:
     assert HOSTILE not in page
 
 
-def test_a_file_beyond_the_limit_is_refused(subject, monkeypatch) -> None:
-    monkeypatch.setattr("relinear.explore.page.LIMIT", 10_000)
-    measured = []
-    with pytest.raises(ValueError, match="--hook-points"):
-        static_page([subject], effects=2, on_progress=lambda progress: measured.append((progress.done, progress.total)))
-    assert not measured
-
-
 def view_of(browser, url, home):
     """A page in the browser, and what went wrong on it or was asked for from elsewhere."""
     view, wrong = browser.new_page(), []
@@ -479,12 +471,11 @@ def test_the_page_shows_units_and_changes_them(browser, subject) -> None:
         server.server_close()
 
 
-def test_thousands_of_units_open_at_once(browser, texts, tmp_path, monkeypatch) -> None:
+def test_thousands_of_units_open_at_once(browser, texts, tmp_path) -> None:
     """In processor time of the page, for a busy machine takes its own time by the clock."""
     model = make_tiny_llama(vocab_size=258, hidden_size=192, intermediate_size=512, num_hidden_layers=3)
     subject = prepared(saved(model, tmp_path / "model"), texts, sequences=20, length=16)
     assert sum(facts.size for facts in subject.index.hook_points.values()) > 5_000
-    monkeypatch.setattr("relinear.explore.page.LIMIT", 10_000_000)  # a file that is mailed has fewer
     path = tmp_path / "many.html"
     path.write_text(static_page([subject]), encoding="utf-8")
     view = browser.new_page()

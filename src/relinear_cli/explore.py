@@ -60,7 +60,7 @@ def command(
     if static is not None:
         with watch() as on_progress:
             path = write_html(static, static_page(subjects, effects, on_progress))
-        print(f"written: {path.resolve()}")
+        print(f"written: {path.resolve()}, {path.stat().st_size / 1e6:.1f} MB")
         return
     _serve(subjects, host, port)
 

@@ -15,7 +15,7 @@ from relinear.explore.changes import ACTIONS, MOST_NEW_TOKENS, effect
 from relinear.explore.subject import Subject
 from relinear.explore.units import BINS, TOP
 from relinear.pages.blocks import Part, Section
-from relinear.pages.page import LIMIT, render
+from relinear.pages.page import render
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 _TEMPLATE = "explore/explore.html"
@@ -43,14 +43,9 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
         effects: the most units of each whose effect on the next token is measured and put in, those of the largest
             spread at their hook point first.
         on_progress: called after each of these measurements.
-
-    Raises:
-        ValueError: if the page would have more than 1 MB, without the effects before they are measured.
     """
     overviews = [subject.overview() for subject in subjects]
     indices: list[dict[str, Any]] = [{"effects": {}} | _packed(subject) for subject in subjects]
-    data = {"models": overviews, "index": indices}
-    _checked(_page(overviews, _STATIC, data))
     chosen = [_most_spread(subject, effects) for subject in subjects]
     total, done = sum(map(len, chosen)), 0
     for subject, units, packed in zip(subjects, chosen, indices, strict=True):
@@ -58,16 +53,7 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
             packed["effects"][f"{point} #{unit}"] = effect(subject, point, unit)
             done += 1
             on_progress(Progress("measuring effects", done, total))
-    return _checked(_page(overviews, _STATIC, data))
-
-
-def _checked(page: str) -> str:
-    if len(page.encode()) > LIMIT:
-        raise ValueError(
-            f"the file would have {len(page.encode()) / 1e6:.1f} MB, more than {LIMIT / 1e6:.0f}: name fewer hook "
-            "points with --hook-points, or take fewer or shorter texts"
-        )
-    return page
+    return _page(overviews, _STATIC, {"models": overviews, "index": indices})
 
 
 def policy_of(page: str) -> str:
