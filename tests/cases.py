@@ -18,11 +18,13 @@ import relinear.functional.ccl
 import relinear.functional.cgt
 import relinear.functional.context_manager
 import relinear.functional.hdpl
+import relinear.functional.monarch
 import relinear.functional.transponder
 import relinear.kernels.ccl
 import relinear.kernels.cgt
 import relinear.kernels.context_manager
 import relinear.kernels.hdpl
+import relinear.kernels.monarch
 import relinear.kernels.transponder
 from conftest import make_tiny_llama, mostly_slow
 from relinear import functional, kernels
@@ -108,6 +110,15 @@ def block_hadamard_arguments(dtype: torch.dtype) -> Iterator[tuple]:
         bias = torch.randn(out_features, dtype=dtype) if depth == 1 else None
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias
         yield torch.randn(rows, in_features, dtype=dtype), stages, out_features, bias, False
+
+
+def _monarch_arguments(dtype: torch.dtype) -> Iterator[tuple]:
+    """Sizes that the blocks divide and that they do not, sub-blocks of several ranks, with a bias and without."""
+    for leading, inputs, outputs, blocks, rank in (((3, 5), 16, 24, 4, 1), ((7,), 15, 10, 4, 2), ((), 9, 9, 3, 2)):
+        right = torch.randn(blocks, blocks * rank, -(-inputs // blocks), dtype=dtype)
+        left = torch.randn(blocks, -(-outputs // blocks), blocks * rank, dtype=dtype)
+        yield torch.randn(*leading, inputs, dtype=dtype), right, left, outputs, torch.randn(outputs, dtype=dtype)
+        yield torch.randn(inputs, 5, dtype=dtype).T, right, left, outputs
 
 
 def _pivoted_arguments(dtype: torch.dtype) -> Iterator[tuple]:
@@ -363,6 +374,12 @@ KERNELS: list[KernelCase] = [
         reference=functional.context_manager.linear_recurrence,
         fast=kernels.context_manager.linear_recurrence,
         arguments=_recurrence_arguments,
+    ),
+    KernelCase(
+        kind="monarch",
+        reference=functional.monarch.monarch,
+        fast=kernels.monarch.monarch,
+        arguments=_monarch_arguments,
     ),
     KernelCase(
         kind="block_hadamard-transform",

@@ -1,12 +1,15 @@
 """Portions of rows, and what goes through them."""
 
+import pytest
 import torch
 
 from cases import ccl_results
 from relinear import functional
+from relinear.functional.block_diagonal import block_diagonal_of
 from relinear.functional.block_hadamard import hadamard as butterflies
 from relinear.kernels import block_hadamard, ccl, implementations, native
 from relinear.kernels.autograd import row_portions
+from relinear.kernels.block_diagonal import block_gradient, block_product
 
 
 def test_rows_are_covered_once():
@@ -23,6 +26,21 @@ def test_large_portions_are_of_whole_multiples_of_rows():
     assert [rows.stop - rows.start for rows in portions] == [704] * 5 + [576]
     assert row_portions(x, 4096 * 32) == [slice(0, 4096)]
     assert torch.cat([torch.arange(4096)[rows] for rows in portions]).tolist() == list(range(4096))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_block_products_copy_nothing(dtype):
+    """An einsum and its gradient copy inputs and results in bfloat16."""
+    x, grad, total = (torch.randn(128, width, dtype=dtype) for width in (64, 96, 96))
+    blocks, given = torch.randn(4, 24, 16, dtype=dtype), total.clone()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        block_product(x, blocks, total)
+        to_x, to_blocks = block_product(grad, blocks.mT), block_gradient(grad, x, blocks)
+    assert not {event.key for event in profile.key_averages()} & {"aten::copy_", "aten::clone", "aten::contiguous"}
+    dense, close = torch.block_diag(*blocks).double(), {"rtol": 0.02, "atol": 0.2}
+    torch.testing.assert_close(total.double(), given.double() + x.double() @ dense.T, **close)
+    torch.testing.assert_close(to_x.double(), grad.double() @ dense, **close)
+    torch.testing.assert_close(to_blocks.double(), block_diagonal_of(grad.double().T @ x.double(), 4), **close)
 
 
 def test_ccl_in_bfloat16(monkeypatch):

@@ -9,6 +9,8 @@ from torch import nn
 
 import relinear
 from relinear.contract.inference import ParameterCache
+from relinear.operators import monarch
+from relinear.system import machine
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -88,6 +90,13 @@ def test_large_layers_stay_structured(operator):
     dense = sys.modules[type(operator).__module__]._DENSE
     for dtype in dense.limits:
         assert not dense.in_inference(8192, 8192, dtype, 4096)
+
+
+@pytest.mark.parametrize(("features", "dense"), [({"amx_bf16"}, True), ({"avx512_bf16"}, False)], ids=str)
+def test_bounds_of_bfloat16_are_of_processors_that_multiply_on_tiles(features, dense, monkeypatch):
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(features))
+    assert monarch._DENSE.in_inference(1024, 1024, torch.bfloat16, 1024) == dense
+    assert not monarch._DENSE.in_inference(1024, 1024, torch.float32, 1024)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 import relinear
 from cases import KERNELS, KernelCase, leaves_of
 from relinear import kernels
-from relinear.kernels import context_manager, implementations, native, pivoted_low_rank, triton
+from relinear.kernels import block_diagonal, context_manager, implementations, native, pivoted_low_rank, triton
 from relinear.kernels.implementations import Call, Implementation
 
 
@@ -54,6 +54,7 @@ def any_size(monkeypatch) -> None:
     monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
     monkeypatch.setattr(context_manager, "FEWEST_IN_PARTS", 1)
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
+    monkeypatch.setattr(block_diagonal, "FEWEST_SLICED", 1)
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.kind)
@@ -178,11 +179,11 @@ def test_implementations_are_logged_once_a_shape_with_reasons(case: KernelCase, 
         assert "C++;" not in line
 
 
-def test_a_form_is_told_with_what_spoke_against_the_others(any_size, caplog, monkeypatch) -> None:
+def test_a_form_is_told_with_what_spoke_against_the_others(caplog, monkeypatch) -> None:
     monkeypatch.setattr(implementations, "_logged", set())
     layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
     lines = logged_by(caplog, lambda: layer(torch.randn(3, 8)))
-    reasons = "not Triton: not on an NVIDIA GPU; not C++ for a few rows: sampled; not products in C++: too few tokens"
+    reasons = "not Triton: not on an NVIDIA GPU; not C++ for a few rows: sampled; not on slices: too few numbers"
     assert f"hdpl (3 x 8, float32, cpu): reference; {reasons}" in lines
     small = logged_by(caplog, lambda: layer(torch.randn(4, 8)))
     assert any("(4 x 8," in line for line in small)

@@ -13,10 +13,9 @@ from cases import ccl_results
 from relinear.functional import hdpl as functional_hdpl
 from relinear.functional import rounding
 from relinear.functional import transponder as reference
-from relinear.kernels import autograd, ccl, hdpl, native, quantized, transponder
+from relinear.kernels import autograd, block_diagonal, hdpl, native, quantized, transponder
 from relinear.kernels.implementations import Call
 from relinear.kernels.native import build
-from relinear.system import machine
 
 #: of bfloat16 outputs and of single-precision ones, relative in the Frobenius norm
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -25,7 +24,7 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @pytest.fixture
 def any_size(monkeypatch):
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
-    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
+    monkeypatch.setattr(block_diagonal, "FEWEST_SLICED", 1)
     if native.unsupported_reason(Call(torch.zeros(1))):
         pytest.skip("no C++ compiler, or RELINEAR_COMPILE_KERNELS=0")
 
@@ -38,12 +37,6 @@ def few_rows(any_size, monkeypatch):
     monkeypatch.setattr(native, "MOST_FEW_ROWS", {torch.float32: 8, torch.bfloat16: 8})
     monkeypatch.setattr(native, "kernels", lambda: calls.append(1) or kernels)
     return calls
-
-
-@pytest.fixture
-def narrow_library(any_size, monkeypatch):
-    """torch's own products leave half of the processor unused."""
-    monkeypatch.setattr(hdpl, "has_narrow_products", lambda: True)
 
 
 def close(mine, exact, dtype, roundings=1):
@@ -147,8 +140,8 @@ def test_training_on_few_tokens_keeps_to_one_form(any_size, monkeypatch):
     relinear.Transponder().build(24, 40)(torch.randn(3, 24)).sum().backward()
 
 
-def test_the_kernels_are_what_runs(narrow_library, monkeypatch):
-    """Modulated, CCL and HDPL layers reach the kernels, forward and backward."""
+def test_the_kernels_are_what_runs(any_size, monkeypatch):
+    """Modulated and CCL layers reach the kernels, forward and backward."""
     reached = []
 
     class Spy:
@@ -160,17 +153,11 @@ def test_the_kernels_are_what_runs(narrow_library, monkeypatch):
     relinear.Transponder(rank=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
     with relinear.activations.context(torch.randn(37, 6)):
         relinear.CCL(rank=8, context_dim=6).build(24, 40)(torch.randn(37, 24)).sum().backward()
-        relinear.CCL(rank=80, context_dim=6).build(24, 40)(torch.randn(37, 24))  # too many weights to copy
-    relinear.HDPL(rank=8, blocks=4).build(24, 40)(torch.randn(37, 24)).sum().backward()
-    of_gates = {"modulate", "modulate_backward", "gate", "gate_backward", "gated_product"}
-    assert of_gates | {"block_low_rank", "block_low_rank_gradient"} <= set(reached)
+    assert set(reached) == {"modulate", "modulate_backward", "gate", "gate_backward"}
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["one-kernel", "products-then-gate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ccl_output_and_gradients(dtype, fused, any_size, monkeypatch):
-    if not fused:
-        monkeypatch.setattr(ccl, "DEEPEST_NATIVE_PER_TOKEN", 0)
+def test_ccl_output_and_gradients(dtype, any_size):
     results = ccl_results((torch.float64, dtype), 24, 41)
     for exact, mine in zip(*results, strict=True):
         assert (mine.double() - exact).norm() <= (5e-2 if dtype == torch.bfloat16 else 1e-5) * exact.norm() + 1e-6
@@ -198,7 +185,7 @@ def hdpl_arguments(tokens, blocks, inputs, outputs, rank, noisy, bias):
         (200, 3, 201, 330, 70, True, False),
     ],
 )
-def test_hdpl_output_and_gradients(tokens, blocks, inputs, outputs, rank, noisy, bias, dtype, narrow_library):
+def test_hdpl_output_and_gradients(tokens, blocks, inputs, outputs, rank, noisy, bias, dtype, any_size):
     drawn = hdpl_arguments(tokens, blocks, inputs, outputs, rank, noisy, bias)
     upstream = torch.randn(1, outputs).to(dtype).expand(tokens, outputs)  # strided
     results = []
@@ -218,7 +205,7 @@ def test_hdpl_output_and_gradients(tokens, blocks, inputs, outputs, rank, noisy,
 
 
 @pytest.mark.parametrize("config", [relinear.HDPL(rank=4, blocks=2), relinear.CCL(rank=4, context_dim=6)], ids=str)
-def test_parameters_may_be_strided(config, narrow_library):
+def test_parameters_may_be_strided(config, any_size):
     layer, x, context = config.build(16, 24), torch.randn(5, 16), torch.randn(5, 6)
     strided = copy.deepcopy(layer)
     for part in strided.modules():
@@ -236,58 +223,6 @@ def test_parameters_may_be_strided(config, narrow_library):
         assert (mine is None) == (theirs is None)
         if mine is not None:
             close(mine, theirs, torch.float32)
-
-
-def test_sums_of_thin_products(any_size):
-    """Strided weights, every remainder of a tile's rows and columns, no rows, and output that held NaN before."""
-    for rows, columns, groups in [(0, 8, 1), (1, 1, 1), (5, 63, 1), (6, 64, 2), (7, 65, 1), (97, 260, 2), (203, 90, 3)]:
-        x, s = torch.randn(rows, 4 * groups), torch.randn(rows, 19)
-        blocks, up = torch.randn(groups, 4, columns // groups).mT, torch.randn(19, columns).T
-        bias, out = torch.randn(columns), torch.full((rows, columns), torch.nan)
-        native.kernels().block_low_rank(out, x, blocks, s, up, bias)
-        dense = torch.block_diag(*blocks).double()
-        close(out, x.double() @ dense.T + s.double() @ up.double().T + bias, torch.float32)
-        to_blocks, to_up = torch.full((groups, columns // groups, 4), torch.nan), torch.full((columns, 19), torch.nan)
-        native.kernels().block_low_rank_gradient(to_blocks, to_up, out, x, s)
-        close(to_up, out.double().T @ s.double(), torch.float32)
-        of_dense = (out.double().T @ x.double()).view(groups, columns // groups, groups, 4)
-        close(to_blocks, torch.stack([of_dense[g, :, g] for g in range(groups)]), torch.float32)
-
-
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 3, 4), (1, 1, 1), (7, 65, 130), (101, 520, 63)])
-def test_products_and_their_gradients(rows, inputs, outputs, any_size, monkeypatch):
-    """Strided matrices, every remainder, no rows, new memory that holds NaN; both sides of the gradient's bound."""
-    calls = []
-    run = native.kernels()
-    monkeypatch.setattr(native, "kernels", lambda: calls.append(1) or run)
-    x = torch.randn(rows, 2 * inputs)[:, ::2]
-    weight, bias = torch.randn(inputs, outputs).T, torch.randn(2 * outputs)[::2]
-    grad = torch.randn(1, outputs).expand(rows, outputs)
-    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
-    try:
-        for offset in (bias, None):
-            exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-            close(hdpl.product(x, weight, offset), exact, torch.float32)
-        for _ in range(2):
-            close(hdpl.product_gradient(grad, x), grad.double().T @ x.double(), torch.float32)
-            monkeypatch.setattr(hdpl, "LARGEST_GRADIENT", 0)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert len(calls) == 3
-
-
-@pytest.mark.parametrize(
-    ("facts", "narrow"),
-    [
-        ({"vendor_id": "AuthenticAMD", "flags": "avx2 avx512f"}, torch.backends.mkl.is_available()),
-        ({"vendor_id": "AuthenticAMD", "flags": "avx2"}, False),
-        ({"vendor_id": "GenuineIntel", "flags": "avx2 avx512f"}, False),
-        ({}, False),
-    ],
-)
-def test_where_a_library_leaves_half_of_the_processor(facts, narrow, monkeypatch):
-    monkeypatch.setattr(machine, "_cpu_facts", lambda: facts)
-    assert machine.has_narrow_products.__wrapped__() == narrow
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -591,14 +526,6 @@ def test_a_context_that_sequences_share_is_not_the_kernels(few_rows):
     assert not few_rows
 
 
-def test_a_row_that_is_not_a_number_stays_alone(any_size):
-    x, out = torch.randn(13, 8), torch.empty(13, 70)
-    x[6] = torch.nan
-    native.kernels().block_low_rank(out, x, torch.randn(1, 70, 8), torch.randn(13, 3), torch.randn(70, 3), None)
-    assert out.isnan().all(1).tolist() == [row == 6 for row in range(13)]
-    assert not out[torch.arange(13) != 6].isnan().any()
-
-
 def test_sigmoid_of_extreme_numbers(any_size):
     logits = torch.tensor([[-1e38, -87.5, -30.0, -1e-8, 0.0, 1e-8, 30.0, 1e38, torch.inf, -torch.inf, torch.nan]])
     ones, zeros = torch.ones_like(logits), torch.zeros(logits.shape[1])
@@ -633,25 +560,6 @@ def test_wrong_tensors_are_refused(change, message, any_size):
     given = {"out": torch.empty(4, 5), "value": torch.zeros(4, 5), "logits": torch.zeros(4, 5), "bias": torch.zeros(5)}
     with pytest.raises(ValueError, match=message):
         native.kernels().gate(*(given | change).values())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.zeros(3, 8)}, "x must be a matrix of 4 rows|out must be"),
-        ({"blocks": torch.zeros(2, 3, 5)}, "blocks must be float32 on the CPU for 8 inputs and 6 outputs"),
-        ({"s": torch.zeros(4, 3).double()}, "s must be a contiguous"),
-        ({"up": torch.zeros(6, 2)}, "up must be float32"),
-        ({"bias": torch.zeros(5)}, "bias must be a contiguous"),
-    ],
-)
-def test_wrong_factors_are_refused(change, message, any_size):
-    given = {
-        "out": torch.empty(4, 6), "x": torch.zeros(4, 8), "blocks": torch.zeros(2, 3, 4),
-        "s": torch.zeros(4, 3), "up": torch.zeros(6, 3), "bias": torch.zeros(6),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        native.kernels().block_low_rank(*(given | change).values())
 
 
 def test_small_and_other_tensors_take_torch_operations():

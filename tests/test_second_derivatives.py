@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cases import CASES, KERNELS, Case, KernelCase, every_case, leaves_of
 from conftest import mostly_slow
 from relinear.clifford import tables
-from relinear.kernels import autograd, hdpl, native, pivoted_low_rank
+from relinear.kernels import autograd, block_diagonal, native, pivoted_low_rank
 from relinear.testing.conformance import assert_close, build, call, in_context, inputs
 
 every_twin = pytest.mark.parametrize("twin", KERNELS, ids=lambda twin: twin.kind)
@@ -32,8 +32,7 @@ def _any_size(monkeypatch):
     monkeypatch.setattr(pivoted_low_rank, "FEWEST_PERMUTED", 1)
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(native, "FEWEST_NETWORK_ENTRIES", 1)
-    monkeypatch.setattr(hdpl, "FEWEST_NATIVE_TOKENS", 1)
-    monkeypatch.setattr(hdpl, "has_narrow_products", lambda: True)
+    monkeypatch.setattr(block_diagonal, "FEWEST_SLICED", 1)
 
 
 def tensors_of(results) -> list[Tensor]:

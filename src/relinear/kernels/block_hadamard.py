@@ -9,12 +9,15 @@ that of memory.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
+from relinear.kernels.autograd import differentiable_as, lowered, save, without_autocast
+from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_traced, is_transformed
 
 LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over memory
@@ -71,12 +74,48 @@ def hadamard_flops(size: int) -> int:
     return 2 * size * sum(_factors(size & -size))
 
 
+def _stage(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
+    """diag(W_1, ..., W_K) H x of x (..., I); without H where it is not ``mixed``."""
+    return block_diagonal(hadamard(x) if mixed else x, blocks)
+
+
+class _Stage(torch.autograd.Function):
+    """``_stage`` of a matrix, on slices; keeps its inputs, and transforms them again."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        save(ctx, arguments)
+        return _sliced_forward(*arguments)
+
+    @staticmethod
+    @differentiable_as(_stage)
+    def backward(ctx, grad):
+        x, blocks, _ = ctx.saved_tensors
+        mixed = hadamard if ctx.plain[2] else lambda x: x  # H is symmetric
+        to_x = mixed(block_product(grad, blocks.mT)) if ctx.needs_input_grad[0] else None
+        return to_x, block_gradient(grad, mixed(x), blocks) if ctx.needs_input_grad[1] else None, None
+
+
+def _sliced_forward(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
+    return block_product(hadamard(x) if mixed else x, blocks)
+
+
+def _sliced(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
+    rows, blocks = lowered(x.reshape(-1, x.shape[-1]), blocks)
+    run: Any = _Stage.apply if torch.is_grad_enabled() else _sliced_forward
+    with without_autocast(x):
+        return run(rows, blocks, mixed).view(*x.shape[:-1], -1)
+
+
+stage = dispatch(Implementation("on slices", slices_unsupported, _sliced), otherwise="reference")(_stage)
+
+
 def block_hadamard(
     x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
 ) -> Tensor:
-    """``functional.block_hadamard.block_hadamard`` with this module's transform."""
+    """``functional.block_hadamard.block_hadamard`` with this module's transform and products."""
     y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
-    for index, stage in enumerate(blocks):
-        y = block_diagonal(hadamard(y) if index or mix_input else y, stage)
+    for index, one in enumerate(blocks):
+        y = stage(y, one, bool(index or mix_input))
     y = y[..., :out_features]
     return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision

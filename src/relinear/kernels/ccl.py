@@ -25,10 +25,6 @@ from relinear.kernels.implementations import Call, Implementation, dispatch, is_
 #: epsilon of the LayerNorm
 EPS = 1e-5
 
-#: inputs of an output (rank and gate network together) for each token, up to which one C++ kernel takes less time than
-#: two products: it has to copy the weights
-DEEPEST_NATIVE_PER_TOKEN = 1
-
 #: a training step has to be so many times as large as inference, for its gates in C++ to take less time than torch's
 LARGER_IN_TRAINING = 8
 
@@ -138,10 +134,7 @@ _gated_linear = dispatch(Implementation("gates in C++", _gates_unsupported, _gat
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     """``_gated_product`` of matrices, without a graph, few enough tokens at a time to stay in cache."""
     y = h.new_empty(h.shape[0], mix.shape[0])
-    gate_bias, bias = gate_bias.contiguous(), None if bias is None else bias.contiguous()
-    if h.dtype == torch.float32 and h.shape[1] + features.shape[1] <= DEEPEST_NATIVE_PER_TOKEN * h.shape[0]:
-        native.kernels().gated_product(y, h.contiguous(), mix, bias, features.contiguous(), weight, gate_bias)
-        return y
+    gate_bias = gate_bias.contiguous()
     for rows in row_portions(y):
         native.kernels().gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), gate_bias)
     return y

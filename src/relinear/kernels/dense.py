@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from relinear.kernels.implementations import log_choice
+from relinear.system.machine import tiled
 
 #: dtype -> (tokens, largest square layer, in features, that is faster dense) one after another
 Sizes = Mapping[torch.dtype, tuple[tuple[float, float], ...]]
@@ -26,7 +27,8 @@ class Dense:
 
     Args:
         kind: of the operator, as the log tells it.
-        limits: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first.
+        limits: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first. Those of
+            bfloat16 are of processors with tiles; on others float32's hold for it.
     """
 
     kind: str
@@ -34,13 +36,16 @@ class Dense:
 
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         """Return whether the kept matrix is the faster form."""
-        largest = next((size for most, size in self.limits.get(dtype, ()) if tokens <= most), 0)
+        largest = next((size for most, size in self._of(dtype) if tokens <= most), 0)
         return _log_dense(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
+
+    def _of(self, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
+        return self.limits.get(torch.float32 if dtype == torch.bfloat16 and not tiled(dtype) else dtype, ())
 
     def inference(self, operator: Any, x: Tensor) -> Tensor | None:
         """``dense_inference``; what is too large to be dense for any number of tokens is not looked up."""
-        sizes = self.limits.get(x.dtype)
-        if sizes is None or operator.in_features * operator.out_features > sizes[0][1] ** 2:
+        sizes = self._of(x.dtype)
+        if not sizes or operator.in_features * operator.out_features > sizes[0][1] ** 2:
             return None
         return dense_inference(operator, x, self.in_inference)
 

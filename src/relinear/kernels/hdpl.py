@@ -1,4 +1,4 @@
-"""Kernels of ``functional.hdpl``: one kernel for a few rows, and products in C++ where torch's library is slower."""
+"""Kernels of ``functional.hdpl``: one kernel for a few rows, and both paths into one result, without copies."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size or columns of a low-rank part
 
@@ -8,20 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput
 from relinear.kernels import native, triton
-from relinear.kernels.autograd import differentiable_as, save
+from relinear.kernels.autograd import differentiable_as, lowered, save, without_autocast
+from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, log_choice, shape_of
-from relinear.system.machine import has_narrow_products
-
-#: tokens from which one C++ kernel takes less time than torch's products: it copies weights
-FEWEST_NATIVE_TOKENS = 512
-#: entries of a gradient up to which its sums, which are added to some rows at a time, stay in the second cache
-LARGEST_GRADIENT = 1 << 19
-
 
 _triton_unsupported = functools.partial(
     triton.unsupported_reason, kind="hdpl", tensors=8, outputs=lambda call: call.arguments[6].shape[0], most=2**41
@@ -44,19 +38,13 @@ def _few_rows(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder
     return HDPLOutput(y, z, z, None)
 
 
-def _products_unsupported(call: Call) -> str:
-    if call.size < FEWEST_NATIVE_TOKENS * call.x.shape[-1]:
-        return "too few tokens"
-    if call.dtype != torch.float32:
-        return "not in float32"
-    return native.unsupported_reason(call) if has_narrow_products() else "a library that uses the whole processor"
-
-
-def _in_cpp(x: Tensor, *parameters: Tensor | None) -> HDPLOutput:
+def _sliced(x: Tensor, *parameters: Tensor | None) -> HDPLOutput:
     leading, (*weights, noise) = x.shape[:-1], parameters
+    x, *weights = lowered(x, *weights)
     noise = None if noise is None else noise.reshape(-1, noise.shape[-1])
     run: Any = _HDPL.apply if torch.is_grad_enabled() else _results
-    results = run(x.reshape(-1, x.shape[-1]), *weights, noise)
+    with without_autocast(x):
+        results = run(x.reshape(-1, x.shape[-1]), *weights, noise)
     y, z, *posterior = (result.view(*leading, result.shape[1]) for result in results)
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
 
@@ -64,7 +52,7 @@ def _in_cpp(x: Tensor, *parameters: Tensor | None) -> HDPLOutput:
 hdpl = dispatch(
     Implementation("Triton", _triton_unsupported, _triton),
     Implementation("C++ for a few rows", _few_rows_unsupported, _few_rows),
-    Implementation("products in C++", _products_unsupported, _in_cpp),
+    Implementation("on slices", slices_unsupported, _sliced),
     otherwise="reference",
 )(reference.hdpl)
 
@@ -85,51 +73,20 @@ def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor]
     return lambda x: layer(x, False)[0]
 
 
-# Float32 products of matrices in ``products.cpp``
-
-
-def block_low_rank(x: Tensor, s: Tensor, blocks: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
-    """diag(blocks) x + up s + bias (N, O), without a graph, of x (N, I), s (N, R), blocks (K, O/K, I/K), up (O, R)."""
-    y, bias = x.new_empty(x.shape[0], up.shape[0]), None if bias is None else bias.contiguous()
-    native.kernels().block_low_rank(y, x.contiguous(), blocks, s.contiguous(), up, bias)
-    return y
-
-
-def block_low_rank_gradient(grad: Tensor, x: Tensor, s: Tensor, blocks: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of blocks and up from that (N, O) of ``block_low_rank``'s result."""
-    gradients = [torch.empty_like(w, memory_format=torch.contiguous_format) for w in (blocks, up)]
-    native.kernels().block_low_rank_gradient(*gradients, grad.contiguous(), x.contiguous(), s.contiguous())
-    return gradients[0], gradients[1]
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias (N, O), without a graph, of x (N, I) and weight (O, I)."""
-    return block_low_rank(x, x.new_empty(x.shape[0], 0), weight[None], weight.new_empty(weight.shape[0], 0), bias)
-
-
-def product_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad^T x (O, I) of grad (N, O) and x (N, I), in C++ if it is small enough for it."""
-    outputs, inputs = grad.shape[1], x.shape[1]
-    if outputs * inputs > LARGEST_GRADIENT:
-        return grad.T @ x
-    empty = x.new_empty(x.shape[0], 0), x.new_empty(1, outputs, inputs), x.new_empty(outputs, 0)
-    return block_low_rank_gradient(grad, x, *empty)[0][0]
-
-
 def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> tuple[Tensor, ...]:
     """(y, z, mu, logvar), or (y, mu) without noise, of a matrix x (N, I); without a graph."""
     if noise is None:
-        mu = product(x, mu_weight, mu_bias)
-        return block_low_rank(x, silu(mu), blocks, decoder, bias), mu
+        mu = linear(x, mu_weight, mu_bias)
+        return block_product(x, blocks, linear(silu(mu), decoder, bias)), mu
     # One product for both: x is read once, and the output is twice as wide.
     weight, offset = torch.cat([mu_weight, logvar_weight]), torch.cat([mu_bias, logvar_bias])
-    mu, logvar = product(x, weight, offset).chunk(2, dim=1)
+    mu, logvar = linear(x, weight, offset).chunk(2, dim=1)
     z = reference.hdpl_sample(mu, logvar, noise)
-    return block_low_rank(x, silu(z), blocks, decoder, bias), z, mu, logvar
+    return block_product(x, blocks, linear(silu(z), decoder, bias)), z, mu, logvar
 
 
 class _HDPL(torch.autograd.Function):
-    """``_results`` with a graph."""
+    """``_results`` with a graph; keeps mu and log sigma^2, and computes z and silu(z) again."""
 
     # torch looks up the names of arguments at every call where a context is set up by a function of its own
     @staticmethod
@@ -145,22 +102,22 @@ class _HDPL(torch.autograd.Function):
         x, blocks, mu_weight, _, logvar_weight, _, decoder, _, noise, *posterior = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape[0], decoder.shape[0]) if grad_y is None else grad_y
         z = posterior[0] if noise is None else reference.hdpl_sample(posterior[0], posterior[1], noise)
-        to_blocks, to_decoder = block_low_rank_gradient(grad_y, x, silu(z), blocks, decoder)
-        to_z = torch.ops.aten.silu_backward(product(grad_y, decoder.T, None), z)
+        to_z = torch.ops.aten.silu_backward(grad_y @ decoder, z)
         if grad_z is not None:
             to_z += grad_z
         weight, gradient, to_noise = mu_weight, to_z, None
         if noise is not None:
-            to_noise = posterior[1].mul(0.5).exp_().mul_(to_z)
+            to_noise = (0.5 * posterior[1].to(noise.dtype)).exp_().mul_(to_z)
             weight = torch.cat([mu_weight, logvar_weight])
-            gradient = torch.cat([to_z, to_noise * noise * 0.5], 1)
+            gradient = torch.cat([to_z, (to_noise * noise * 0.5).to(to_z.dtype)], 1)
         for part, grad in zip(gradient.chunk(len(posterior), 1), grads_of_posterior):
             if grad is not None:
                 part += grad
-        to_x = block_low_rank(grad_y, gradient, blocks.mT, weight.T, None) if ctx.needs_input_grad[0] else None
-        of_weights, of_biases = product_gradient(gradient, x), gradient.sum(0)
+        to_x = block_product(grad_y, blocks.mT, gradient @ weight) if ctx.needs_input_grad[0] else None
+        of_weights, of_biases = gradient.T @ x, gradient.sum(0)
         of_encoders = [
             part for pair in zip(of_weights.chunk(len(posterior)), of_biases.chunk(len(posterior))) for part in pair
         ]
+        to_blocks, to_decoder = block_gradient(grad_y, x, blocks), grad_y.T @ silu(z)
         grads = to_x, to_blocks, *of_encoders, *[None] * (4 - len(of_encoders)), to_decoder, grad_y.sum(0), to_noise
         return tuple(grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=True))

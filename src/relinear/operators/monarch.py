@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from relinear.contract.config import Count, check_fits, register
 from relinear.contract.operator import Operator, OperatorConfig
-from relinear.functional.monarch import monarch, monarch_dense, monarch_factors
+from relinear.functional.monarch import monarch_dense, monarch_factors
 from relinear.kernels.dense import Dense
+from relinear.kernels.monarch import monarch
 
 _DENSE = Dense("monarch", limits={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
 

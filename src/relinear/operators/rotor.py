@@ -24,7 +24,8 @@ from relinear.kernels.autograd import lowered
 from relinear.kernels.dense import dense_inference, prefers_dense
 from relinear.kernels.implementations import is_plain
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, supports_network, supports_step
-from relinear.operators.sandwich_sum import SandwichSum, exponentials, tiled
+from relinear.operators.sandwich_sum import SandwichSum, exponentials
+from relinear.system.machine import tiled
 
 _SLOPE = 0.25  # of a fresh PReLU
 

@@ -21,15 +21,10 @@ from relinear.functional import rotor as reference
 from relinear.kernels.dense import factored_cost, prefers_dense
 from relinear.kernels.implementations import is_transformed
 from relinear.kernels.rotor import sandwich_windows
-from relinear.system.machine import cpu_features
+from relinear.system.machine import tiled
 
 if TYPE_CHECKING:
     from relinear.operators.rotor import Rotor
-
-
-def tiled(dtype: torch.dtype) -> bool:
-    """Return whether the processor multiplies tiles of matrices of this type."""
-    return dtype in (torch.bfloat16, torch.float16) and "amx_bf16" in cpu_features()
 
 
 class SandwichSum(CachingModule):

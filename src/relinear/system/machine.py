@@ -64,16 +64,6 @@ def cpu_features() -> frozenset[str]:
 
 
 @functools.cache
-def has_narrow_products() -> bool:
-    """Return whether torch's float32 products use half of the vector width: MKL on an AMD processor with AVX-512.
-
-    MKL uses AVX2 on processors that are not Intel's.
-    """
-    amd = _cpu_facts().get("vendor_id") == "AuthenticAMD"
-    return amd and "avx512f" in cpu_features() and torch.backends.mkl.is_available()
-
-
-@functools.cache
 def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
     """Return whether ``device`` multiplies bfloat16 matrices in hardware (AMX or AVX-512 on a CPU)."""
     device_type = torch.device(device).type
@@ -82,6 +72,11 @@ def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
     if device_type == "cpu":
         return bool(cpu_features() & {"amx_bf16", "avx512_bf16"}) or platform.machine() == "arm64"
     return False
+
+
+def tiled(dtype: torch.dtype) -> bool:
+    """Return whether the CPU multiplies matrices of this dtype on tiles (AMX): large ones several times as fast."""
+    return dtype in (torch.bfloat16, torch.float16) and "amx_bf16" in cpu_features()
 
 
 def command_line() -> str:

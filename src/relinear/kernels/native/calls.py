@@ -30,9 +30,6 @@ _KERNELS = {
     "modulate_backward": ("half threads", "ppppppppp nnn"),
     "gate": ("half threads", "pppp nn"),
     "gate_backward": ("half threads", "pppppp nn"),
-    "block_low_rank": ("threads", "pppppppp nnnnn"),
-    "block_low_rank_gradient": ("threads", "ppppp nnnnn"),
-    "gated_product": ("threads", "ppppppppp nnnn"),
     "hdpl_layer": ("half threads", "pppppppp nnnnn"),
     "ccl_layer": ("half threads", "ppp n ppp f"),
     "quantized_rows": ("half threads", "pppppp nnnnn"),
@@ -181,57 +178,6 @@ def gate_backward(to_value: Tensor, logits: Tensor, to_bias: Tensor, y: Tensor, 
     _check("bias", bias, y.dtype, columns)
     _check("to_bias", to_bias, torch.float32, 2, columns)
     _typed("gate_backward", y, *map(_at, (to_value, logits, to_bias, y, grad, bias)), rows, columns)
-
-
-def _check_product(out: Tensor, name: str, x: Tensor, weight_name: str, weight: Tensor) -> None:
-    """Check weights (K, O / K, I / K), of any strides, and x (N, I) for a product."""
-    if x.ndim != 2 or x.shape[0] != out.shape[0]:
-        raise ValueError(f"{name} must be a matrix of {out.shape[0]} rows, got {tuple(x.shape)}")
-    _check(name, x, torch.float32, *x.shape)
-    groups = weight.shape[0] if weight.ndim == 3 else 0
-    if not (weight.is_cpu and weight.dtype == torch.float32 and groups and weight.shape[1]) or (
-        groups * weight.shape[1] != out.shape[1] or groups * weight.shape[2] != x.shape[1]
-    ):
-        raise ValueError(
-            f"{weight_name} must be float32 on the CPU for {x.shape[1]} inputs and {out.shape[1]} outputs, got "
-            f"{weight.dtype} {tuple(weight.shape)}"
-        )
-
-
-def block_low_rank(out: Tensor, x: Tensor, blocks: Tensor, s: Tensor, up: Tensor, bias: Tensor | None) -> None:
-    """Write diag(blocks) x + up s + bias to ``out``: blocks (K, O / K, I / K) and up (O, R) may have any strides."""
-    _check("out", out, torch.float32, x.shape[0], up.shape[0])
-    _check_product(out, "x", x, "blocks", blocks)
-    _check_product(out, "s", s, "up", up[None])
-    _check("bias", bias, torch.float32, out.shape[1])
-    strides = _numbers(blocks.stride()), _numbers(up[None].stride())
-    arguments = _at(out), _at(x), _at(blocks), strides[0], _at(s), _at(up), strides[1], _at(bias)
-    sizes = len(x), x.shape[1], s.shape[1], out.shape[1], len(blocks)
-    _kernel("block_low_rank")(torch.get_num_threads(), *arguments, *sizes)
-
-
-def block_low_rank_gradient(to_blocks: Tensor, to_up: Tensor, grad: Tensor, x: Tensor, s: Tensor) -> None:
-    """Write the gradients of blocks and up, contiguous, from that of ``block_low_rank``'s result."""
-    _check("grad", grad, torch.float32, x.shape[0], to_up.shape[0])
-    _check_product(grad, "x", x, "to_blocks", to_blocks)
-    _check_product(grad, "s", s, "to_up", to_up[None])
-    for name, tensor in (("to_blocks", to_blocks), ("to_up", to_up)):
-        _check(name, tensor, torch.float32, *tensor.shape)
-    sizes = len(x), x.shape[1], s.shape[1], grad.shape[1], len(to_blocks)
-    _kernel("block_low_rank_gradient")(torch.get_num_threads(), *map(_at, (to_blocks, to_up, grad, x, s)), *sizes)
-
-
-def gated_product(out: Tensor, h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight, offset) -> None:
-    """Write (mix h + bias) sigmoid(weight features + offset): mix (O, R) and weight (O, G) may have any strides."""
-    _check("out", out, torch.float32, h.shape[0], mix.shape[0])
-    _check_product(out, "h", h, "mix", mix[None])
-    _check_product(out, "features", features, "weight", weight[None])
-    for name, tensor in (("bias", bias), ("offset", offset)):
-        _check(name, tensor, torch.float32, out.shape[1])
-    strides = _numbers(mix[None].stride()), _numbers(weight[None].stride())
-    arguments = _at(out), _at(h), _at(mix), strides[0], _at(bias), _at(features), _at(weight), strides[1], _at(offset)
-    sizes = len(h), h.shape[1], features.shape[1], out.shape[1]
-    _kernel("gated_product")(torch.get_num_threads(), *arguments, *sizes)
 
 
 def _contiguous_rows(x: Tensor, like: Tensor, inputs: int) -> Tensor:
