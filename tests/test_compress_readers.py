@@ -76,7 +76,7 @@ def test_layers_that_become_the_same_add_up() -> None:
     small, large = relinear.Quantized(bits=4), relinear.Quantized(bits=8)
     budget = type("Bytes", (), {"cost": lambda self, name, config: 16 if config is None else config.bits})()
     found = group_candidates([("a", {small: 1.0, large: 0.25}), ("b", {small: 2.0, large: 0.5})], budget)
-    assert found == [Candidate(None, 32, 0.0), Candidate(large, 16, 0.75), Candidate(small, 8, 3.0)]
+    assert found == [Candidate(None, 32, 0.0), Candidate(small, 8, 3.0), Candidate(large, 16, 0.75)]
     assert group_candidates([("a", {small: 1.0}), ("b", {})], budget) == [Candidate(None, 32, 0.0)]
 
 

@@ -1,6 +1,5 @@
 """What compression goes by: excerpts that are spread, statistics that are whole, intervals, remarks."""
 
-import json
 import random
 import shutil
 
@@ -242,17 +241,6 @@ def test_a_model_that_is_compressed_already_is_refused(tmp_path) -> None:
     relinear.replace_(model, {"all-linear": relinear.LowRank(rank=2)})
     with pytest.raises(ValueError, match="are operators already, as after a compression"):
         compress(model, tokens(), keep=0.8, settings=SETTINGS)
-
-
-def test_negative_predictions_in_a_plan_are_refused(tmp_path) -> None:
-    compress(tiny(), tokens(), keep=0.8, settings=SETTINGS, out_dir=tmp_path / "a", plan_only=True)
-    values = json.loads((tmp_path / "a" / "plan.json").read_text())
-    name = next(iter(values["layers"]))
-    for nats in (-5, float("nan")):
-        values["layers"][name]["nats"] = nats
-        (tmp_path / "plan.json").write_text(json.dumps(values))
-        with pytest.raises(ValueError, match=f"{name}: nats must be a predicted increase"):
-            compress(tiny(), tokens(), settings=SETTINGS, plan_file=tmp_path / "plan.json", out_dir=tmp_path / "b")
 
 
 def test_errors_of_sizes_are_found_once_a_directory(tmp_path, monkeypatch) -> None:

@@ -50,15 +50,10 @@ ODD = {
     r".*\.q_proj": relinear.Quantized(bits=4, group=32, symmetric=True),
     r".*\.o_proj": relinear.Quantized(bits=4, group=48, symmetric=True),
     r".*\.v_proj": relinear.Quantized(bits=4, group=32, symmetric=True, levels="iq4_nl"),
+    r".*\.0\..*\.k_proj": relinear.Quantized(bits=8, group=32),
     r".*\.up_proj": relinear.LowRank(rank=8),
 }
-ZERO_POINTS = {
-    r".*\.(q|k|v)_proj": relinear.Quantized(bits=4, group=32),
-    r".*\.(gate|up|down)_proj": relinear.Quantized(bits=8, group=64),
-}
-
-
-OPERATORS = {"symmetric": SYMMETRIC, "zero_points": ZERO_POINTS, "odd": ODD}
+OPERATORS = {"symmetric": SYMMETRIC, "odd": ODD}
 
 
 def model_of(kind: str, operators: dict, **settings):
@@ -124,25 +119,9 @@ def test_symmetric_integers_come_back_to_the_bit(kind: str, exported) -> None:
 
 @NEEDS_READER
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_zero_points_take_eight_bits_and_are_nearly_exact(kind: str, exported) -> None:
-    model, _, said, found, _ = exported[kind, "zero_points"]
-    assert "6 layers take more bits" in said
-    exact = 0.0
-    for name, operator in operators_of(model).items():
-        dense = operator.to_dense().unflatten(1, (-1, operator.config.group))
-        missed = (found[name].view_as(dense) - dense).abs()
-        assert bool((missed.square().mean(2).sqrt() <= dense.abs().amax(2) * 1.01 / 254).all()), name
-        exact += float((missed.amax(2) == 0).float().mean()) * (operator.config.bits == 4)
-    assert exact > 0, "zero points near the middle are held to the bit"
-    with torch.no_grad():  # of logits up to 6
-        assert torch.allclose(found["logits"], model(torch.arange(3, 19)[None]).logits, atol=0.2)
-
-
-@NEEDS_READER
-@pytest.mark.parametrize("kind", CONFIGS)
 def test_what_cannot_be_held_is_dense_and_said(kind: str, exported) -> None:
     model, folder, said, found, _ = exported[kind, "odd"]
-    assert "0 layers take more bits, and dense are model.embed_tokens, model.layers.0.self_attn.v_proj" in said
+    assert "0 layers take more bits, and dense are model.embed_tokens, model.layers.0.self_attn.k_proj" in said
     more = (folder / "model.safetensors").stat().st_size - stored_bytes(model)
     assert f"{more:,} bytes larger" in said
     written = load_file(folder / "model.safetensors")

@@ -47,15 +47,13 @@ else:
     #: what layers become -> their operators
     FOUR = relinear.Quantized(bits=4, group=64, symmetric=True)
     SYMMETRIC = {r".*\.(q|k|o|gate|up)_proj": FOUR, r".*\.(v|down)_proj": dataclasses.replace(FOUR, bits=8)}
-    ZERO_POINTS = {names: dataclasses.replace(config, symmetric=False) for names, config in SYMMETRIC.items()}
     FACTORS = {r".*\.(gate|up|down)_proj": relinear.PivotedLowRank(rank=544)}
-    EVEN, ZEROS = (f"4 bits, v and down 8, group 64, {which}" for which in ("symmetric", "zero points"))
+    EVEN = "4 bits, v and down 8, group 64, symmetric"
     MLPS = "of the MLPs pivoted low rank 544, low rank"
-    LAYERS = {EVEN: SYMMETRIC, ZEROS: ZERO_POINTS, MLPS: FACTORS}
+    LAYERS = {EVEN: SYMMETRIC, MLPS: FACTORS}
     EXPORTS = (
         ("plain", EVEN),
         ("compressed-tensors", EVEN),
-        ("compressed-tensors", ZEROS),
         ("gguf", EVEN),
         ("gguf in float32", EVEN),
         ("plain", MLPS),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,53 +47,41 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
         )
     largest = max(candidates, key=lambda name: max(c.cost for c in candidates[name]))
     options = sorted(candidates[largest], key=lambda c: c.cost)
-    plans = [_at_one_price(candidates, budget)]
+    plans = [_upgraded(candidates, budget)]
     at = options.index(plans[0][largest])
     for option in (*options[max(0, at - 1) : at], *options[at + 1 : at + 2]):
         if smallest - options[0].cost + option.cost <= budget:
-            plans.append(_at_one_price({**candidates, largest: [option]}, budget))
+            plans.append(_upgraded({**candidates, largest: [option]}, budget))
     return min(plans, key=lambda plan: sum(c.nats for c in plan.values()))
 
 
-def _at_one_price(candidates: Choices, budget: float) -> dict[str, Candidate]:
-    """One price of a unit of cost (the budget's multiplier), by bisection; the remainder goes to single upgrades."""
+def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
+    """The smallest of every layer, upgraded one after another, the most nats a unit of cost first, while one fits.
 
-    def at(price: float) -> dict[str, Candidate]:
-        best = {}
-        for name, options in candidates.items():
-            best[name] = min(options, key=lambda c: (c.nats + price * c.cost, c.cost))
-        return best
+    So all layers pay one price for a unit of cost, up to the last of them.
+    """
+    chosen = {name: min(options, key=lambda c: (c.cost, c.nats)) for name, options in candidates.items()}
+    remaining, upgrades = budget - sum(c.cost for c in chosen.values()), list[tuple[float, str, Candidate]]()
 
-    def cost(chosen: Mapping[str, Candidate]) -> float:
-        return sum(c.cost for c in chosen.values())
+    def offer(name: str) -> None:
+        now, best, rate = chosen[name], None, 0.0
+        for option in candidates[name]:
+            if now.cost < option.cost <= now.cost + remaining:
+                gained = (option.nats - now.nats) / (option.cost - now.cost)
+                if gained < rate:
+                    best, rate = option, gained
+        if best is not None:
+            heapq.heappush(upgrades, (rate, name, best))
 
-    chosen = at(0.0)
-    if cost(chosen) > budget:
-        low, high = 0.0, 1e-12
-        while cost(at(high)) > budget:
-            low, high = high, high * 4
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (low, middle) if cost(at(middle)) <= budget else (middle, high)
-        chosen = at(high)
-    return _spend(chosen, candidates, budget - cost(chosen))
-
-
-def _spend(chosen: dict[str, Candidate], candidates: Choices, remaining: float) -> dict[str, Candidate]:
-    """Upgrade layer after layer, the most nats a unit of cost first, while something fits."""
-    chosen = dict(chosen)
-    while True:
-        upgrades = [
-            ((chosen[name].nats - option.nats) / (option.cost - chosen[name].cost), name, option)
-            for name, options in candidates.items()
-            for option in options
-            if chosen[name].cost < option.cost <= chosen[name].cost + remaining and option.nats < chosen[name].nats
-        ]
-        if not upgrades:
-            return chosen
-        _, name, option = max(upgrades, key=lambda u: (u[0], u[1]))
-        remaining -= option.cost - chosen[name].cost
-        chosen[name] = option
+    for name in candidates:
+        offer(name)
+    while upgrades:
+        _, name, option = heapq.heappop(upgrades)
+        if option.cost - chosen[name].cost <= remaining:
+            remaining -= option.cost - chosen[name].cost
+            chosen[name] = option
+        offer(name)
+    return chosen
 
 
 class Size(NamedTuple):

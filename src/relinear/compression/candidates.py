@@ -36,10 +36,6 @@ class SearchSpace:
         default = self.reader.candidates if task.settings.by_bytes else ("pivoted_low_rank",)
         self.entries = tuple(OperatorConfig.read(text) for text in task.settings.candidates or default)
 
-    def sizes(self, shape: tuple[int, int]) -> list[OperatorConfig]:
-        """Return the sizes of all operators for a layer of (in_features, out_features)."""
-        return [config for entry in self.entries for config in entry.candidates(*shape)]
-
     def check(self, budget: Budget) -> None:
         """Raise ValueError if an operator fits no layer, cannot be fitted or counted, or no choice meets the budget."""
         modules, settings = self.task.modules, self.task.settings
@@ -137,22 +133,13 @@ def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]
             cost = _cost(layers, config, budget)
             if cost < candidates[0].cost:
                 candidates.append(Candidate(config, cost, sum(nats[config] for _, nats in layers)))
-    return _pareto_front(candidates)
+    return candidates
 
 
 def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budget: Budget) -> float:
     """Return the joint cost of layers; infinite if one cannot be that."""
     costs = [budget.cost(name, config) for name, _ in layers]
     return sum(math.inf if cost is None else cost for cost in costs)
-
-
-def _pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return those that lose less than every other that costs no more, the most expensive first."""
-    useful: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.cost, c.nats)):
-        if not useful or candidate.nats < useful[-1].nats:
-            useful.append(candidate)
-    return useful[::-1]
 
 
 def fit_layers(task: Task, layer_plan: CompressPlan, calibration: Calibration) -> dict[str, Tensor]:

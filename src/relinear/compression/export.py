@@ -45,17 +45,17 @@ def packs(model: Any, layer: Any, config: Any) -> bool:
     if embeds(layer) or layer is model.get_output_embeddings():  # vLLM reads them dense alone
         return False
     transposed, inputs = is_conv1d(layer) or getattr(layer, "replaces_conv1d", False), linear_features(layer)[0]
-    whole_numbers = getattr(config, "levels", "") == "uniform"
-    return not transposed and whole_numbers and not inputs % min(config.group, inputs)
+    integers = getattr(config, "symmetric", False) and config.levels == "uniform"
+    return not transposed and integers and not inputs % min(config.group, inputs)
 
 
 @torch.no_grad()
 def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     """Write ``model`` so that transformers with the package compressed-tensors loads it; all of it or nothing.
 
-    ``Quantized`` layers stay integers: symmetric ones as they are, in 4 or 8 bits, those with zero points in 8, to a
-    254th of a group's largest weight. Embedding, head and what else the format cannot hold become dense; a warning
-    says what that costs. Parameters in single precision are written in bfloat16.
+    Symmetric ``Quantized`` layers stay integers as they are, in 4 or 8 bits. Embedding, head, zero points and what else
+    the format cannot hold become dense; a warning says what that costs. Parameters in single precision are written in
+    bfloat16.
 
     Args:
         model: a Hugging Face decoder with ``Quantized`` layers; stays as it is.
@@ -73,8 +73,8 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
         packed = {name: one.packed() for name, one in operators.items() if packs(stock, one, one.config)}
         if not packed:
             raise ValueError(
-                "compressed-tensors packs linear layers of integers whose group divides their inputs, and there is "
-                "none: compress with reader='vllm' (--for vllm)"
+                "compressed-tensors packs linear layers of symmetric integers whose group divides their inputs, and "
+                "there is none: compress with reader='vllm' (--for vllm)"
             )
         fold_(stock, verbose=False)
         state, groups = stock.state_dict(), dict[str, Any]()
@@ -100,7 +100,7 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
     wider = sum(scheme["num_bits"] > operators[name].config.bits for name, (scheme, _) in packed.items())
     if dense or wider:
         warnings.warn(
-            f"compressed-tensors holds 4 or 8 bits without zero points: {wider} layers take more bits, and dense are "
+            f"compressed-tensors holds symmetric integers of 4 or 8 bits: {wider} layers take more bits, and dense are "
             f"{', '.join(dense[:3] + ['...'] * (len(dense) > 3)) or 'none'}. The files are "
             f"{bytes_written - bytes_before:,} bytes larger than relinear's",
             stacklevel=3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -139,7 +138,9 @@ class CompressPlan:
                 if operator is not None:
                     check_fittable(operator, module)
                 layer_plan = LayerPlan.of(module, operator, None, stored(name, operator) if stored else None)
-                plans[name] = dataclasses.replace(layer_plan, nats=_nats(layer, layer_plan))
+                unedited = all(layer.get(key) in (None, getattr(layer_plan, key)) for key in ("parameters", "bits"))
+                nats = 0.0 if operator is None else layer.get("nats") if unedited else None
+                plans[name] = dataclasses.replace(layer_plan, nats=nats)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}: {name}: {error}") from error
         return cls.of(model, plans)
@@ -179,19 +180,6 @@ def holds_integers(layers: Mapping[str, Mapping[str, Any]]) -> bool:
 def layer_type(name: str) -> str:
     """Return what layers of one type share: the last part of the name."""
     return name.rpartition(".")[2]
-
-
-def _nats(layer: Mapping[str, Any], layer_plan: LayerPlan) -> float | None:
-    """Return the predicted cost of a layer in a file; None if its sizes say that it was edited."""
-    nats = layer.get("nats")
-    if not isinstance(nats, int | float) or isinstance(nats, bool):
-        return None
-    if not -1e-6 <= nats < math.inf:  # sums of squares, but for rounding
-        raise ValueError(f"nats must be a predicted increase of the loss, so 0 or more, got {nats!r}")
-    if layer_plan.operator is None:
-        return 0.0
-    unedited = all(layer.get(key) in (None, getattr(layer_plan, key)) for key in ("parameters", "bits"))
-    return float(nats) if unedited else None
 
 
 def check_fittable(operator: OperatorConfig, module: Any) -> Operator:

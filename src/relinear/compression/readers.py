@@ -93,7 +93,7 @@ def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
     if not packs(model, module, config):
         return None
     (inputs, outputs), (bits, group) = linear_features(module), (config.bits, config.group)  # type: ignore[attr-defined]
-    width = 4 if bits <= 4 and config.symmetric else 8  # type: ignore[attr-defined]
+    width = 4 if bits <= 4 else 8
     shape = 2 * torch.int64.itemsize
     bias = 0 if getattr(module, "bias", None) is None else 2 * outputs
     return outputs * (4 * -(-inputs * width // 32) + 2 * inputs // min(group, inputs)) + shape + bias

@@ -77,11 +77,6 @@ class Task:
                 f"{calibration_tokens:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
             )
 
-    @property
-    def tables(self) -> dict[str, nn.Module]:
-        """Embedding and head, as far as they take part; a head that is tied to the embedding goes with it."""
-        return self.by_layer.get(-1, {})
-
     def progress_of(self, phase: str) -> Callable[[int, int], None]:
         """Return a callback for the progress of ``phase``: called with how much is done and how much there is."""
         return partial(self.on_progress, phase)

@@ -128,25 +128,6 @@ def gguf_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, g
     return torch.cat(parts, 2).flatten(1)
 
 
-def centred(steps: Tensor, unit: Tensor, code: int) -> tuple[Tensor, Tensor]:
-    """Return scales (O, K) and codes (O, I) of -128 to 127 for weights ``steps`` (O, K, group) times ``unit`` (O, K).
-
-    Where steps reach farther, the scale of least squared error: one that takes in the farthest, or one of which
-    ``code`` steps, what neighbouring codes were apart, are a whole number.
-    """
-    values, best, least = steps * unit.float().unsqueeze(2), unit, torch.full_like(unit, torch.inf, dtype=torch.float32)
-
-    def rounded(scale: Tensor) -> Tensor:
-        return (values / scale.unsqueeze(2)).nan_to_num().round().clamp(-128, 127)
-
-    farthest = torch.maximum(steps.amax(2) / 127, steps.amin(2) / -128).clamp_min(1)
-    for ratio in (farthest, *(torch.full_like(farthest, code / n) for n in range(code, (code - 1) // 2, -1))):
-        scale = (unit * ratio).to(unit)
-        missed = (rounded(scale) * scale.unsqueeze(2) - values).square().sum(2)
-        best, least = torch.where(missed < least, scale, best), torch.minimum(missed, least)
-    return best, rounded(best).flatten(1)
-
-
 def words(codes: Tensor, bits: int) -> Tensor:
     """Return codes (O, I) below 2^B, B being 4 or 8, as int32 (O, ceil(I B / 32)), the first in the lowest bits."""
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % (32 // bits)))

@@ -122,21 +122,17 @@ class QuantizedLinear(FusedInference, Operator):
 
     @torch.no_grad()
     def packed(self) -> tuple[dict[str, int], dict[str, Tensor]]:
-        """Return bits and group, and the tensors, of compressed-tensors' "pack-quantized" without zero points.
+        """Return bits and group, and the tensors, of compressed-tensors' "pack-quantized", for a symmetric layer.
 
-        In 4 or 8 bits, as vLLM reads no others. Zero points, which readers disagree on, are subtracted: that takes 8
-        bits, and is exact where a group's steps of 2^(B - 8) fit, as ``centred`` says.
+        In 4 or 8 bits, as vLLM reads no others.
         """
-        bits, group, scales = self.config.bits, min(self.config.group, self.in_features), self.scales.detach()
-        width = 4 if bits <= 4 and self.zeros is None else 8
-        codes = reference.unpack(self.codes, bits, self.in_features).to(torch.int16)
-        if self.zeros is None:
-            codes -= 2 ** (bits - 1)
-        else:
-            steps = (codes << (8 - bits)).unflatten(1, (-1, group)) - self.zeros.to(torch.int16).unsqueeze(2)
-            scales, codes = reference.centred(steps, scales * 2.0 ** (bits - 8), 2 ** (8 - bits))
+        bits, group = self.config.bits, min(self.config.group, self.in_features)
+        width = 4 if bits <= 4 else 8
+        codes = (
+            reference.unpack(self.codes, bits, self.in_features).to(torch.int16) + 2 ** (width - 1) - 2 ** (bits - 1)
+        )
         shape = torch.tensor([self.out_features, self.in_features])
-        parts = {"packed": reference.words(codes + 2 ** (width - 1), width), "scale": scales, "shape": shape}
+        parts = {"packed": reference.words(codes, width), "scale": self.scales.detach(), "shape": shape}
         return {"num_bits": width, "group_size": group}, parts
 
     def fit_(self, weight: Tensor) -> None:
