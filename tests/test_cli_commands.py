@@ -423,3 +423,10 @@ def test_a_dry_run_says_what_the_command_takes_and_stops(command, tmp_path, monk
     assert "FLOPs per token" in lines[1]
     assert re.search(r"about [\d,]+ (seconds|minutes|hours)", lines[3])
     assert sorted(tmp_path.iterdir()) == before
+    if command == "compress model":
+        assert main(["compress", "model", "--size", "90", "--data", "text.txt", "--dry-run"]) != 0
+        printed = capfd.readouterr()
+        assert "size=90, 90 bytes, is less than" in printed.err
+        assert not printed.out
+        assert main(["compress", "model", "--size", "20KB", "--data", "text.txt", "--dry-run"]) != 0
+        assert re.search(r"size=20KB cannot be met: the smallest .* is size=0\.\d+MB", capfd.readouterr().err)

@@ -78,7 +78,7 @@ def command(
     """
     from relinear.compression import CompressSettings, compress
     from relinear.compression.plan import read_layers
-    from relinear.compression.requirements import compress_requirements
+    from relinear.compression.requirements import check_reachable, compress_requirements
     from relinear.compression.run import check_folder
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
@@ -92,6 +92,8 @@ def command(
     options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
     text_reader = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
+    if plan is None:
+        check_reachable(loaded, settings, text_reader, target or "all-linear", exclude)
     if dry_run or overwrite or folder.read() is None:
         print_requirements(compress_requirements(loaded, settings))
     if dry_run:

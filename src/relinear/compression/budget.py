@@ -121,7 +121,8 @@ class Budget:
     """The budget for the layers that may be replaced, and the cost of each.
 
     what: in words, with the setting that says so. unit: of costs. limit: at most so much. whole: what they cost as they
-    are. cost: of a layer by name, as an operator or, for None, as it is; None if it cannot be that.
+    are. cost: of a layer by name, as an operator or, for None, as it is; None if it cannot be that. setting: the
+    setting that allows so much, rounded up.
     """
 
     what: str
@@ -129,6 +130,7 @@ class Budget:
     limit: float
     whole: float
     cost: Callable[[str, OperatorConfig | None], float | None]
+    setting: Callable[[float], str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -148,9 +150,8 @@ class Budget:
             smallest += min(cost for cost in costs if cost is not None)
         if smallest > self.limit:
             raise ValueError(
-                f"{self.what} cannot be met: of {self.whole:,.0f} {self.unit} of the layers that may be replaced "
-                f"it allows {self.limit:,.0f}, and the smallest candidates take {smallest:,.0f}; allow more, replace "
-                "more layers, or give other candidates"
+                f"{self.what} cannot be met: the smallest that these layers and candidates allow is "
+                f"{self.setting(smallest)}; ask for that or more, replace more layers, or give other candidates"
             )
 
 

@@ -140,7 +140,14 @@ def budget_of(
         parameters = {name: size_of(module).parameters for name, module in modules.items()}
         total = sum(parameters.values())
         what, limit = f"keep={settings.keep}", settings.keep * total  # type: ignore[operator]
-        return Budget(what, "parameters", limit, total, lambda name, config: size_of(modules[name], config).parameters)
+        return Budget(
+            what,
+            "parameters",
+            limit,
+            total,
+            lambda name, config: size_of(modules[name], config).parameters,
+            lambda least: f"keep={math.ceil(1000 * least / total) / 1000:g}",
+        )
     reader = READERS[settings.reader]
 
     def cost(name: str, config: OperatorConfig | None) -> int | None:
@@ -149,8 +156,16 @@ def budget_of(
     total = sum(reader.stored(model, name, None) or 0 for name in modules)
     if settings.bits is not None:
         weights = sum(math.prod(linear_features(module)) for module in modules.values())
-        limit = settings.bits / 8 * weights + total - 2 * weights  # biases as they are
-        return Budget(f"bits={settings.bits}", "bytes", limit, total, cost)
+        biases = total - 2 * weights  # as they are
+        limit = settings.bits / 8 * weights + biases
+        return Budget(
+            f"bits={settings.bits}",
+            "bytes",
+            limit,
+            total,
+            cost,
+            lambda least: f"bits={math.ceil(800 * (least - biases) / weights) / 100:g}",
+        )
     requested, remainder = settings.bytes_of(stored_bytes(model)), reader.remainder(model, tokenizer, modules)
     what = f"size={settings.size}"
     if requested <= remainder:
@@ -158,4 +173,11 @@ def budget_of(
             f"{what}, {requested:,.0f} bytes, is less than the {remainder:,.0f} that all else takes in a file for "
             f"{settings.reader} (norms, what is excluded, the tokenizer); ask for more"
         )
-    return Budget(what, "bytes", requested - remainder, total, cost)
+    return Budget(
+        what,
+        "bytes",
+        requested - remainder,
+        total,
+        cost,
+        lambda least: f"size={math.ceil((least + remainder) / 1e4) / 100:.10g}MB",
+    )

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from relinear.compression.candidates import SearchSpace
+from relinear.compression.readers import READERS, budget_of
+from relinear.compression.run import replaceable
 from relinear.compression.settings import CompressSettings
+from relinear.compression.task import Task
+from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.summary import summary
 from relinear.system.timing import duration, seconds_of
 
@@ -15,6 +22,19 @@ _CALIBRATED, _EVALUATED, _HEALED = 6, 3, 5
 #: rounding takes as long as so many tokens of calibration
 _ROUNDED = 4096
 _TIMED = 256
+
+
+def check_reachable(
+    model: Any,
+    settings: CompressSettings,
+    tokenizer: Any = None,
+    targets: str | Iterable[str] = ALL_LINEAR,
+    exclude: str | Iterable[str] | None = None,
+) -> None:
+    """Raise ValueError if no choice meets the budget or the reader cannot run the model; arguments of ``compress``."""
+    READERS[settings.reader].check(model, tokenizer)
+    task = Task(model, replaceable(model, settings, targets, exclude), settings, Path(), lambda *_: None)
+    SearchSpace(task).check(budget_of(model, task.modules, settings, tokenizer))
 
 
 @torch.no_grad()

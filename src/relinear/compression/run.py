@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
 from relinear.compression.calibrate import Calibration
@@ -116,9 +117,7 @@ def compress(
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
     out_of_reach = unreached(model, targets)
-    modules = linear_layers(model, targets, exclude)
-    if resolved.by_bytes and reader.tables and targets == ALL_LINEAR:
-        modules |= tables_of(model, exclude)
+    modules = replaceable(model, resolved, targets, exclude)
     check_compressible(model, resolved.sequence_length)
     with (
         tempfile.TemporaryDirectory() as temporary,
@@ -154,6 +153,16 @@ def compress(
                     reader.write(model, folder / str(reader.file), tokenizer=tokenizer)
             job.calibration.release()
     return report
+
+
+def replaceable(
+    model: Any, settings: CompressSettings, targets: str | Iterable[str], exclude: str | Iterable[str] | None
+) -> dict[str, nn.Module]:
+    """Return the layers that may be replaced, by name: linear ones; embedding and head where the reader stores them."""
+    modules = linear_layers(model, targets, exclude)
+    if settings.by_bytes and READERS[settings.reader].tables and targets == ALL_LINEAR:
+        modules |= tables_of(model, exclude)
+    return modules
 
 
 def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: bool = False) -> RunFolder:
