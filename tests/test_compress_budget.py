@@ -125,14 +125,14 @@ def test_the_report_holds_what_was_measured(tmp_path) -> None:
     assert found["unseen"]
     assert found["tokens"] == 60
     assert report.peak_memory_bytes > 0
-    for part in ("tokens that calibration has not seen", "next token as the original's"):
+    for part in ("unseen text of the corpus", "next token as the original's", "<other>"):
         assert part in str(report)
 
 
 def test_a_corpus_without_a_rest_is_judged_on_what_was_seen_and_says_so(tmp_path) -> None:
     _, report = evaluated(tmp_path, 512)
     assert report.evaluation["unseen"] is False
-    assert "tokens of the calibration" in str(report)
+    assert "text of the calibration" in str(report)
     assert "the true loss is higher" in (tmp_path / "report.html").read_text()
 
 

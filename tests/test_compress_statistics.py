@@ -108,11 +108,6 @@ def test_text_of_one_kind_is_mixed_with_text_that_the_model_samples(tmp_path, mo
     assert torch.equal(again.blocks, mixed.blocks)
 
 
-def test_a_text_that_repeats_itself_is_warned_of(tmp_path) -> None:
-    with pytest.warns(UserWarning, match="the calibration's text repeats itself"):
-        compress(tiny(), [torch.ones(512, dtype=torch.long)], settings=SETTINGS, plan_only=True)
-
-
 def test_statistics_that_have_changed_are_refused(tmp_path) -> None:
     blocks, good, bad = tokens(128)[0].view(8, 16), tmp_path / "good", tmp_path / "bad"
 

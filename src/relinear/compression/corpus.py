@@ -68,21 +68,9 @@ class Corpus:
         return [names.index(excerpt.corpus) for excerpt in self.excerpts]
 
     @property
-    def repeats(self) -> str:
-        """Return a warning about a text that repeats itself; empty if it does not."""
-        runs = self.blocks.unfold(1, min(4, self.blocks.shape[1]), 1).flatten(0, 1)
-        distinct = len(runs.unique(dim=0)) / max(1, len(runs))
-        if distinct >= LEAST_DISTINCT:
-            return ""
-        return (
-            f"the calibration's text repeats itself ({distinct:.1%} of its runs of four tokens are distinct): this "
-            "is too little variety to calibrate on. Give other text"
-        )
-
-    @property
     def remarks(self) -> list[str]:
         """Return warnings about how far figures on these texts can be trusted."""
-        remarks = [self.repeats] if self.repeats else []
+        remarks = list[str]()
         if len({excerpt.corpus for excerpt in self.excerpts} - {SAMPLED}) == 1:
             remarks.append(ONE_KIND)
         if not self.unseen:
@@ -96,8 +84,8 @@ class Corpus:
         return remarks
 
 
-#: share of runs of four tokens that differ, below which it teaches nothing; windows and documents to evaluate on
-LEAST_DISTINCT, LEAST_WINDOWS, LEAST_DOCUMENTS = 0.02, 30, 6
+#: windows and documents to evaluate on
+LEAST_WINDOWS, LEAST_DOCUMENTS = 30, 6
 
 
 #: the kind of text that the model writes itself, as ``Excerpt.corpus``

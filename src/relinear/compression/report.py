@@ -16,6 +16,7 @@ from relinear.pages.figures import blend
 from relinear.pages.records import about, what_ran
 from relinear.system.files import damaged_file_errors
 from relinear.system.machine import provenance
+from relinear.system.text import columns
 
 #: times the original's share of repeated 4-grams from which greedy text is said to degenerate
 DEGENERATE = 1.3
@@ -117,27 +118,19 @@ class CompressReport:
         if self.healing is not None:
             lines.append(str(self.healing))
         if self.evaluation is not None:
-            lines += _evaluation_lines(self.evaluation, self.plan.nats)
+            lines.append(_evaluation_table(self.evaluation))
         return "\n".join([*lines, *self.remarks])
 
 
-def _plus_minus(evaluation: Mapping[str, Any]) -> str:
-    return "" if evaluation["interval"] is None else f" ± {evaluation['interval']:.3f}"
-
-
-def _evaluation_lines(evaluation: Mapping[str, Any], predicted: float | None) -> list[str]:
-    where = "tokens that calibration has not seen" if evaluation["unseen"] else "tokens of the calibration"
-    expected = "" if predicted is None else f", predicted {predicted:+z.3f}"
-    return [
-        f"loss on {evaluation['tokens']:,} {where}: {evaluation['loss_before']:.3f} -> {evaluation['loss']:.3f} "
-        f"({evaluation['nats']:+z.3f}{_plus_minus(evaluation)}{expected}); next token as the original's: "
-        f"{evaluation['agreement']:.1%}",
-        *(
-            f"loss on {name}: {other['loss_before']:.3f} -> {other['loss']:.3f} "
-            f"({other['nats']:+z.3f}{_plus_minus(other)})"
-            for name, other in evaluation["elsewhere"].items()
-        ),
-    ]
+def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
+    """Losses on the corpus and on other texts, a row each."""
+    where = "unseen text of the corpus" if evaluation["unseen"] else "text of the calibration"
+    rows = [("loss, nats a token", "tokens", "original", "compressed", "above", "next token as the original's")]
+    for name, one in {where: evaluation, **evaluation["elsewhere"]}.items():
+        above = f"{one['nats']:+z.3f}" + ("" if one["interval"] is None else f" ± {one['interval']:.3f}")
+        losses = f"{one['loss_before']:.3f}", f"{one['loss']:.3f}"
+        rows.append((name, f"{one['tokens']:,}", *losses, above, f"{one['agreement']:.1%}"))
+    return columns(rows)
 
 
 # The page

@@ -3,7 +3,6 @@
 import itertools
 import tempfile
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -139,8 +138,6 @@ def compress(
         corpus_ids = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
         for name, ids in {"the corpus": corpus_ids, **elsewhere}.items():
             check_ids(ids, model, name)
-        if corpus.repeats:
-            warnings.warn(corpus.repeats, stacklevel=2)
         # texts of several kinds calibrate well without samples of the model
         adds_samples = resolved.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1
         if adds_samples:
