@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import relinear
 from cases import ccl_results
 from relinear import functional
+from relinear.bench.run import DEFAULT_OPERATORS
 from relinear.functional.block_diagonal import block_diagonal_of
 from relinear.functional.block_hadamard import hadamard as butterflies
 from relinear.kernels import block_hadamard, ccl, implementations, native
@@ -41,6 +43,30 @@ def test_block_products_copy_nothing(dtype):
     torch.testing.assert_close(total.double(), given.double() + x.double() @ dense.T, **close)
     torch.testing.assert_close(to_x.double(), grad.double() @ dense, **close)
     torch.testing.assert_close(to_blocks.double(), block_diagonal_of(grad.double().T @ x.double(), 4), **close)
+
+
+#: storage that a training step keeps beside parameters, input and output included, relative to a dense layer's
+OPERATORS = {operator: 1.3 for operator in DEFAULT_OPERATORS if operator != "quantized"}
+OPERATORS |= {"output_gate": 2.01, "rotor:depth=0": 1.3}  # the first has two dense products, of which both are needed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_step_keeps_little_more_than_a_dense_one(operator, dtype):
+    layer = relinear.contract.operator.OperatorConfig.read(operator).build(1024, 1024, bias=False).to(dtype)
+    x, stored = torch.randn(1024, 1024, dtype=dtype, requires_grad=True), {}
+    parameters = {tensor.untyped_storage().data_ptr() for tensor in layer.state_dict().values()}
+
+    def pack(tensor):
+        if (storage := tensor.untyped_storage()).data_ptr() not in parameters:
+            stored[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    context = relinear.activations.context(torch.randn(1024, 64, dtype=dtype))
+    with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    pack(x), pack(y)
+    assert sum(size for _, size in stored.values()) <= OPERATORS[operator] * 2 * x.nbytes
 
 
 def test_ccl_in_bfloat16(monkeypatch):

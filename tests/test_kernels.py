@@ -16,7 +16,15 @@ from torch import Tensor
 import relinear
 from cases import KERNELS, KernelCase, leaves_of
 from relinear import kernels
-from relinear.kernels import block_diagonal, context_manager, implementations, native, pivoted_low_rank, triton
+from relinear.kernels import (
+    autograd,
+    block_diagonal,
+    context_manager,
+    implementations,
+    native,
+    pivoted_low_rank,
+    triton,
+)
 from relinear.kernels.implementations import Call, Implementation
 
 
@@ -55,6 +63,7 @@ def any_size(monkeypatch) -> None:
     monkeypatch.setattr(context_manager, "FEWEST_IN_PARTS", 1)
     monkeypatch.setattr(native, "FEWEST_NATIVE_ENTRIES", 1)
     monkeypatch.setattr(block_diagonal, "FEWEST_SLICED", 1)
+    monkeypatch.setattr(autograd, "FEWEST_RECOMPUTED", 1)
 
 
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.kind)

@@ -134,6 +134,24 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     return (shape + mean).sum(-1)
 
 
+def regulariser(mu: Tensor, logvar: Tensor, bound: str, free: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's loss, whether it (or the share of its dimensions that) is clamped, and divergence; (...,).
+
+    Args:
+        mu, logvar: (..., R).
+        bound: "clamp" (``bounded_kl``), "free_bits" (``free_bits_kl``) or "geometric_jsd".
+        free: nats per dimension with "free_bits"; None shares the paper's ln 2 out over R dimensions.
+    """
+    if bound == "geometric_jsd":
+        loss = geometric_jsd(mu, logvar)
+        return loss, torch.zeros_like(loss), loss
+    kl = gaussian_kl(mu, logvar)
+    divergence = kl.sum(-1)
+    if bound == "free_bits":
+        return *free_bits_kl(kl, math.log(2) / mu.shape[-1] if free is None else free), divergence
+    return *bounded_kl(divergence), divergence
+
+
 def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     """Least-squares blocks and low-rank part of a weight: diag(B_1 .. B_K) + up down, by alternation from the SVD.
 

@@ -25,7 +25,7 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
         up: (O, R).
         bias: (O,) or None.
     """
-    return of_ordered(in_order(x, order), mix, up, bias)
+    return torch.nn.functional.linear(latent(in_order(x, order), mix), up, bias)
 
 
 def in_order(x: Tensor, order: Tensor) -> Tensor:
@@ -33,11 +33,10 @@ def in_order(x: Tensor, order: Tensor) -> Tensor:
     return take_last(x, order)
 
 
-def of_ordered(x: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``pivoted_low_rank`` of inputs x (..., I) that are in order; the rest as there."""
-    rank = up.shape[1]
-    z = x[..., :rank] + torch.nn.functional.linear(x[..., rank:], mix)
-    return torch.nn.functional.linear(z, up, bias)
+def latent(x: Tensor, mix: Tensor) -> Tensor:
+    """x_S + mix x_rest (..., R) of inputs x (..., I) that are in order."""
+    rank = mix.shape[0]
+    return x[..., :rank] + torch.nn.functional.linear(x[..., rank:], mix)
 
 
 def pivoted_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:

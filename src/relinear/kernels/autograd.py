@@ -22,6 +22,9 @@ BACKWARD_PORTION = 1 << 22
 #: takes up to a quarter longer
 ROWS = 64
 
+#: numbers from which intermediate results are computed again, and not kept
+FEWEST_RECOMPUTED = 1 << 17
+
 
 def lowered(x: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
     """Cast the tensors as autocast does for a matrix product (double precision stays); return them without it."""
@@ -94,6 +97,39 @@ def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tenso
         wanted = [value for value, needed in zip(copies, need) if needed]
         gradients = iter(torch.autograd.grad(outputs, wanted, upstream, create_graph=further, allow_unused=True))
     return tuple(next(gradients) if needed else None for needed in need)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A function of its first argument; keeps the others, and calls it again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, function, *arguments):
+        save(ctx, (function, *arguments))
+        kind = arguments[0].device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        results = function(*arguments)
+        # whoever gets a result may change it in place, which torch refuses for a view made in here
+        return tuple(result.data for result in results) if isinstance(results, tuple) else results.data
+
+    @staticmethod
+    def backward(ctx, *grads):
+        def run(function, *arguments):
+            with torch.autocast(*ctx.autocast):
+                return function(*arguments)
+
+        return _gradients_of(run, ctx, grads)
+
+
+def recomputed(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
+    """``function(x, *arguments)``, of which only the arguments are kept for the backward pass, where x is large.
+
+    For what is cheap beside the memory of its intermediates; products in it are computed once more.
+    """
+    if x.numel() < FEWEST_RECOMPUTED or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function(x, *arguments)
+    if is_transformed(x) or x.device.type == "meta":
+        return function(x, *arguments)
+    return _Recomputed.apply(function, x, *arguments)
 
 
 def watched(ctx: Any, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels of ``functional.pivoted_low_rank``: in training the gradient of the permutation is gathered.
+"""Kernels of ``functional.pivoted_low_rank``: training orders inputs again, and gathers their gradient.
 
 The reference's is a scattered sum, which on a CPU takes longer than all products.
 """
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from relinear.functional import pivoted_low_rank as reference
+from relinear.kernels.autograd import recomputed
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: numbers from which the scattered sum takes longer than the calls of ours
@@ -32,8 +33,12 @@ def _unsupported(call: Call) -> str:
     return call.opaque or ("too few numbers" if call.size < FEWEST_PERMUTED else "")
 
 
-def _gathered(x: Tensor, order: Tensor, *parameters: Tensor) -> Tensor:
-    return reference.of_ordered(_Permuted.apply(x, order), *parameters)
+def _latent(x: Tensor, order: Tensor, mix: Tensor) -> Tensor:
+    return reference.latent(_Permuted.apply(x, order), mix)
+
+
+def _gathered(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(recomputed(_latent, x, order, mix), up, bias)
 
 
 pivoted_low_rank = dispatch(Implementation("gradient gathered", _unsupported, _gathered), otherwise="reference")(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from relinear.functional import rotor as reference
 from relinear.kernels import native, triton
-from relinear.kernels.autograd import differentiable_as, save
+from relinear.kernels.autograd import differentiable_as, recomputed, save
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: tokens that are worth gradients of their own, which are summed at the end
@@ -35,7 +35,10 @@ def _triton(*arguments: Any) -> Tensor:
     return fused.sandwich_windows(*arguments)
 
 
-sandwich_windows = dispatch(Implementation("Triton", _triton_unsupported, _triton))(reference.sandwich_windows)
+@dispatch(Implementation("Triton", _triton_unsupported, _triton))
+def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
+    """``functional.rotor.sandwich_windows``; keeps its inputs, not what lies between its products."""
+    return recomputed(reference.sandwich_windows, x, left, right, basis)
 
 
 def _step_unsupported(call: Call) -> str:

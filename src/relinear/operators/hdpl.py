@@ -17,6 +17,7 @@ from relinear.contract.config import Count, NonNegative, check_divides, register
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional import hdpl as reference
+from relinear.kernels.autograd import recomputed
 from relinear.kernels.hdpl import hdpl, prepare_few_rows
 from relinear.operators.fused_inference import FusedInference
 
@@ -95,32 +96,19 @@ class HDPLLinear(FusedInference, LatentOperator):
             logvar_encoder = self.logvar()
         blocks, (decoder, _), bias = self.blocks, self.decoder(), self.bias
         y, z, mu, logvar = hdpl(x, blocks, *mu_encoder, *logvar_encoder, decoder, bias, noise)
-        if (hook := self._latent_hook) is not None:
+        if self._activation_hooks is not None and (hook := self._latent_hook) is not None:
             changed = hook(Latent(z, mu, self._log_variance(x, mu) if logvar is None else logvar))
             y = y if changed is z else reference.hdpl_decode(x, changed, blocks, decoder, bias)
         if logvar is not None:
-            self._regularise(mu, logvar)
+            settings = self.config.bound, self.config.free_nats
+            loss, clamped, divergence = recomputed(reference.regulariser, mu, logvar, *settings)
+            metrics = {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()}
+            self.record_auxiliary({"latent": self.config.beta * loss}, metrics)
         return y
 
     def _log_variance(self, x: Tensor, mu: Tensor) -> Tensor:
         """Return log sigma^2 (..., R), -inf if there is no noise."""
         return torch.full_like(mu, -math.inf) if self.logvar is None else F.linear(x, *self.logvar())
-
-    def _regularise(self, mu: Tensor, logvar: Tensor) -> None:
-        config = self.config
-        if config.bound == "geometric_jsd":
-            divergence = loss = reference.geometric_jsd(mu, logvar)
-            clamped = torch.zeros_like(loss)
-        else:
-            kl = reference.gaussian_kl(mu, logvar)
-            divergence = kl.sum(-1)
-            free = config.bound == "free_bits"
-            bound = reference.free_bits_kl(kl, config.free_nats_per_dim) if free else reference.bounded_kl(divergence)
-            loss, clamped = bound
-        self.record_auxiliary(
-            {"latent": config.beta * loss},
-            {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()},
-        )
 
     def fit_(self, weight: Tensor) -> None:
         """Take a block-diagonal part plus a low-rank part of rank R // 2, which the context path holds exactly in eval.
@@ -197,11 +185,6 @@ class HDPL(OperatorConfig):
             raise ValueError(f"bound={self.bound!r} needs noise=True: without noise there is no posterior to bound")
         if self.free_nats is not None and self.bound != "free_bits":
             raise ValueError(f"free_nats={self.free_nats} needs bound='free_bits'")
-
-    @property
-    def free_nats_per_dim(self) -> float:
-        """The threshold of "free_bits" in nats per dimension."""
-        return math.log(2) / self.rank if self.free_nats is None else self.free_nats
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         check_divides("blocks", self.blocks, in_features=in_features, out_features=out_features)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import register
 from relinear.contract.wrapper import Wrapper, WrapperConfig
-from relinear.functional.output_gate import gate_of, output_gate
+from relinear.functional.output_gate import gated, gates
+from relinear.kernels.autograd import recomputed
 
 
 class _Gate(HasHookPoints, nn.Module):
@@ -36,9 +37,10 @@ class _Gate(HasHookPoints, nn.Module):
         return {"channel": self.weight.shape[0]}
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(x, self.weight)
         if self._activation_hooks is None:
-            return output_gate(z, x, self.weight)
-        return (z * self._hooked("channel", gate_of(x, self.weight))).to(z.dtype)
+            return recomputed(gated, z, logits)
+        return (z * self._hooked("channel", gates(logits))).to(z.dtype)
 
 
 class OutputGateLinear(Wrapper):
