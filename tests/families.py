@@ -280,6 +280,9 @@ def page(record: Mapping[str, Any]) -> str:
         f"  {record['tolerance']:.0e}.",
         "- **refused**: `attach_` or `replace_` declines before anything runs.",
         "- **FAILED**: the command below ends with status 1.",
+        "",
+        'Experts that are held as one tensor become layers by `relinear.attach_(model, "separate_experts")`;',
+        "`relinear.compress` does so by itself.",
     ]
     if notes:
         lines += ["", "## Notes", "", *(f"{n}. {text}" for text, n in notes.items())]

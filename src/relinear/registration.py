@@ -9,6 +9,7 @@ import relinear.operators
 import relinear.residual
 import relinear.surgery.checkpoint  # the loader of checkpoints with operators in them, to transformers
 import relinear.surgery.layer_bias
+import relinear.surgery.separate_experts
 import relinear.training.distill  # noqa: F401
 from relinear.surgery import wrapped
 

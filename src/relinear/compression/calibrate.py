@@ -12,6 +12,7 @@ into place when they are whole, so that a killed calibration goes on from its la
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,21 +81,52 @@ class MomentSums:
             self._seen.append((x, name))
             _add(self.inputs, (name, self.kind), x)
 
-    def statistics(self, modules: Mapping[str, nn.Module]) -> dict[str, CalibrationStatistics]:
-        """Return the moments of linear layers by name, means over the tokens that each saw; the sums are used up."""
+    def statistics(self, modules: Mapping[str, nn.Module], tokens: int) -> dict[str, CalibrationStatistics]:
+        """Return the moments of linear layers by name; the sums are used up.
+
+        Those of inputs are means over the tokens that a layer saw, those of gradients over all ``tokens``: where one
+        does not reach an expert its gradient is zero. Kinds of which an expert saw too few tokens are not told apart.
+        """
         of_kind = self.of_kind
         sums = grouped((name, total) for (name, _), total in self.inputs.items())
         means = {name: torch.stack(totals).sum(0) / self.counts[name] for name, totals in sums.items()}
-        kinds = grouped((key[0], total.div_(of_kind[key])) for key, total in self.inputs.items())
+        kinds = grouped(
+            (key[0], total.div_(of_kind[key]))
+            for key, total in self.inputs.items()
+            if self.counts[key[0]] == tokens or of_kind[key] >= len(total)
+        )
         statistics = {}
         for name, module in modules.items():
             if name not in self.counts:  # an expert may have seen no token
                 statistics[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
                 continue
-            outputs = self.outputs[name].div_(self.counts[name])
-            owner = self.shared[name]
-            statistics[name] = CalibrationStatistics(means[owner], outputs, self.counts[name], tuple(kinds[owner]))
-        return statistics
+            outputs, owner = self.outputs[name].div_(tokens), self.shared[name]
+            of_kinds = tuple(kinds.get(owner, ()))
+            statistics[name] = CalibrationStatistics(means[owner], outputs, self.counts[name], of_kinds)
+        return drawn_to_peers(statistics)
+
+
+def drawn_to_peers(statistics: Statistics) -> dict[str, CalibrationStatistics]:
+    """Return statistics in which experts that saw few tokens are drawn to the mean of their layer's experts.
+
+    One with I inputs that saw n < I tokens keeps n / I of its own moments. Peers are called alike but for a number.
+    """
+    drawn, mixed = dict(statistics), dict[int, Tensor]()
+    for names in grouped((re.sub(r"\.\d+\.", ".*.", name), name) for name in statistics).values():
+        counts = {name: statistics[name].tokens or 0 for name in names}
+        size, seen = len(statistics[names[0]].inputs), [name for name in names if counts[name]]
+        if len(names) == 1 or not seen or min(counts.values()) >= size:
+            continue
+        inputs: Any = sum(counts[name] * statistics[name].inputs for name in seen) / sum(counts.values())
+        outputs: Any = sum(statistics[name].outputs for name in seen) / len(names)  # type: ignore[misc]
+        for name, count in counts.items():
+            if count < size:
+                own, share = statistics[name], count / size
+                if (key := id(own.inputs)) not in mixed:  # gate and up have the same inputs
+                    mixed[key] = torch.lerp(inputs, own.inputs, share)
+                own_outputs = torch.zeros_like(outputs) if own.outputs is None else own.outputs
+                drawn[name] = CalibrationStatistics(mixed[key], torch.lerp(outputs, own_outputs, share), size)
+    return drawn
 
 
 def _add(sums: dict[Any, Tensor], name: Any, values: Tensor) -> None:
@@ -289,7 +321,7 @@ class Calibration:
                 gradients = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
                 self.streams.write(kind, index, self._before(index, gradients, sums))
             if group:
-                yield index, sums.statistics(group)
+                yield index, sums.statistics(group, self.tokens)
             self.streams.remove(kind, index + 1)
             if last or index % self._every:
                 self.streams.remove("hidden", index)

@@ -98,7 +98,7 @@ class SearchSpace:
             module = self.task.modules[name]
             sizes = linear_features(module)
             if layer_statistics.tokens is not None and layer_statistics.tokens < sizes[0]:
-                continue  # an expert that hardly saw a token: its moments say nothing
+                continue  # a layer that hardly saw a token, as experts of which none did: its moments say nothing
             for at, entry in enumerate(self.entries):
                 if entry.candidates(*sizes):
                     errors = [error for _, error in entry.candidate_errors(module, layer_statistics)]

@@ -34,10 +34,9 @@ def check_stock(model: Any) -> None:
 
 def check_packable(model: Any, tokenizer: Any = None) -> None:
     """Raise ValueError, or NotLinearError, unless transformers would load ``model`` packed."""
-    check_stock(model)
-    experts = any("experts" in name and value.ndim > 2 for name, value in model.named_parameters())
-    if experts or model.config.model_type == "falcon":
+    if model.config.model_type == "falcon" or any(".experts." in name for name, _ in model.named_parameters()):
         raise ValueError(f"transformers reads no {type(model).__name__} of compressed-tensors; relinear.fold_ it")
+    check_stock(model)
 
 
 def packs(model: Any, layer: Any, config: Any) -> bool:

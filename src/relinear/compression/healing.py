@@ -73,12 +73,6 @@ def original_copy(model: nn.Module) -> Any:
     return copy.deepcopy(model, {id(p): p for p in model.parameters() if p.ndim > 1})
 
 
-def check_healable(settings: CompressSettings, operators: int) -> None:
-    """Raise ValueError if a plan of so many ``operators`` leaves nothing that this way of healing trains."""
-    if settings.heal == "operators" and not operators:
-        raise ValueError("heal='operators' trains the operators, and the plan has none; use heal='all'")
-
-
 def heal(
     model: Any,
     teacher: Any,
@@ -109,7 +103,8 @@ def heal(
             ValueError) if training diverges.
     """
     options = settings or CompressSettings()
-    check_healable(options, sum(1 for _ in named_operators(model)))
+    if options.heal == "operators" and not any(True for _ in named_operators(model)):
+        raise ValueError("heal='operators' trains the operators, and the plan has none; use heal='all'")
     if len(blocks) < options.heal_batch or not len(held_out):
         needed, got = f"{options.heal_batch} blocks (heal_batch)", f"{len(blocks)} and {len(held_out)}"
         raise ValueError(f"healing takes at least {needed} to train on and one that is held out, got {got}")

@@ -14,6 +14,7 @@ from relinear.compression.run import replaceable
 from relinear.compression.settings import CompressSettings
 from relinear.compression.task import Task
 from relinear.surgery.patterns import ALL_LINEAR
+from relinear.surgery.separate_experts import separate_experts
 from relinear.surgery.summary import summary
 from relinear.system.timing import duration, seconds_of
 
@@ -33,8 +34,9 @@ def check_reachable(
 ) -> None:
     """Raise ValueError if no choice meets the budget or the reader cannot run the model; arguments of ``compress``."""
     READERS[settings.reader].check(model, tokenizer)
-    task = Task(model, replaceable(model, settings, targets, exclude), settings, Path(), lambda *_: None)
-    SearchSpace(task).check(budget_of(model, task.modules, settings, tokenizer))
+    with separate_experts(model):
+        task = Task(model, replaceable(model, settings, targets, exclude), settings, Path(), lambda *_: None)
+        SearchSpace(task).check(budget_of(model, task.modules, settings, tokenizer))
 
 
 @torch.no_grad()

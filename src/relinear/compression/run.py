@@ -18,7 +18,7 @@ from relinear.compression.candidates import SearchSpace, fit_layers, replace_lay
 from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.evaluation import Observation, compared, observe
-from relinear.compression.healing import HealReport, check_healable, heal, original_copy
+from relinear.compression.healing import HealReport, heal, original_copy
 from relinear.compression.plan import CompressPlan, LayerPlan
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
@@ -28,6 +28,7 @@ from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
+from relinear.surgery.separate_experts import separate_experts
 from relinear.system.files import fingerprint, os_errors_named, write_json
 from relinear.system.machine import PeakMemory
 from relinear.system.progress import Progress, ProgressCallback, no_progress
@@ -115,10 +116,11 @@ def compress(
         raise ValueError(f"{plan_file}, the plan to apply, would be renamed; move it, or leave out overwrite")
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
-    out_of_reach = unreached(model, targets)
-    modules = replaceable(model, resolved, targets, exclude)
     check_compressible(model, resolved.sequence_length)
     with (
+        separate_experts(model),
+        nullcontext(unreached(model, targets)) as out_of_reach,
+        nullcontext(replaceable(model, resolved, targets, exclude)) as modules,
         tempfile.TemporaryDirectory() as temporary,
         nullcontext() if run_folder is None else run_folder.open(resolved.measured, overwrite=overwrite) as record,
         os_errors_named(folder := Path(temporary) if run_folder is None else run_folder.path),
@@ -260,8 +262,6 @@ class _Job:
         self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Carry the plan out and heal; compare the result with the original if that is asked for."""
-        if self.settings.heal_tokens:
-            check_healable(self.settings, len(plan.replaced))
         original = self._observe("original", corpus, tokenizer)
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None

@@ -10,6 +10,7 @@ from relinear.contract.modes import evaluating
 from relinear.contract.operator import NotLinearError, check_model, named_operators, plain_linear
 from relinear.hf.config_record import sync_record
 from relinear.surgery.select import is_adapted
+from relinear.surgery.separate_experts import fuse_experts_
 from relinear.surgery.tied import swap_layer, untie_config_
 
 
@@ -76,6 +77,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     for name, linear in plain.items():
         operator = operators[name]
         swap_layer(model, [alias for alias, module in aliases if module is operator], operator, linear)
+    fuse_experts_(model)
     sync_record(model)
     after = _logits(model, inputs)
     difference = None if before is None or after is None else float((before - after).abs().max())

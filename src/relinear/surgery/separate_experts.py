@@ -1,0 +1,120 @@
+"""Experts that transformers holds as one tensor, taken apart into linear layers, and fused again."""
+
+# Legend: K experts of a token, N tokens, D hidden size
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from relinear.contract.attachment import AttachmentConfig, forget_
+from relinear.contract.config import register
+from relinear.contract.operator import linear_of
+from relinear.hf.config_record import sync_record
+from relinear.hf.initialization import swap_module
+from relinear.surgery.plan import attach_
+
+
+class ExpertLayers(nn.Module):
+    """Give each expert of ``fused`` linear layers: ``0.gate_up_proj`` (or ``0.up_proj``) and ``0.down_proj``.
+
+    Layout and activation are as ``fused`` states them for transformers' own implementations of experts.
+    """
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        self._fused = (fused,)  # not as a submodule: it has no weights any more
+        for number in range(fused.num_experts):
+            self.add_module(str(number), nn.ModuleDict({name: _layer(fused, name, number) for name in _names(fused)}))
+        self.train(fused.training)
+        fused.to("meta")
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(N, D) weighted sums over each token's experts, whose numbers and weights are (N, K)."""
+        (fused,) = self._fused
+        activation, output = fused._apply_gate if fused.has_gate else fused.act_fn, torch.zeros_like(hidden_states)
+        for number in top_k_index.unique().tolist():
+            first, last = self.get_submodule(str(number)).children()
+            token, place = torch.where(top_k_index == number)
+            y = last(activation(first(hidden_states[token]))) * top_k_weights[token, place, None]
+            output.index_add_(0, token, y.to(output.dtype))
+        return output
+
+    def fuse(self) -> nn.Module:
+        """Return transformers' module with the weights of the layers, which must be plain ones."""
+        (fused,) = self._fused
+        for name in _names(fused):
+            layers: list[Any] = [expert.get_submodule(name) for expert in self.children()]
+            for key in ("weight", "bias") if fused.has_bias else ("weight",):
+                stacked = torch.stack([getattr(layer, key).detach() for layer in layers])
+                stacked = stacked.mT.contiguous() if key == "weight" and fused.is_transposed else stacked
+                trained = layers[0].weight.requires_grad
+                setattr(fused, name + ("_bias" if key == "bias" else ""), nn.Parameter(stacked, trained))
+        return fused.train(self.training)
+
+
+def _names(fused: Any) -> tuple[str, str]:
+    return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
+
+
+def _layer(fused: Any, name: str, number: int) -> nn.Linear:
+    stacked = getattr(fused, name)
+    weight = stacked[number].t() if fused.is_transposed else stacked[number]
+    bias = getattr(fused, f"{name}_bias")[number].clone() if fused.has_bias else None
+    return linear_of(weight.clone(memory_format=torch.contiguous_format), bias).requires_grad_(stacked.requires_grad)
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether ``module`` is one of transformers' with nothing but tensors of experts, in a layout that it states."""
+    if not hasattr(module, "_apply_gate") or getattr(module, "has_post_expert_norm", True):
+        return False
+    names = {name + end for name in _names(module) for end in ("", "_bias")[: 1 + module.has_bias]}
+    return names == {name for name, _ in module.named_parameters()}
+
+
+@register
+class SeparateExperts(AttachmentConfig):
+    """Give every expert linear layers of its own, which does not change the model's outputs.
+
+    transformers holds the experts of a decoder layer as one tensor, which no pattern reaches. Taken apart its layers
+    are called ``mlp.experts.3.gate_up_proj`` and ``mlp.experts.3.down_proj``. ``relinear.compress`` does so by itself.
+    """
+
+    kind: ClassVar[str] = "separate_experts"
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError unless there are experts that are held as one tensor."""
+        if not any(map(_is_fused, model.modules())):
+            raise ValueError(f"separate_experts: no module of {type(model).__name__} holds experts as one tensor")
+
+    def attach(self, model: nn.Module) -> None:
+        """Put an ``ExpertLayers`` in the place of every module of experts."""
+        for name, module in [*model.named_modules()]:
+            if _is_fused(module):
+                swap_module(model, [name], module, ExpertLayers(module))
+
+
+def fuse_experts_(model: nn.Module) -> None:
+    """Undo ``SeparateExperts``, unless a layer of the experts is replaced."""
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, ExpertLayers)]
+    layers = [layer for _, module in modules for expert in module.children() for layer in expert.children()]
+    if modules and all(type(layer) is nn.Linear for layer in layers):
+        for name, module in modules:
+            swap_module(model, [name], module, module.fuse())
+        forget_(model, SeparateExperts())
+        sync_record(model)
+
+
+@contextmanager
+def separate_experts(model: nn.Module) -> Iterator[None]:
+    """Within the block experts are layers; they are one tensor again afterwards, unless one of them was replaced."""
+    fused = any(map(_is_fused, model.modules()))
+    if fused:
+        attach_(model, SeparateExperts())
+    try:
+        yield
+    finally:
+        if fused:
+            fuse_experts_(model)
