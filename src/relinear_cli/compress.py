@@ -118,14 +118,14 @@ def command(
 
 
 def _read(corpora: dict[str, tuple[Any, str]]) -> dict[str, Any]:
-    """The texts of every corpus, by its name."""
+    """Return the texts of every corpus, by its name."""
     from relinear.data import iter_texts
 
     return {name: iter_texts(text, split, conversations=True) for name, (text, split) in corpora.items()}
 
 
 def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: str | None) -> tuple[Any, Any]:
-    """The corpora to calibrate and to evaluate on, each as name -> its settings and split.
+    """Return the corpora to calibrate and to evaluate on, each as name -> its settings and split.
 
     Raises:
         ValueError: for one that is given twice, or that calibration sees and that is to evaluate the result.

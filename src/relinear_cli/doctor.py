@@ -37,7 +37,7 @@ def command() -> None:
 
 
 def _requirements() -> dict[str, list[str]]:
-    """Extra -> the packages that it brings, as in the metadata; those of relinear itself under ""."""
+    """Return extra -> the packages that it brings, as in the metadata; those of relinear itself under ""."""
     versions: dict[str, list[str]] = {}
     for line in metadata.requires("relinear") or ():
         requirement, _, marker = line.partition(";")

@@ -49,7 +49,7 @@ def one_message(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """The text of ``error``, without the name of its class where it speaks for itself."""
+    """Return the text of ``error``, without the name of its class where it speaks for itself."""
     if isinstance(error, OSError) and error.strerror:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         message = f"{names}: {error.strerror}" if names else error.strerror

@@ -79,7 +79,7 @@ def _print(results: dict[str, Any], as_json: bool) -> None:
 
 
 def _tasks(option: str, lambada: Path | None) -> list[str]:
-    """The tasks that are named. Raises ValueError if there is none, or the text of LAMBADA is missing."""
+    """Return the tasks that are named. Raises ValueError if there is none, or the text of LAMBADA is missing."""
     names = [name.strip() for name in option.split(",") if name.strip()]
     if not names:
         raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
@@ -91,7 +91,7 @@ def _tasks(option: str, lambada: Path | None) -> list[str]:
 
 
 def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
-    """The folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
+    """Return the folder of the model, and the data settings of the run that it comes from (None for a bare model)."""
     from relinear.models import model_folder
     from relinear.system.files import damaged_file_errors, read_json
 

@@ -80,7 +80,7 @@ def _serve(subjects: list[Any], host: str, port: int) -> None:
 
 
 def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: Any) -> Any:
-    """The model that the user named, with its tokenizer and its index."""
+    """Return the model that the user named, with its tokenizer and its index."""
     from relinear.explore.subject import prepare_subject
     from relinear.models import model_folder
     from relinear_cli.progress import watch

@@ -159,7 +159,7 @@ def _invoke(arguments: Sequence[str]) -> int | None:
 
 
 def _said(error: Any) -> str:
-    """A usage error of typer's in our words."""
+    """Return the message of a usage error of typer's, rephrased."""
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
         flag, text = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")

@@ -71,7 +71,7 @@ def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
 
 
 def _left(seconds: float) -> str:
-    """How long the rest takes; "" if that is not known, or a moment."""
+    """Return how long the rest takes; "" if that is not known, or a moment."""
     return "" if seconds < 5 else f"{seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
 
 

@@ -154,7 +154,7 @@ def _data_of(folder: Path) -> DataSettings:
 
 
 def _first_seeds(run: Path) -> list[Path]:
-    """The run of the lowest seed of every entry of a comparison, of the largest of its budgets."""
+    """Return the run of the lowest seed of every entry of a comparison, of the largest of its budgets."""
     budgets = [folder for folder in run.glob("budgets/*") if folder.name.isdigit()]
     whole = max(budgets, key=lambda folder: int(folder.name), default=run)
     seeds: dict[Path, Path] = {}

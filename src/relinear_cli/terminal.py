@@ -75,7 +75,7 @@ def _remark(*texts: str) -> None:
 
 
 def _console() -> Any:
-    """A pipe or a log has no width: rich would take 80 columns and fold the table."""
+    """Return a console that is wide enough in a pipe or log, where rich would fold tables at 80 columns."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160)), highlight=False)

@@ -53,14 +53,14 @@ class Subject:
 
     @property
     def samples(self) -> Samples | None:
-        """Those of the task that ``ids`` are from, with what is hidden from the model; None if it is text."""
+        """Return those of the task that ``ids`` are from, with what is hidden from the model; None if it is text."""
         if self.data is None or isinstance(task_of(self.data.data), MixtureTask | None):
             return None
         return held_out_samples(self.data, len(self.ids))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the sources of a mixture, of which the texts are in turn; the data's if there is one."""
+        """Return names of the sources of a mixture, of which the texts are in turn; the data's if there is one."""
         name = "text" if self.data is None else self.data.data
         return task.sources if isinstance(task := task_of(name), MixtureTask) else (name,)
 
@@ -193,7 +193,7 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     rest: list[int] = []
     before = text_start(tokenizer)
     for document in iter_texts(text.data, "validation"):
-        # Only so much of a document as can be needed.
+        # Only the part of a document that may be needed.
         rest += encode(tokenizer, [document[: 20 * sequences * length]])[0]
         rows = [window for _, _, window in windows(rest, before, length)]
         if rows:

@@ -145,7 +145,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _outputs(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
-    """Output of every module by name, in order of execution, as (T, ...), if it has one row per token."""
+    """Return the output of every module by name, in order of execution, as (T, ...), if it has one row per token."""
     length = inputs.shape[1]
     found: dict[str, Tensor] = {}
 

@@ -39,7 +39,7 @@ def _right(logits: Tensor, ids: Tensor, answers: Tensor, examples: int) -> Tenso
 
 @torch.no_grad()
 def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, Tensor]:
-    """Accuracy on the answers of the second half of each task's examples (CGT, Section 4.2 and Table 1).
+    """Return the accuracy on the answers of the second half of each task's examples (CGT, Section 4.2 and Table 1).
 
     Args:
         model: a ``CGTForCausalLM``, or any causal language model over the task's symbols (``dynamic`` only).
@@ -50,7 +50,7 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
         each token. Of a CGT also ``specialized``: y frozen at the end of the first half, whose examples are then taken
         out of the context; and ``specialized_ctx``: the same y, for all tokens of the task, with its examples in the
         context ("ctx" in Figure 9; Figures 7 and 8); and ``another``, the control: y of another sample, other
-        coefficients, in place of its own.
+        coefficients instead of its own.
     """
     second = task.examples // 2
     if second < 1:
@@ -103,7 +103,7 @@ def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> 
 
 
 def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penalty: float = 1e-3) -> dict[str, Any]:
-    """Least squares from y to the task's coefficients (CGT, Section 4.2, "y as task representation").
+    """Return a least-squares fit from y to the task's coefficients (CGT, Section 4.2, "y as task representation").
 
     Args:
         features: (samples, E).
@@ -146,7 +146,7 @@ def probe_features(y: Tensor, task: ArithmeticTask, places: str = "anywhere") ->
 
 @torch.no_grad()
 def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: str = "=") -> list[float]:
-    """Activation transplantation into a plain GPT-2, layer by layer: the task-vector baseline of Section 4.2.
+    """Return accuracies after activation transplantation into a plain GPT-2, by layer: the baseline of Section 4.2.
 
     The hidden state after each block at the last ``token`` of the first half of the examples replaces the one at the
     same symbol of a lone query, which is then answered without any example in context.

@@ -27,7 +27,7 @@ POSITIONS, COMPONENTS, LAST = 64, 12, 16
 
 
 def context_variation(y: Tensor, first: slice, second: slice) -> float:
-    """Mean ||y_s - y_{s-1}|| over the segment E2, y normalised over E1 + E2 (CGT, Eq. 4).
+    """Return the mean ||y_s - y_{s-1}|| over the segment E2, y normalised over E1 + E2 (CGT, Eq. 4).
 
     y is centred with its mean over E1 + E2 of each sample, and divided by the root mean square of its norm there.
 
@@ -64,7 +64,7 @@ def neighbours(vectors: Tensor, classes: Sequence[int]) -> tuple[float, float]:
 
 
 def embedded(vectors: Tensor) -> tuple[Tensor, str]:
-    """Normalised vectors (N, E) in two dimensions, and how: by t-SNE where scikit-learn is there, else by PCA."""
+    """Return vectors (N, E) in two dimensions, and the method: t-SNE if scikit-learn is installed, else PCA."""
     unit = F.normalize(vectors.double(), dim=-1)
     if find_spec("sklearn") is None or len(unit) < 4:
         left, values, _ = torch.linalg.svd(unit - unit.mean(0), full_matrices=False)

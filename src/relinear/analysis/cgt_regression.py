@@ -25,7 +25,7 @@ FREEZE_AFTER = (5, 10, 20)
 
 
 def ridge_errors(samples: Samples, count: int = 256) -> np.ndarray:
-    """Mean squared error of ridge regression at pair n = 0 .. N - 1 given the n pairs before it, (N,).
+    """Return the mean squared error of ridge regression at pair n = 0 .. N - 1 given the n pairs before it, (N,).
 
     The penalty eps^2 with a standard normal prior on U and b makes it the Bayes-optimal predictor of the task. The
     error is against U x + b without noise, as for the models.
@@ -43,7 +43,7 @@ def ridge_errors(samples: Samples, count: int = 256) -> np.ndarray:
 
 @torch.no_grad()
 def regression_errors(model: Any, samples: Samples, freeze_after: Sequence[int] = ()) -> dict[str, np.ndarray]:
-    """Mean squared error at each pair against U x + b (CGT, Figure 4).
+    """Return the mean squared error at each pair against U x + b (CGT, Figure 4).
 
     Returns:
         ``dynamic``: (N,), error at pair n with the n pairs before it in context; and for each k of ``freeze_after``,

@@ -33,7 +33,7 @@ ANOTHER = "frozen, of another text"
 
 @torch.no_grad()
 def losses(model: Any, ids: Tensor, context: Tensor | None = None, rate: float = 0.0, batch: int = 32) -> Tensor:
-    """Cross-entropy (N, H - 1) at each token of ids (N, H) but the first, with y frozen at ``context`` (N, E)."""
+    """Return cross-entropies (N, H - 1) of all tokens (N, H) but the first, with y frozen at ``context`` (N, E)."""
     parts = []
     with evaluating(model):
         for start in range(0, len(ids), batch):
@@ -59,7 +59,7 @@ def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, r
 
 @torch.no_grad()
 def token_shifts(model: Any, ids: Tensor, own: Tensor, other: Tensor, top: int = 12) -> list[tuple[int, float]]:
-    """The tokens whose logits rise most when y comes from elsewhere (CGT, Appendix D.3, "Token probabilities").
+    """Return the tokens whose logits rise most when y comes from elsewhere (CGT, Appendix D.3, "Token probabilities").
 
     Args:
         model: a ``CGTForCausalLM``.
@@ -130,7 +130,7 @@ def run(subject: Subject) -> Result:
 
 
 def _mean(values: Tensor) -> list[float] | None:
-    """The mean over texts of values (N, K), and its standard error; None if there are no places."""
+    """Return the mean over texts of values (N, K), and its standard error; None if there are no places."""
     if not values.shape[1]:
         return None
     texts = values.double().mean(1)

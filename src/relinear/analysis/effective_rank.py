@@ -53,7 +53,7 @@ def singular_values(gram: Tensor) -> Tensor:
 
 
 def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens: int) -> Any:
-    """Blocks of rows of every W_t in an orthonormal basis of the rows of ``right``: (T, rows, R)."""
+    """Yield blocks of rows of every W_t in an orthonormal basis of the rows of ``right``: (T, rows, R)."""
     left = left.double()
     # right = triangle^T @ orthonormal: the inner products of W_t are those of W_t with the triangle in its place.
     triangle = None if right is None else torch.linalg.qr(right.double().T, mode="r").R.T
@@ -71,7 +71,7 @@ def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens
 def realised_spectra(
     left: Tensor, right: Tensor | None, inner: Tensor | None = None, outer: Tensor | None = None, tokens: int = 1
 ) -> dict[str, Tensor]:
-    """Singular values, largest first, in the three spaces of this file's head.
+    """Return singular values, largest first, in the three spaces of this file's head.
 
     Args:
         left: (O, R).
@@ -91,7 +91,7 @@ def realised_spectra(
 
 @torch.no_grad()
 def is_ranked(operator: Any) -> bool:
-    """Return whether an operator's matrices can be had: from its factors, or as one matrix for all tokens."""
+    """Return whether an operator has matrices: by its factors, or one for all tokens."""
     if callable(getattr(operator, "factors", None)):
         return True
     try:

@@ -56,7 +56,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> Result:
-    """Fingerprints of the first inputs."""
+    """Return fingerprints of the first inputs."""
     fingerprints = context_fingerprints(subject.model, subject.ids[:INPUTS, :TOKENS])
     words = [[subject.token_text(token) for token in row] for row in fingerprints["ids"]]
     rows = fingerprints["similarity"]

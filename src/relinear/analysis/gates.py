@@ -25,7 +25,7 @@ BINS = 40
 
 
 def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[str, Any]]]:
-    """Distribution of the gates of every layer over the tokens ``ids`` (N, T).
+    """Return the distribution of the gates of every layer over the tokens ``ids`` (N, T).
 
     Returns:
         {layer: {"basis" | "output": {
@@ -57,7 +57,7 @@ def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[s
 
 
 def _counted(gates: Tensor) -> dict[str, Any]:
-    """Sums over the tokens of gates (T, K)."""
+    """Return sums over the tokens of gates (T, K)."""
     low, high = ACTIVE
     inside = gates.clamp(1e-12, 1 - 1e-12)
     return {
@@ -124,6 +124,6 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
 
 
 def _high(table: list[list[float]]) -> float:
-    """The value that all but one in a hundred are below."""
+    """Return the value that all but one in a hundred are below."""
     values = sorted(value for row in table for value in row)
     return values[int(0.99 * (len(values) - 1))]

@@ -165,7 +165,7 @@ PANELS = {
 
 
 def _shown_channels(record: GateRecord) -> dict[str, Any]:
-    """Layer -> some of its channels, their gates by token, and the spread that all maps share; {} if none are."""
+    """Return layer -> some channels and their gates by token, and the spread that all maps share; {} if none."""
     if not record.channel:
         return {}
     distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
@@ -213,7 +213,7 @@ def _table(modules: Mapping[str, Any]) -> Table:
 
 
 def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
-    """Scalar gates against depth, a figure per module, a line per token (Figure 2)."""
+    """Return scalar gates against depth, a figure per module, a line per token (Figure 2)."""
     rows = ((numbers["modules"][name], values) for name, values in numbers["scalar"].items())
     modules = grouped((row["module"], (row["layer"], values)) for row, values in rows)
     charts = []
@@ -235,7 +235,7 @@ def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
 
 
 def _variances(modules: Mapping[str, Any]) -> list[Chart]:
-    """How far gates spread, against depth, a line per module: both panels of every kind."""
+    """Return how far gates spread, against depth, a line per module: both panels of every kind."""
     charts: list[Chart] = []
     for kind, value, title in [(name, *panel) for name, panels in PANELS.items() for panel in panels]:
         rows = [(row, row["gates"][kind][value]) for row in modules.values() if kind in row["gates"]]
@@ -254,7 +254,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
 
 
 def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
-    """The channel gate of a layer as a map."""
+    """Return the channel gate of a layer as a map."""
     row, gates_of_module = numbers["modules"][name], numbers["channel"][name]
     spread = gates_of_module["spread"]
     words = numbered(numbers["tokens"][: len(gates_of_module["values"])])
@@ -267,7 +267,7 @@ def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
 
 
 def _alphas(modules: Mapping[str, Any]) -> list[Chart]:
-    """The learnt curvatures, layers down and modules across; none if all are fixed at 1."""
+    """Return the learnt curvatures, layers down and modules across; none if all are fixed at 1."""
     rows = list(modules.values())
     depth = range(1 + max((row["layer"] for row in rows), default=0))
     charts = []

@@ -55,7 +55,7 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
 
 
 def _groups(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
-    """Layers whose statistics fit into memory together; the model runs once for each group."""
+    """Yield layers whose statistics fit into memory together; the model runs once for each group."""
     group: dict[str, nn.Module] = {}
     used = 0
     for name, module in layers.items():

@@ -90,7 +90,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> Result:
-    """Top tokens of every basis gate; the text names the gates with the largest lift of the middle layer."""
+    """Return top tokens of every basis gate; the text names the gates with the largest lift of the middle layer."""
     by_layer: dict[str, list[dict[str, Any]]] = top_tokens(subject.model, subject.ids)
     for gates in by_layer.values():
         for gate in gates:

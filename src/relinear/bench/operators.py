@@ -89,7 +89,7 @@ def phase_of(row: Mapping[str, Any]) -> str:
 
 
 def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
-    """A random context of the width that conditioned contenders ask for; None if there are none."""
+    """Return a random context of the width that conditioned contenders ask for; None if there are none."""
     configs: list[Any] = [m.config for m in modules if isinstance(m, Operator) and m.config.conditioned]
     widths = {config.context_dim for config in configs}
     assert len(widths) <= 1, "conditioned contenders share one context"
@@ -102,7 +102,7 @@ def _in_context(values: Tensor | None, dtype: torch.dtype) -> contextlib.Abstrac
 
 @torch.no_grad()
 def _relative_error(module: nn.Module, case: Case) -> float:
-    """Error of the inference forward against a float64 copy: the gate that a contender passes before it is timed."""
+    """Return the error of the forward against a float64 copy, which a contender must pass before it is timed."""
     for_inference_(module.eval(), case.for_inference)
     x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
     values = _context_values([module], x.shape[0])
@@ -116,7 +116,7 @@ def _relative_error(module: nn.Module, case: Case) -> float:
 
 
 def _call(module: nn.Module, case: Case) -> Callable[[], object]:
-    """The work of one contender: inference forward, or forward and backward to the input and every parameter."""
+    """Return a function that runs one contender: forward, or forward and backward to input and parameters."""
     x = torch.randn(case.tokens, case.in_features).to(case.dtype)
     run = torch.compile(module, dynamic=False) if case.mode == "compiled" else module
     if case.phase == "forward":
@@ -138,7 +138,7 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
 
 
 def _bytes_at_least(module: nn.Module, case: Case) -> int:
-    """Parameters, inputs and outputs once each: what any implementation has to move."""
+    """Return the bytes of parameters, inputs and outputs, which any implementation has to move."""
     size = torch.empty(0, dtype=case.dtype).element_size()
     weights = sum(p.numel() for p in module.parameters())
     return size * (weights + case.tokens * (case.in_features + case.out_features))

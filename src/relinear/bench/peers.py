@@ -69,7 +69,7 @@ class DenseSandwich(nn.Module):
 
 
 def _adapted(kind: str, in_features: int, out_features: int, **settings: int) -> nn.Module:
-    """A dense layer with a PEFT adapter on it, injected the way PEFT does it in a model."""
+    """Return a dense layer with a PEFT adapter on it, injected the way PEFT does it in a model."""
     import peft
 
     config = getattr(peft, f"{kind}Config")(target_modules=["proj"], **settings)

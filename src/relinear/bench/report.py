@@ -69,7 +69,7 @@ def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Ta
 
 
 def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], image: str | None) -> list[Chart]:
-    """A figure for every number of tokens: a row per layer, a dot per shape, dtype, mode and pass."""
+    """Return a figure for every number of tokens: a row per layer, a dot per shape, dtype, mode and pass."""
     charts: list[Chart] = []
     timed = [row for row in rows if row.get("ratio")]
     for tokens in sorted({row["tokens"] for row in timed}, reverse=True):
@@ -81,7 +81,7 @@ def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], im
 
 
 def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str = "") -> Panel:
-    """Times relative to dense: a row per layer, a dot a row of the record."""
+    """Return panels of times relative to dense: a row per layer, a dot a row of the record."""
     shown = []
     for name in palette:
         for row in (row for row in rows if row["contender"] == name):

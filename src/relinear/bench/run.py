@@ -99,7 +99,7 @@ class BenchSettings(Settings):
 
 
 def _measure(settings: BenchSettings) -> dict[str, Any]:
-    """Everything of ``settings`` in this process, as it is."""
+    """Measure all of ``settings`` in this process."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     # At the default of 8 a module compiled for a ninth shape runs uncompiled, and says so only in the log.
@@ -224,7 +224,7 @@ def of_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def spread_of(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Minimum, median and maximum of the ratio to dense over a row's runs."""
+    """Return the minimum, median and maximum of the ratio to dense over a row's runs."""
     return row["ratio_minimum"], row["ratio"], row["ratio_maximum"]
 
 

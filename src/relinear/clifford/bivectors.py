@@ -59,7 +59,7 @@ def _odd_neighbours(n: int) -> np.ndarray:
 
 
 def _neighbour_signs(n: int, from_left: int) -> np.ndarray:
-    """The sign of e_T e_i, or of e_i e_T, (n, V/2)."""
+    """Return the sign of e_T e_i, or of e_i e_T, (n, V/2)."""
     masks = np.array([blade_masks(n)[position] for position in _odd_neighbours(n)]).reshape(n, -1)
     crossed = [
         [(mask & (1 << i) - 1 if from_left else mask >> i + 1).bit_count() for mask in row]
@@ -69,7 +69,7 @@ def _neighbour_signs(n: int, from_left: int) -> np.ndarray:
 
 
 def _times_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The odd coordinates of x e_i and of e_i x for every vector, each (..., n, V/2), of the even part of x."""
+    """Return the odd coordinates of x e_i and of e_i x for every vector, each (..., n, V/2), of the even part of x."""
     n = multivector_dimension(x)
     gathered = take_last(x, device_table(_odd_neighbours, n, x)).unflatten(-1, (n, -1))
     right = device_table(_neighbour_signs, (n, 0), x, x.dtype)

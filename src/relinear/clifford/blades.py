@@ -19,14 +19,14 @@ MAX_DIMENSION = 12
 
 @functools.cache
 def blade_masks(n: int) -> tuple[int, ...]:
-    """Bit masks of the V blades in order; bit i stands for the basis vector e_{i+1}."""
+    """Return bit masks of the V blades in order; bit i stands for the basis vector e_{i+1}."""
     return tuple(
         sum(1 << i for i in chosen) for grade in range(n + 1) for chosen in itertools.combinations(range(n), grade)
     )
 
 
 def grades(n: int) -> np.ndarray:
-    """Grade of each blade, (V,)."""
+    """Return the grade of each blade, (V,)."""
     return np.array([mask.bit_count() for mask in blade_masks(n)])
 
 
@@ -36,7 +36,7 @@ def parities(n: int) -> np.ndarray:
 
 
 def unit(size: int) -> np.ndarray:
-    """Coordinates (size,) of the scalar 1."""
+    """Return coordinates (size,) of the scalar 1."""
     return np.eye(1, size)[0]
 
 

@@ -30,7 +30,7 @@ def plane_basis(columns: Tensor) -> Tensor:
 
 
 def spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors U (..., n, n) and eigenvalues (..., n) of the Hermitian matrix i K, planes first.
+    """Return eigenvectors U (..., n, n) and eigenvalues (..., n) of the Hermitian matrix i K, planes first.
 
     Columns are (p_j - i q_j)/sqrt(2) for the J planes, then their conjugates, then the vector left over (odd n).
     """
@@ -181,7 +181,7 @@ def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def largest_part(matrix: Tensor, vector: Tensor) -> Tensor:
-    """The simple part v ^ (v _| B) of B, as a matrix; the largest one where v lies in the largest plane."""
+    """Return the simple part v ^ (v _| B) of B, as a matrix; the largest one where v lies in the largest plane."""
     image = (matrix @ vector.unsqueeze(-1)).squeeze(-1)
     outer = image.unsqueeze(-1) * vector.unsqueeze(-2)
     return outer - outer.mT

@@ -28,7 +28,7 @@ FEWEST_ENTRIES = 1024
 
 
 def _series() -> np.ndarray:
-    """Coefficients of cos(s) and of sin(s)/s in powers of s^2, (terms, 2)."""
+    """Return coefficients of cos(s) and of sin(s)/s in powers of s^2, (terms, 2)."""
     return np.array([[(-1) ** m / math.factorial(2 * m + odd) for odd in (0, 1)] for m in range(SERIES_TERMS)])
 
 
@@ -69,7 +69,7 @@ def _two_halves(beta: Tensor) -> Tensor:
 
 
 def _generators(n: int) -> np.ndarray:
-    """The matrices of the P basis bivectors, (P, S, K, K)."""
+    """Return the matrices of the P basis bivectors, (P, S, K, K)."""
     vectors = blade_matrices(n - 1, slice(1, n))
     planes = blade_matrices(n - 1, bivector_slice(n - 1))
     inner, outer = iter(planes), iter(1j * vectors)
@@ -91,7 +91,7 @@ def _sources(n: int) -> np.ndarray:
 
 
 def _phases(n: int) -> np.ndarray:
-    """The factor of every blade of Cl(n): 1, -i where it holds the last vector, 0 for odd ones."""
+    """Return the factor of every blade of Cl(n): 1, -i where it holds the last vector, 0 for odd ones."""
     return np.array([(1 - mask.bit_count() % 2) * (-1j if mask >> n - 1 else 1) for mask in blade_masks(n)])
 
 
@@ -110,7 +110,7 @@ def _by_matrices(beta: Tensor) -> Tensor:
 
 
 def _mean(beta: Tensor, x: Tensor) -> Tensor:
-    """The mean of exp(s B) X exp(-s B) over s in (0, 1), for bivectors B and X (..., P).
+    """Return the mean of exp(s B) X exp(-s B) over s in (0, 1), for bivectors B and X (..., P).
 
     From the exponential of one matrix of twice the size, [[2 K, X], [0, 2 K]]: as often differentiable as needed.
     """
@@ -172,7 +172,7 @@ def _differentiable(beta: Tensor, generators: Tensor | None) -> Tensor:
 
 
 def represented_exp(beta: Tensor, table: Callable[[int, int], np.ndarray], side: int) -> Tensor:
-    """The matrices (..., K, K) of rotors, of those (P, K, K) that ``table(n, side)`` has for basis bivectors."""
+    """Return the matrices (..., K, K) of rotors, of those (P, K, K) that ``table(n, side)`` has for basis bivectors."""
     n = bivector_dimension(beta)
     generators = device_table(table, (n, side), beta, beta.dtype)
     entries = beta.shape[:-1].numel() * generators.shape[-1] ** 2

@@ -39,7 +39,7 @@ def _far_planes(cosines: Tensor) -> Tensor:
 
 
 def _planes(turn: Tensor) -> Tensor:
-    """An orthonormal basis (..., n, n) of the planes of a rotation (..., n, n), two columns a plane."""
+    """Return an orthonormal basis (..., n, n) of the planes of a rotation (..., n, n), two columns a plane."""
     n = turn.shape[-1]
     count = n // 2
     cosines, frame = torch.linalg.eigh((turn + turn.mT) / 2)

@@ -22,7 +22,7 @@ LARGEST_TABLE = 4
 
 
 def _table(n: int) -> np.ndarray:
-    """Products of blades, (V, V, V): entry [i, k, j] is the coordinate k of blade i times blade j."""
+    """Return products of blades, (V, V, V): entry [i, k, j] is the coordinate k of blade i times blade j."""
     masks = blade_masks(n)
     position = {mask: index for index, mask in enumerate(masks)}
     table = np.zeros((len(masks),) * 3)
@@ -38,7 +38,7 @@ def _reverse_signs(n: int) -> np.ndarray:
 
 
 def _common(*inputs: Tensor) -> tuple[list[Tensor], torch.dtype]:
-    """The inputs in the dtype to compute in, and the dtype of the result; ValueError on different algebras."""
+    """Return the inputs in the dtype to compute in, and the dtype of the result; ValueError on different algebras."""
     dimensions = [multivector_dimension(x) for x in inputs]
     if len(set(dimensions)) > 1:
         raise ValueError(f"multivectors of different algebras: last dimensions {[x.shape[-1] for x in inputs]}")

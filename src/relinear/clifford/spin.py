@@ -82,7 +82,7 @@ def _imaginary_strings() -> list[_Element]:
 
 @functools.cache
 def _generators(n: int) -> tuple[_Element, ...]:
-    """The images of e1 ... en."""
+    """Return the images of e1 ... en."""
     x, z = _Element(1, 0), _Element(0, 1)
     match n:
         case 0:
@@ -125,7 +125,7 @@ def spin_shape(n: int) -> SpinShape:
 
 @functools.cache
 def _elements(n: int) -> tuple[_Element, ...]:
-    """The image of every blade of Cl(n, 0), in order."""
+    """Return the image of every blade of Cl(n, 0), in order."""
     generators = _generators(n)
     negative = n % 8 in (5, 6, 7)
     images = []
@@ -147,7 +147,7 @@ def _order(n: int) -> np.ndarray:
 
 
 def _signs(n: int) -> np.ndarray:
-    """The sign of every string in (S, F, a, b), scaled so that the whole map is orthogonal."""
+    """Return the sign of every string in (S, F, a, b), scaled so that the whole map is orthogonal."""
     blocks, rows, _, _ = spin_shape(n)
     return np.array([e.sign for e in _elements(n)])[_order(n)] / np.sqrt(blocks * rows)
 

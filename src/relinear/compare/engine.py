@@ -20,7 +20,7 @@ _POLL = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training run that is asked for. what: in words, for progress and messages."""
+    """A requested training run. what: its description, for progress and messages."""
 
     stage: Literal["tune", "train"]
     what: str
@@ -43,7 +43,7 @@ Search = Generator[list[Run], list[float], T]
 
 
 def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
-    """Run searches that do not need each other: a round is what all of them ask for."""
+    """Run independent searches at once: a round holds the runs that all of them ask for."""
     results: dict[int, T] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(searches)))
     while answers:
@@ -69,7 +69,7 @@ def run_search(search: Search[T], run_round: Callable[[list[Run]], list[float]])
 
 
 def run_once(settings: Mapping[str, Any], folder: str) -> float:
-    """Train, or go on; return the validation loss, infinite if training diverged."""
+    """Train, or resume; return the validation loss, infinite if training diverged."""
     try:
         return train(settings, folder).validation_loss or 0.0
     except NonFiniteLossError:
@@ -81,7 +81,7 @@ class Engine:
 
     Args:
         executor: runs the calls.
-        at_once: how many runs go on at once there, as far as is known, for the time that is left.
+        at_once: how many runs the executor runs at once, if known; for the remaining time.
         on_progress: called with a ``Progress`` about once a second.
     """
 
@@ -89,7 +89,7 @@ class Engine:
         self.executor, self.at_once, self.on_progress = executor, max(1, at_once), on_progress
         #: stage -> runs and steps that are planned; a search may ask for more
         self._planned = {"tune": (0, 0), "train": (0, 0)}
-        #: stage -> folder -> steps of runs that were asked for
+        #: stage -> folder -> steps of requested runs
         self._asked: dict[str, dict[Path, int]] = {"tune": {}, "train": {}}
         #: folder -> steps of runs that have ended
         self._ended: dict[Path, int] = {}
@@ -97,12 +97,12 @@ class Engine:
         self._paces: dict[Path, tuple[float, int]] = {}
 
     def plan(self, stage: str, runs: int, steps: int) -> None:
-        """So many more runs of so many steps are to come."""
+        """Announce ``runs`` more runs of ``steps`` each, for the progress."""
         before = self._planned[stage]
         self._planned[stage] = before[0] + runs, before[1] + runs * steps
 
     def _in_all(self) -> tuple[int, int]:
-        """Runs and steps, as far as is known."""
+        """Return all runs and steps that are known so far."""
         asked = self._asked.items()
         runs = sum(max(self._planned[stage][0], len(steps)) for stage, steps in asked)
         return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in asked)
@@ -140,7 +140,7 @@ class Engine:
     def _collect(
         self, pending: dict[Future, Run], losses: dict[Path, float], failures: list[Exception], seconds: float
     ) -> bool:
-        """Take what has ended out of ``pending``; wait so many seconds for something. Return whether there was any."""
+        """Take ended runs out of ``pending``, after at most ``seconds``; return whether any had ended."""
         done, _ = wait(pending, timeout=seconds, return_when=FIRST_COMPLETED)
         for future in done:
             run = pending.pop(future)
@@ -157,16 +157,16 @@ class Engine:
         return bool(done)
 
     def call(self, stage: str, text: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function returns there."""
+        """Return the result of a function that the executor calls."""
         self.report(stage, text)
         return self.executor.submit(function, *arguments).result()
 
     def report(self, stage: str, text: str) -> None:
-        """Tell of work that is not a run."""
+        """Report work that is not a run."""
         self.on_progress(Progress(text, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
 
     def _report_running(self, running: list[Run]) -> None:
-        """How far runs are that are at work, by what they have written; the first stands for them."""
+        """Report the progress of running runs by their metrics: details of the first, steps of all."""
         steps = [(run, self._read_metrics(run)) for run in running]
         begun = [(run, row) for run, row in steps if row]
         if begun:
@@ -175,7 +175,7 @@ class Engine:
             self._report(run, row["step"], len(begun) - 1, row, done)
 
     def _read_metrics(self, run: Run) -> dict[str, Any]:
-        """The last values in the metrics of a run."""
+        """Return the last values in the metrics of a run."""
         rows = read_metrics(run.folder / "metrics.jsonl")
         if (known := pace(rows, run.settings)) is not None:
             self._paces[run.folder] = known[0], run.settings.steps
@@ -190,7 +190,7 @@ class Engine:
         self.on_progress(Progress(text, done, run.settings.steps, run.stage, **figures, **runs))
 
     def _left(self, partly: int) -> float | None:
-        """Seconds that the rest takes at the pace of the runs that are known."""
+        """Return the seconds left, at the pace of the runs whose pace is known."""
         if not self._paces:
             return None
         seconds, steps = (sum(pace) for pace in zip(*self._paces.values(), strict=True))

@@ -67,7 +67,7 @@ class FitReplication:
 
     @property
     def decoder(self) -> TrainSettings | None:
-        """How the model that stands in is trained; None if one is named."""
+        """Return how the model that stands in is trained; None if one is named."""
         if self.request["model"] != papers.SMALL:
             return None
         data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}
@@ -79,7 +79,7 @@ class FitReplication:
 
     @property
     def _texts(self) -> tuple[str, str | None]:
-        """The text that is fitted on, and the second."""
+        """Return the text that is fitted on, and the second."""
         data, second = self.request["data"], self.request["evaluate_on"]
         return self.fits.data if data == papers.PAPER else data, self.fits.second if second == papers.PAPER else second
 
@@ -185,7 +185,7 @@ class FitReplication:
             return Cell.of(fmean(values(method, measure)), ",.0f" if measure.startswith("par") else ".3f")
 
         def gap_of(claim: papers.Claim) -> Gap:
-            """Over q, k and v alone, on the first text."""
+            """Return values over q, k and v alone, on the first text."""
             single = [f"1:{which}" for which, names in self.fits.projections.items() if len(names) == 1]
 
             def over_seeds(method: str) -> list[float]:

@@ -19,7 +19,7 @@ _NORMAL = NormalDist().inv_cdf((1 + _LEVEL) / 2)
 
 
 def _grouped(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sums of ``losses`` (S, N) over groups of neighbouring blocks (S, G), and how many blocks each has (G,)."""
+    """Return sums of ``losses`` (S, N) over groups of neighbouring blocks (S, G), and how many blocks each has (G,)."""
     blocks = losses.shape[1]
     starts = np.linspace(0, blocks, min(_GROUPS, blocks), endpoint=False).astype(int)
     return np.add.reduceat(losses, starts, axis=1), np.diff([*starts, blocks])
@@ -47,7 +47,7 @@ def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np
 
     Over seeds they spread by Student's t, over text by a bootstrap that draws groups of neighbouring blocks. All seeds
     were evaluated on the same blocks, so one draw of blocks serves all seeds of a replicate. The same seed and shape
-    give the same draws: replicates of two entries may be held against each other one by one. Nothing is said about
+    give the same draws: replicates of two entries may be compared one by one. Nothing is said about
     seeds if there is one.
     """
     generator = np.random.default_rng(seed)

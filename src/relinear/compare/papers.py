@@ -62,7 +62,7 @@ class Claim(Settings):
 
     @property
     def gap(self) -> float | None:
-        """The paper's, in nats per token or in what is measured."""
+        """Return the paper's, in nats per token or in what is measured."""
         if self.paper is None:
             return None
         ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
@@ -116,7 +116,7 @@ class Paper(Settings):
         small: changes to it for a small machine.
         fits: what is fitted to a pretrained model, in place of the recipe and what belongs to it.
         data: text where none is named.
-        analyse: entries whose model is saved and looked into, on so many ``samples``.
+        analyse: entries whose model is saved and analysed, on ``samples`` samples.
         claims: the first is the page's verdict.
         tables, differences, reading: of the page.
     """
@@ -175,7 +175,7 @@ def paper_table(table: PaperTable, cell: Callable[[str, str], Cell], palette: Ma
 
 
 def _printed(text: str) -> Cell:
-    """A cell of the paper's, which sorts by its number."""
+    """Return a cell of the paper's, which sorts by its number."""
     value = None
     with contextlib.suppress(ValueError):
         value = float(text.strip("<%"))

@@ -136,7 +136,7 @@ def _without(values: Mapping[str, Any], dotted: str) -> dict[str, Any]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe: a path, or the name of a recipe in the folder ``recipes`` here or in relinear's own.
+    """Return the file of a recipe: a path, or the name of a recipe in the folder ``recipes`` here or in relinear's own.
 
     A file that is there comes first. Else NAME, NAME.yaml, recipes/NAME and recipes/NAME.yaml all mean the recipe NAME.
 

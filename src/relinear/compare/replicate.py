@@ -56,7 +56,7 @@ class Replication:
 
     @property
     def shown_share(self) -> str:
-        """The same in words."""
+        """Return a description of it."""
         return f"{100 * self.share:.2g} % of the paper's {number(tokens_of(self.whole))}"
 
     @property
@@ -274,7 +274,7 @@ def replicate_section(directory: str | Path) -> Section:
 
 
 def _plain(block: Block) -> Block:
-    """A block of another page: a page has one verdict."""
+    """Return a block of another page without its lead: a page has one verdict."""
     return dataclasses.replace(block, lead=False) if isinstance(block, Text) else block
 
 

@@ -184,7 +184,7 @@ def _unit(results: Results) -> str:
 
 
 def _changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not defaults."""
+    """Return the settings that are not defaults."""
     return {
         name: _changed(value, inner) if isinstance(value, dict) and isinstance(inner, dict) else value
         for name, value in settings.items()
@@ -212,18 +212,18 @@ def _next(results: Results) -> str:
 
 
 def _day(moment: str) -> str:
-    """A moment of UTC in ISO 8601 as a reader takes it, to the minute; anything else as it stands."""
+    """Return an ISO 8601 time of UTC in a readable form, to the minute; anything else unchanged."""
     match = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d.]+\+00:00", moment)
     return f"{match[1]} {match[2]} UTC" if match else moment
 
 
 def _palette(results: Results) -> dict[str, str]:
-    """A colour an entry."""
+    """Return a colour an entry."""
     return colours([entry["name"] for entry in results["entries"]], _dense(results))
 
 
 def _dense(results: Results) -> str | None:
-    """The entry that ratios are to: the reference, or where none was named the first that is dense."""
+    """Return the entry that ratios are to: the reference, or where none was named the first that is dense."""
     return results.get("reference") or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
 
 
@@ -294,7 +294,7 @@ def _of_seeds(statistic: Statistic, digits: int, with_std: bool = True) -> Cell:
 
 
 def _costs(entry: EntryResult, template: Callable[[int], str]) -> list[tuple[int, str]]:
-    """Parameters and FLOPs, and as text; where an entry routes tokens also the active parameters and total FLOPs."""
+    """Return parameters and FLOPs, and as text; for routed tokens also active parameters and total FLOPs."""
     idle, spared = entry.get("inactive_parameters", 0), entry.get("inactive_flops", 0)
     parameters, flops = entry["parameters"], entry["flops_per_token"]
     active = f" ({template(parameters - idle)} active)" if idle else ""

@@ -312,7 +312,7 @@ class _Comparison:
             return {"name": name, "text": str(error)}
 
     def _tuned(self, planned: Planned, tune: Tune) -> Search[_Choice]:
-        """The rate, initialisation, warm-up and bits that are found best, in short runs and in runs of full length."""
+        """Return the best rate, initialisation, warm-up and bits, by short runs and runs of full length."""
         settings, rate, initializer_range, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning: Any = {}
         trials = None
@@ -356,7 +356,7 @@ class _Comparison:
         return _Choice(chosen, tuning | {"diverged": None, "initializer_range": initializer_range} if tuning else None)
 
     def _rejected(self, name: str) -> list[float]:
-        """The rates at which a final run of an entry diverged."""
+        """Return the rates at which a final run of an entry diverged."""
         path = self.out_dir / TUNING / name / DIVERGED_FILE
         return read_json(path) if path.is_file() else []
 
@@ -387,7 +387,7 @@ class _Comparison:
     def _trials(
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False
     ) -> Trials:
-        """The runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
+        """Return the runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
         #: what the search differs in from others of the entry: in words, and in names of folders
         differs = {"full length": "full-length-"} if full else {}
         if settings.bits is not None:
@@ -411,7 +411,7 @@ class _Comparison:
         return self.out_dir / RUNS / name / f"seed-{seed}"
 
     def _final(self, name: str, choice: _Choice, seed: int) -> Run:
-        """The run of a seed. One at a rate that was given up since, as another seed diverged at it, is put aside."""
+        """Return the run of a seed. A run at a rate that another seed diverged at since is renamed."""
         settings, folder = choice.settings.updated(seed=seed), self._folder(name, seed)
         if (rejected := self._rejected(name)) and (folder / RUN).is_file():
             rate = read_json(folder / RUN)["settings"]["learning_rate"]

@@ -124,7 +124,7 @@ def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrid
 
 
 def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Any]:
-    """A narrower and a shallower dense model, where the recipe has none of these names."""
+    """Return a narrower and a shallower dense model, where the recipe has none of these names."""
     settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head = width // heads
@@ -205,7 +205,7 @@ def _point(width: int, results: Results, name: str) -> dict[str, Any]:
 
 
 def _replicated(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
+    """Return replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
 
     Of one seed its mean alone (K, 1): the spread of its text is not an interval.
     """
@@ -226,7 +226,7 @@ def _axis(
     losses: Mapping[str, np.ndarray],
     dense: set[str],
 ) -> dict[str, Any] | None:
-    """The fit of an entry against one axis, and where it crosses each dense entry; None if the axis is unknown."""
+    """Return an entry's fit against an axis, and where it crosses each dense entry; None for an unknown axis."""
     xs = {other: [point[axis] for point in points[other]] for other in {name, *dense}}
     if any(None in values for values in xs.values()):
         return None

@@ -24,13 +24,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
 
 def _tokens(value: Any) -> Any:
-    """A number of tokens, also written as 300k, 20.5M or 1G."""
+    """Return a number of tokens, also written as 300k, 20.5M or 1G."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
     return value if match is None else round(float(match[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match[2]])
 
 
 def _file_sizes(value: Any) -> Any:
-    """Bytes written as 500KB, 1.5MiB or 1GB, or several of them; anything else as it stands."""
+    """Return bytes written as 500KB, 1.5MiB or 1GB, or several of them; anything else as it stands."""
     if isinstance(value, list | tuple):
         budgets = tuple(map(_file_sizes, value))
         if wrong := [size for size in budgets if not isinstance(size, int)]:
@@ -91,7 +91,7 @@ class Entry(Settings):
         target: patterns that take ``operator``; by default the recipe's ``target``.
         operators: further pattern -> setting, looked at before ``target``; None leaves a layer alone.
         attachments: settings of model-level parts.
-        learning_rate: in place of the recipe's; it is then not tuned, but held against its neighbours where rates are.
+        learning_rate: in place of the recipe's; it is then not tuned, but compared with its neighbours in the grid.
         duration: of the recipe's budget: 2 trains on twice the tokens, as a dense model of equal time may need.
         resize: what is changed to match the budget: "operator" (its rank, blocks, ...; the default if there is an
             operator), "width" (of the whole model), or "fixed" (nothing; the default for dense).
@@ -184,7 +184,7 @@ class Speed(Settings):
 
     Attributes:
         seconds: about how long all of it may take; 0 leaves it out.
-        rounds: at most so many rounds through all models.
+        rounds: the most rounds through all models.
     """
 
     seconds: float = Field(default=30, ge=0)
@@ -304,7 +304,7 @@ class CompareSettings(Settings):
         return self
 
     def _check_series(self) -> None:
-        """Several budgets or sizes: one budget of its own for every run, and an entry to hold the others against."""
+        """Check several budgets or sizes: each run has one budget, and there is a reference entry."""
         if self.budgets is not None and (self.tokens is not None or "steps" in self.train.model_fields_set):
             raise ValueError("give budgets, tokens or train.steps, one of them")
         if self.budgets is None and self.sizes is None:
@@ -330,11 +330,11 @@ class CompareSettings(Settings):
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of a final run in the shared batches; with several budgets, of the largest."""
+        """Return optimiser steps of a final run in the shared batches; with several budgets, of the largest."""
         return self._steps(self.train)
 
     def _steps(self, settings: TrainSettings) -> int:
-        """Optimiser steps that the budget takes in the batches of ``settings``."""
+        """Return optimiser steps that the budget takes in the batches of ``settings``."""
         tokens = self.tokens if self.budgets is None else self.budgets[-1]
         if tokens is None:
             return settings.steps
@@ -342,7 +342,7 @@ class CompareSettings(Settings):
 
     @property
     def file_sizes(self) -> tuple[int, ...]:
-        """The bytes of ``match.to``; none if other sizes are matched."""
+        """Return the bytes of ``match.to``; none if other sizes are matched."""
         to: Any = self.match.to if self.match.by == "bytes" else ()
         return to if isinstance(to, tuple) else (to,)
 
@@ -356,12 +356,12 @@ class CompareSettings(Settings):
         return 5 if self.train.data.tokenizer == "bytes" else 3
 
     def keeps_initialisation(self, name: str) -> bool:
-        """Return whether an entry brings an initialisation of its own, which is then not tuned."""
+        """Return whether an entry sets its initialisation, which is then not tuned."""
         overrides = apply_overrides({}, self.entries[name].set).get("model_overrides")
         return isinstance(overrides, Mapping) and "initializer_range" in overrides
 
     def keeps_warmup(self, name: str) -> bool:
-        """Return whether an entry brings a warm-up of its own, which is then not tuned."""
+        """Return whether an entry sets its warm-up, which is then not tuned."""
         return not self.entries[name].set.keys().isdisjoint(("warmup_steps", "warmup_ratio"))
 
     def settings_of(self, name: str) -> TrainSettings:
@@ -420,7 +420,7 @@ class Plan(Settings):
         command: that runs it.
         effect: the gap that is looked for; "not seen" takes a half-width below half of it.
         effect_from: where it comes from.
-        spread: standard deviation over seeds of the paired differences, as far as it is known.
+        spread: standard deviation over seeds of the paired differences, if known.
         spread_from: where it was seen.
         budget: what the runs may take.
         stopping: when the runs end, and what counts if they are cut off.
@@ -451,7 +451,7 @@ class Plan(Settings):
 
     @property
     def seeds_needed(self) -> int:
-        """Seeds that bring the half-width below half of the effect."""
+        """Return seeds that bring the half-width below half of the effect."""
         return seeds_needed(self.effect, self.spread)
 
 

@@ -46,7 +46,7 @@ def training_step(
 
 
 def _calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[str, Callable[[], Any]]]:
-    """A model, and what is timed of it: a training step and a pass of inference, on random tokens of its batches."""
+    """Return a model, and its training step and inference pass on random tokens, to be timed."""
     device = training_device(settings)
     model = build_model(settings, vocab_size).to(device)
     if settings.dtype == "pure_bfloat16":
@@ -94,7 +94,7 @@ def measure_speed(
         reference: the name that ratios refer to.
         vocab_size: of the tokenizer.
         seconds: about how long to measure, warm-up included; at least three rounds are made.
-        rounds: at most so many.
+        rounds: the most rounds.
 
     Returns:
         name -> train_ratio, inference_ratio, train_tokens_per_second, inference_tokens_per_second, rounds, reference,

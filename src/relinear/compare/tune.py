@@ -70,7 +70,7 @@ class Trials:
         return self.folder / (self.prefix + "-init-".join(f"{value:g}" for value in point if value is not None))
 
     def rows(self) -> list[Trial]:
-        """Every trial that has ended, whoever asked for it: its settings, and its loss (None if it diverged)."""
+        """Return every trial that has ended, whoever asked for it: its settings, and its loss (None if it diverged)."""
         losses, asked = dict(self.known), {self._folder(point) for point in self.known}
         pattern = re.compile(rf"{re.escape(self.prefix)}({_NUMBER})(?:-init-({_NUMBER}))?")
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
@@ -108,7 +108,7 @@ def _grow(values: list[float], best: float) -> None:
 
 
 def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Search[_Best]:
-    """The best value of ``grid``, which grows by one value up to ``extensions`` times while the best is at an end."""
+    """Return the best value of ``grid``, which grows up to ``extensions`` times while the best is at an end."""
     values = list(grid)
     for extension in range(extensions + 1):
         losses = dict(zip(values, (yield from along(values)), strict=True))

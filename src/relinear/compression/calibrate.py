@@ -196,7 +196,7 @@ class Calibration:
 
     @property
     def loss(self) -> float:
-        """The model's mean loss on the tokens, in nats per token."""
+        """Return the model's mean loss on the tokens, in nats per token."""
         if not (self.folder / "loss.json").is_file():
             self._prepare()
         return read_record(self.folder / "loss.json")["loss"]
@@ -332,7 +332,7 @@ class Calibration:
         self.streams.remove(kind, lowest)
 
     def _table_moments(self, kind: str) -> Statistics:
-        """The moments of embedding and head.
+        """Return the moments of embedding and head.
 
         Those of the head's outputs, tokens' variances, stand for how often tokens are looked up, too.
         """
@@ -349,7 +349,7 @@ class Calibration:
         return statistics
 
     def _before(self, index: int, gradients: Iterator[Tensor], sums: MomentSums) -> Iterator[Tensor]:
-        """The gradients at the input of layer ``index``, batch by batch, from those behind it."""
+        """Yield the gradients at the input of layer ``index``, batch by batch, from those behind it."""
         for kind, states, gradient in zip(self.kinds, self.streams.read("hidden", index), gradients, strict=True):
             sums.new_pass()
             sums.kind = kind

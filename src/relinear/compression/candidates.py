@@ -92,7 +92,7 @@ class SearchSpace:
         return CompressPlan.of(self.task.model, {name: layers[name] for name in modules})
 
     def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
-        """The errors of all sizes of the entries for layers, by the entry's number and the layer's name."""
+        """Return the errors of all sizes of the entries for layers, by the entry's number and the layer's name."""
         errors_by_name = {}
         for name, layer_statistics in statistics.items():
             module = self.task.modules[name]

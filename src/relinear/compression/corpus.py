@@ -120,7 +120,7 @@ def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Co
 
 
 class _Texts:
-    """One corpus: its documents as far as they were read, and sections of them in the order in which they are taken."""
+    """One corpus: the documents read so far, and sections of them in the order in which they are taken."""
 
     def __init__(self, name: str, data: Iterable[Any], tokenizer: Any, settings: CompressSettings) -> None:
         self.name, self.tokenizer, self.length, self.seed = name, tokenizer, settings.sequence_length, settings.seed
@@ -130,7 +130,7 @@ class _Texts:
         self.size = self.first = 0
 
     def look(self, blocks: int, count: int) -> None:
-        """Read several documents for each of ``blocks``, and tokens for ``count`` blocks, as far as there are.
+        """Read several documents for each of ``blocks``, and tokens for ``count`` blocks, or all there are.
 
         The first part, whose documents come first, hangs on ``blocks`` alone: what calibrates is the same however much
         more is asked for.
@@ -166,7 +166,7 @@ class _Texts:
         yield from (Excerpt(self.name, document, at) for at in ((0,) if is_one_section else range(0, len(item), step)))
 
     def _shuffled(self, by_document: Sequence[list[Excerpt]]) -> list[Excerpt]:
-        """A section of each document, then another of each, and so on."""
+        """Return a section of each document, then another of each, and so on."""
         for sections in by_document:
             if sections:
                 random.Random(f"{self.seed} {sections[0].document}").shuffle(sections)
@@ -174,7 +174,7 @@ class _Texts:
         return [section for turn in turns for section in turn if section is not None]
 
     def encode(self, section: Excerpt) -> list[int]:
-        """Token ids of a section; the words at its ends are whole."""
+        """Return token ids of a section; the words at its ends are whole."""
         item, length = self.read[section.document], self.length
         if not isinstance(item, str):
             return item[section.start : section.start + length]
@@ -204,7 +204,7 @@ class _Texts:
         return (first_blocks + second_blocks)[:count]
 
     def end_to_end(self) -> list[tuple[Excerpt, list[int]]]:
-        """All blocks in order, documents joined; ``left`` tokens are too few for another."""
+        """Return all blocks in order, documents joined; ``left`` tokens are too few for another."""
         joined = [(e, i) for at in range(len(self.read)) for e in self._sections(at) for i in self.encode(e)]
         cut = list(windows([i for _, i in joined], self.start, self.length))
         self.left = len(joined) - (cut[-1][1] if cut else 0)
@@ -212,7 +212,7 @@ class _Texts:
 
 
 def _word(text: str, at: int) -> int:
-    """The next place at which a word begins, if there is one soon."""
+    """Return the next place at which a word begins, if there is one soon."""
     space = text.find(" ", at, at + 40) if 0 < at < len(text) else -1
     return at if space < 0 else space
 
@@ -295,7 +295,7 @@ def _stack(blocks: Sequence[tuple[Excerpt, list[int]]], length: int) -> Tensor:
 
 
 def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings: CompressSettings) -> dict[str, Tensor]:
-    """Token ids (N, T) of texts to evaluate on, by name, spread over their documents."""
+    """Return token ids (N, T) of texts to evaluate on, by name, spread over their documents."""
     if texts and not settings.evaluate:
         raise ValueError("evaluate_on names texts to evaluate on, and evaluate=False leaves that out: give one of them")
     blocks_by_name = {}

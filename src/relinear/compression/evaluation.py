@@ -32,7 +32,7 @@ class Reading:
 
     @property
     def loss(self) -> float:
-        """Mean over the windows."""
+        """Return the mean over the windows."""
         return float(self.losses.mean())
 
     def against(self, original: Reading) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def read(model: Any, blocks: Tensor, on_block: Callable[[], None] = lambda: None
 
 
 def _passages(blocks: Tensor, count: int) -> Tensor:
-    """``count`` beginnings of passages (P, T'), spread over the windows; several of each if there are too few."""
+    """Return ``count`` beginnings of passages (P, T'), spread over the windows; several of each if there are few."""
     length = max(1, min(PASSAGE_TOKENS, blocks.shape[1] // 2))
     return blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)[:count]  # the first of each window first
 
@@ -125,7 +125,7 @@ def _repeated(model: Any, passages: Tensor, tokenizer: Any) -> float:
 
 
 def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Token ids that end a text: the model's, and the tokenizer's."""
+    """Return token ids that end a text: the model's, and the tokenizer's."""
     ends: list[int] = []
     for owner in (getattr(model, "generation_config", None), tokenizer):
         stops = getattr(owner, "eos_token_id", None)
@@ -134,7 +134,7 @@ def _ends(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _continued(model: Any, ids: Tensor, ends: Sequence[int], new_tokens: int) -> Tensor:
-    """The greedy continuations (P, T') of token ids (P, T), up to an end or as far as the model's positions go."""
+    """Return greedy continuations (P, T') of token ids (P, T), up to an end token or the model's last position."""
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

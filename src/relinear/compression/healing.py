@@ -91,7 +91,7 @@ def heal(
     Args:
         model: a compressed decoder, in float32 or below; trained in float32, given back in its own dtype.
         teacher: the original, of the same vocabulary; may share parameters with ``model``. Given back as it was, with
-            copies of its own of those that were trained.
+            copies of those that were trained.
         blocks: token ids (N, T) to train on, in a random order, each once.
         held_out: token ids (N, T) that evaluate it.
         settings: ``heal``, ``heal_learning_rate``, ``heal_batch``, ``batch_size`` and ``seed`` of these.

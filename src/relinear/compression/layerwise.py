@@ -69,7 +69,7 @@ class LayerByLayer:
             )
 
     def _run(self, ids: Tensor, *, last: int | None = None) -> Tensor:
-        """The model's logits (B, T, V); those of the ``last`` positions if it can give these alone."""
+        """Return the model's logits (B, T, V); those of the ``last`` positions if it can give these alone."""
         few = {} if last is None or not self._gives_few_logits else {"logits_to_keep": last}
         output = self.model(input_ids=ids, use_cache=False, **few)
         if not hasattr(output, "logits"):
@@ -131,7 +131,7 @@ class LayerByLayer:
         return output[0] if isinstance(output, tuple | list) else output
 
     def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Logits (B, T, V) from the hidden states that leave the last layer; ``ids`` for their shape alone."""
+        """Return logits (B, T, V) from the hidden states that leave the last layer; ``ids`` for their shape alone."""
 
         def give(*args: Any, **kwargs: Any) -> Any:
             return self._as_output(hidden)

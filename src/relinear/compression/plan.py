@@ -92,17 +92,17 @@ class CompressPlan:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the layers after compression."""
+        """Return parameters of the layers after compression."""
         return sum(layer.parameters for layer in self.layers.values())
 
     @property
     def parameters_before(self) -> int:
-        """Parameters of the layers before compression."""
+        """Return parameters of the layers before compression."""
         return sum(layer.parameters_before for layer in self.layers.values())
 
     @property
     def nats(self) -> float | None:
-        """Predicted increase of the loss, in nats per token; None if a layer has no prediction."""
+        """Return the predicted increase of the loss, in nats per token; None if a layer has no prediction."""
         each = [layer.nats for layer in self.layers.values()]
         return None if any(value is None for value in each) else sum(each)  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ def _relinear(model: Any, name: str, config: OperatorConfig | None) -> int:
 
 
 def _outside(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
-    """All else of a file of safetensors."""
+    """Return all else of a file of safetensors."""
     described = sum(len(name) + _DESCRIBED for name in model.state_dict())
     described += sum(_PARTS * (len(name) + _DESCRIBED) for name in modules)
     return stored_bytes(model) - sum(stored_bytes(module) for module in modules.values()) + described

@@ -51,17 +51,17 @@ class CompressReport:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model after compression."""
+        """Return parameters of the whole model after compression."""
         return self.plan.parameters + self.plan.others
 
     @property
     def parameters_before(self) -> int:
-        """Parameters of the whole model before compression."""
+        """Return parameters of the whole model before compression."""
         return self.plan.parameters_before + self.plan.others
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence; that its text degenerates stands first."""
+        """Return the result in a sentence; that its text degenerates stands first."""
         facts = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
         if self.evaluation is None:
             nats = self.plan.nats
@@ -163,7 +163,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
 
 
 def _depth(name: str) -> tuple[int, str]:
-    """The first number in a layer's name, which counts decoder layers, and what stands behind it."""
+    """Return the first number in a layer's name, which counts decoder layers, and what stands behind it."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return (0, name) if at is None else (int(parts[at]), ".".join(parts[at + 1 :]))

@@ -71,7 +71,7 @@ def compress(
     Args:
         model: a Hugging Face decoder.
         texts: texts, conversations (lists of ``{"role", "content"}``, written by the tokenizer's chat template), or
-            tensors or mappings of token ids, as for ``distill_``; read as far as needed. Or a mapping of several such
+            tensors or mappings of token ids, as for ``distill_``; read as needed. Or a mapping of several such
             corpora by name, which are taken in turns, ``sequence_length`` tokens of each.
         bits, size, keep: the budget; shorthands for the settings of these names.
         tokenizer: of the model, needed for texts; saved beside the model.

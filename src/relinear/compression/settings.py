@@ -141,21 +141,21 @@ class CompressSettings(Settings):
 
     @property
     def heal_blocks(self) -> int:
-        """Blocks that are trained on in healing: whole steps."""
+        """Return blocks that are trained on in healing: whole steps."""
         blocks = self.heal_tokens // self.sequence_length
         return blocks - blocks % self.heal_batch
 
     @property
     def held_out_blocks(self) -> int:
-        """Blocks that evaluate healing; 0 without any."""
+        """Return blocks that evaluate healing; 0 without any."""
         return self.heal_held_out_tokens // self.sequence_length if self.heal_tokens else 0
 
     @property
     def blocks(self) -> int:
-        """Blocks of the corpus that calibration sees."""
+        """Return blocks of the corpus that calibration sees."""
         return self.tokens // self.sequence_length
 
     @property
     def evaluation_blocks(self) -> int:
-        """Blocks after these that the compressed model is evaluated on; 0 if it is not."""
+        """Return blocks after these that the compressed model is evaluated on; 0 if it is not."""
         return max(1, self.evaluation_tokens // self.sequence_length) if self.evaluate else 0

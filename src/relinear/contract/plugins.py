@@ -72,7 +72,7 @@ def _is_foreign(cls: type) -> bool:
 
 
 def origin(cls: type) -> dict[str, str]:
-    """Return the module, the package and the version of a class, as far as they are known."""
+    """Return the module of a class, and its package and version if known."""
     module = cls.__module__
     package = _package(module.partition(".")[0])
     return {"module": module} | ({"package": package, "version": metadata.version(package)} if package else {})

@@ -41,7 +41,7 @@ class WrapperConfig(OperatorConfig):
 
     @property
     def context_dim(self) -> int | None:
-        """Width of the context that the wrapped operator reads."""
+        """Return the width of the context that the wrapped operator reads."""
         return getattr(self.base, "context_dim", None)
 
     @property

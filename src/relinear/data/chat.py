@@ -12,7 +12,7 @@ class Conversation(str):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages, in order."""
+        """Return the messages, in order."""
         return json.loads(self)
 
 

@@ -27,7 +27,7 @@ from relinear.data.tasks import (
 )
 from relinear.system.text import cut
 
-#: ``all`` is every document of a corpus that brings no splits of its own
+#: ``all`` is every document of a corpus without splits
 SPLITS = ("train", "validation", "test", "all")
 
 
@@ -35,7 +35,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
     """Return the corpus that ``settings`` name, without reading it.
 
     Raises:
-        ValueError: if it is absent or no text can be had from it; the message says what was tried.
+        ValueError: if it is absent or has no text; the message says what was tried.
     """
     data = settings.data
     if data == "stdlib":
@@ -58,7 +58,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
 
 
 def _task_corpus(task: Task, settings: DataSettings) -> Corpus:
-    """The texts of a task; of a mixture those of its sources, in turn; of vectors none."""
+    """Return the texts of a task; of a mixture those of its sources, in turn; of vectors none."""
     if isinstance(task, ArithmeticTask):
 
         def texts(split: str, size: int) -> Callable[[], Iterator[str]]:
@@ -139,20 +139,20 @@ class Corpus:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits that ``documents`` takes."""
+        """Return the splits that ``documents`` takes."""
         known = set(self._sources)
         divided = {"train", "validation"} if known & {"train", "all"} else set()
         return tuple(split for split in SPLITS if split in known | divided)
 
     @property
     def key(self) -> Any:
-        """A JSON value that changes whenever the documents of a split may have changed."""
+        """Return a JSON value that changes whenever the documents of a split may have changed."""
         s = self.settings
         parts = {split: source.key for split, source in self._sources.items()}
         return {"sources": parts, "max_documents": s.max_documents, "held_out": [s.validation_fraction, s.seed]}
 
     def documents(self, split: str) -> Iterator[str]:
-        """The documents of ``split`` in a fixed order, without empty ones. Raises ValueError if it is not there."""
+        """Return the documents of ``split`` in a fixed order, without empty ones. Raises ValueError without it."""
         if split not in self.splits:
             known = ", ".join(self.splits) or "no text"
             raise ValueError(f"{self.settings.data!r} has no {split!r} split; it has {known}")
@@ -235,7 +235,7 @@ def _digest(text: str) -> bytes:
 
 
 def _cut(text: str, fraction: float) -> dict[str, str]:
-    """The head of a document for training, its tail for validation, cut at the paragraph, line or word end nearest."""
+    """Return a document's head for training and its tail for validation, cut at a paragraph, line or word end."""
     wanted = round(len(text) * (1 - fraction))
     for separator in ("\n\n", "\n", " "):
         ends = [

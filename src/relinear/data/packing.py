@@ -43,7 +43,7 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """Every token of the split, memory-mapped and read-only."""
+        """Return every token of the split, memory-mapped and read-only."""
         with os_errors_named(self.path):
             return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
@@ -169,7 +169,7 @@ def _packed(
 
 
 def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
-    """The samples of a task. Those of a mixture are drawn from its sources' documents, as they are tokenised."""
+    """Return the samples of a task. Those of a mixture are drawn from its sources' documents, as they are tokenised."""
     samples: dict[str, Any] = {"train": task, "validation": task}
     if isinstance(task, MixtureTask):
         if len(task.sources) > 1 and trained_size(settings.tokenizer) is not None:
@@ -191,7 +191,7 @@ def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) 
 
 
 def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, ...]:
-    """Documents of tokens that ``separator`` ends, without it."""
+    """Return documents of tokens that ``separator`` ends, without it."""
     ends = np.flatnonzero(tokens == separator)
     return tuple(tokens[start:end] for start, end in zip([0, *(ends[:-1] + 1)], ends, strict=True))
 
@@ -213,7 +213,7 @@ def _counted(
 
 
 def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: ProgressCallback) -> tuple[Any, Any]:
-    """The tokenizer of a setting and a JSON value that decides what it does."""
+    """Return the tokenizer of a setting and a JSON value that decides what it does."""
     size = trained_size(name)
     if size is None:
         tokenizer = load_tokenizer(name)

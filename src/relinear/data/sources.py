@@ -144,13 +144,13 @@ def _kind(name: str) -> str | None:
 
 
 def _split_of(name: str) -> str:
-    """The split that the first telling part of a path names; "" if none does."""
+    """Return the split that the first telling part of a path names; "" if none does."""
     matches = (_SPLIT_PATTERN.fullmatch(part) for part in Path(name.lower()).parts)
     return next((SPLIT_NAMES[match[1]] for match in matches if match), "")
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Files of a folder or pattern by name, in the order of names; hidden ones are left out, links are followed."""
+    """Return the files of a folder or pattern by name, sorted; hidden ones are left out, links are followed."""
     if not path.is_dir():
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
@@ -173,7 +173,7 @@ def _has_configurations(card: Path) -> bool:
 def _file_sources(
     path: Path, kind: str, parts: Mapping[str, Sequence[Path]], settings: DataSettings
 ) -> dict[str, Source]:
-    """Documents of files of one kind by split; read when the first is wanted."""
+    """Return documents of files of one kind by split; read when the first is wanted."""
     builder, options = _BUILDERS.get(kind, (kind, {}))
     files = list(itertools.chain(*parts.values()))
     for file in files if kind == "text" else ():
@@ -255,7 +255,7 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
 def _by_split(
     name: str, loaded: Mapping[str, Any], settings: DataSettings, key: Sequence[Any]
 ) -> tuple[dict[str, Source], list[str]]:
-    """The sources of a data set by the names that splits have here, and the splits of other names."""
+    """Return the sources of a data set by the names that splits have here, and the splits of other names."""
     parts = {SPLIT_NAMES[split]: part for split, part in loaded.items() if split in SPLIT_NAMES}
     if not parts:
         raise ValueError(f"{name!r} has no split named train, validation or test; it has {', '.join(map(str, loaded))}")
@@ -267,7 +267,7 @@ def _by_split(
 
 
 def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: Sequence[Any]) -> Source:
-    """The documents of one part of a data set."""
+    """Yield the documents of one part of a data set."""
 
     def documents() -> Iterator[str]:
         rows = rows_of()
@@ -289,7 +289,7 @@ def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: 
 
 
 def _column(name: str, rows: Any, wanted: str | None) -> str:
-    """The column of documents, by the types that columns have over all rows."""
+    """Return the column of documents, by the types that columns have over all rows."""
     features = rows.features
     if features is None:  # of a stream that does not state them
         import datasets
@@ -344,7 +344,7 @@ def choose_column(
 
 
 _NOT_HAD = (
-    "{name!r} is not a local file or folder, and as a Hugging Face Hub data set it cannot be had: {reason}. "
+    "{name!r} is not a local file or folder, and as a Hugging Face Hub data set it cannot be read: {reason}. "
     "Give an existing path, 'stdlib', or a Hub name (owner/name or owner/name:config) with the Hub in reach"
 )
 
@@ -373,7 +373,7 @@ def hub_sources(name: str, settings: DataSettings) -> tuple[dict[str, Source], l
     is read once and is there without a network afterwards.
 
     Raises:
-        ValueError: if the data set, its config or its text column cannot be had; says what was tried.
+        ValueError: if the data set, its config or its text column cannot be read; says what was tried.
     """
     if settings.max_documents is None:
         return _open_hub(name, settings)

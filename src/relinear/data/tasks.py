@@ -61,7 +61,7 @@ def task_of(data: Any) -> Task | None:
 
 
 class Samples(Dataset):
-    """A dataset of ``size`` samples of a task: sample i is drawn with a generator of its own.
+    """A dataset of ``size`` samples of a task: each sample has its own generator.
 
     Args:
         task: with ``draw`` and ``encode``.
@@ -149,22 +149,22 @@ class ArithmeticTask(Task):
 
     @property
     def example_length(self) -> int:
-        """Symbols of an example with the separator after it."""
+        """Return symbols of an example with the separator after it."""
         return 3 * self.digits + 6
 
     @property
     def task_length(self) -> int:
-        """Symbols of a task."""
+        """Return symbols of a task."""
         return self.examples * self.example_length
 
     @property
     def half_length(self) -> int:
-        """Symbols of the first half of a task's examples, the longer one where they are odd."""
+        """Return symbols of the first half of a task's examples, the longer one where they are odd."""
         return (self.examples - self.examples // 2) * self.example_length
 
     @property
     def length(self) -> int:
-        """Symbols of a sample."""
+        """Return symbols of a sample."""
         return self.tasks * self.task_length
 
     def draw_coefficients(self, generator: np.random.Generator, count: int) -> np.ndarray:
@@ -238,7 +238,7 @@ class RegressionTask(Task):
 
     @property
     def features(self) -> int:
-        """Features of a vector."""
+        """Return features of a vector."""
         sizes = (self.inputs, self.outputs)
         return sum(sizes) if self.layout == "separate" else max(sizes)
 

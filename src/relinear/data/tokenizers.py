@@ -17,7 +17,7 @@ from relinear.system.text import cut
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 _SMALLEST_BPE = 256 + 2
-#: a table of so many entries is set up before any text is seen
+#: a table of this size is allocated before any text is read
 _LARGEST_BPE = 10_000_000
 #: characters that byte-pair encoding is trained on: beyond this, merges hardly change and time grows
 _TRAINING_CHARACTERS = 12_000_000
@@ -80,7 +80,7 @@ def symbol_tokenizer() -> Any:
 
 
 def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any:
-    """Byte-level byte-pair encoding of ``size`` entries (fewer if the text gives no more), deterministic.
+    """Return a byte-level byte-pair encoding of ``size`` entries (fewer if the text gives no more), deterministic.
 
     Args:
         documents: the training split.
@@ -229,7 +229,7 @@ def whole_texts(tokenizer: Any) -> Iterator[Any]:
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-    """Return the token ids of whole texts, whatever truncation and padding the tokenizer is set to.
+    """Return the token ids of whole texts, without the tokenizer's truncation and padding.
 
     Lone surrogates, which no tokenizer takes, become question marks. The tokenizer's settings stay as they were.
     """

@@ -143,7 +143,7 @@ def _error(pairs: Iterator[tuple[Tensor, Tensor]]) -> FitError:
 
 
 def _loss(kind: str, got: Tensor, target_outputs: Tensor, mean_square: float) -> Tensor:
-    """The loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
+    """Return the loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
     if kind == "cosine":
         return 1 - torch.nn.functional.cosine_similarity(got, target_outputs, dim=-1).mean()
     return (got - target_outputs).square().mean() / mean_square

@@ -63,7 +63,7 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
 
 
 def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[int]]:
-    """Token ids of documents; text is encoded many documents at a time."""
+    """Yield token ids of documents; text is encoded many documents at a time."""
     for first in items:
         chained = itertools.chain([first], items)
         if isinstance(first, str):

@@ -165,7 +165,7 @@ def _carried_out(
 
 
 def _as_written(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
-    """How the operators of ``full_plan`` may stand in a state on disk; none if it says others."""
+    """Return how a state on disk names the operators of ``full_plan``; nothing if it has others."""
     configs = [(r.name, r.config) for r in full_plan.replacements]
     if "operators" in state:
         stored = state["operators"]
@@ -181,7 +181,7 @@ def _as_written(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
 
 
 def _common_parent(group: list[Replacement]) -> str:
-    """The name of the nearest module that holds all targets of a group."""
+    """Return the name of the nearest module that holds all targets of a group."""
     parents = [r.name.split(".")[:-1] for r in group]
     common = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*parents, strict=False))
     parent = ".".join(parts[0] for parts in common)
@@ -295,7 +295,7 @@ class _Run:
         self._write_record(done)
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
-        """The operators of a group and the layers that are trained again after it."""
+        """Return the operators of a group and the layers that are trained again after it."""
         return {r.name: self.model.get_submodule(r.name) for r in group} | self.retrained(group)
 
     def retrained(self, group: list[Replacement]) -> dict[str, nn.Module]:
@@ -345,7 +345,7 @@ class _Run:
         return fits
 
     def _copies(self, group: list[Replacement]) -> dict[str, nn.Module]:
-        """Copy the modules that a group changes, where the target asks for it: name -> copy, aliases included."""
+        """Return copies of the modules that a group changes, if the target needs them: name -> copy, with aliases."""
         if self.settings.target != "original":
             return {}
         changed = {id(module): copy.deepcopy(module) for module in self._changed(group).values()}
@@ -382,7 +382,7 @@ class _Run:
         return Pairs(inputs, outputs, contexts)
 
     def _started(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
-        """A new operator, the same whenever it is asked for, with its bias at the mean if that is asked for."""
+        """Return a new operator, the same at every call, with its bias at the mean if the settings say so."""
         config, settings = replacement.config, self.settings
         key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
         operator = None
@@ -437,13 +437,13 @@ class _Run:
         return fits
 
     def _by_rows(self, learning_rate: float) -> FitSchedule:
-        """How one module is trained, on recorded tokens."""
+        """Return how one module is trained, on recorded tokens."""
         settings = self.settings
         return FitSchedule(settings.epochs, settings.batch_size, learning_rate, settings.seed, report_every=20)
 
     @property
     def _by_blocks(self) -> FitSchedule:
-        """How operators are trained within the model."""
+        """Return how operators are trained within the model."""
         settings = self.settings
         batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
         return FitSchedule(settings.epochs, batch, settings.learning_rate, settings.seed)

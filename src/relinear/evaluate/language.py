@@ -193,7 +193,7 @@ def lm_eval(
         Metrics by task and name: ``{"piqa": {"acc,none": ..., ...}}``.
 
     Raises:
-        ValueError: if lm-eval is not installed, a task is unknown, or its data cannot be had.
+        ValueError: if lm-eval is not installed, a task is unknown, or its data are not available.
 
     Examples:
         >>> from transformers import AutoTokenizer
@@ -256,7 +256,7 @@ def _token_stream(texts: Iterable[str], tokenizer: Any, max_tokens: int | None) 
 
 
 def _text_windows(ids: Tensor, start: list[int], length: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows behind ``start``, and their labels, masked there and where an earlier window predicts the token."""
+    """Yield windows behind ``start``, and their labels, masked there and where an earlier window predicts the token."""
     if length <= len(start):
         raise ValueError(
             f"sequence_length={length} has no room for text: the tokenizer puts {len(start)} tokens before it"
@@ -312,7 +312,7 @@ def _lambada_rows(texts: str | Path | Iterable[Any]) -> Iterator[str]:
 
 
 def _split_last_word(tokenizer: Any, text: str, longest: int | None) -> tuple[list[int], int]:
-    """Token ids of the text, cut to the model's length from the left, and how many of them are the last word."""
+    """Return token ids of the text, cut to the model's length from the left, and how many of them are the last word."""
     context, _, word = text.rpartition(" ")
     if not context.strip() or not word:
         raise ValueError(f"a LAMBADA text needs a context and a last word, got {text[:80]!r}")

@@ -36,7 +36,7 @@ class _Order:
         return cls(grams, counts - off, contexts[starts], np.add.reduceat(counts, starts), spare)
 
     def interpolate(self, codes: np.ndarray, shorter: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Probability of the last token of each n-gram after the others, given that by n-grams one shorter."""
+        """Return the probability of each n-gram's last token after the others, given that by shorter n-grams."""
         backoff = np.where(*_look_up(self.grams, codes, self.backoff), 0.0)
         seen, totals = _look_up(self.contexts, codes // vocab_size, self.totals)
         _, spare = _look_up(self.contexts, codes // vocab_size, self.spare)
@@ -44,7 +44,7 @@ class _Order:
 
 
 def _look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which of ``wanted`` are among the sorted ``known``, and the values there (any value elsewhere)."""
+    """Return which of ``wanted`` are among the sorted ``known``, and the values there (any value elsewhere)."""
     indices = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return known[indices] == wanted, values[indices]
 
@@ -60,7 +60,7 @@ def _discounts(counts: np.ndarray) -> tuple[float, ...]:
 
 
 def _codes(blocks: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
-    """Every n-gram within a block as one number: (N, T - order + 1)."""
+    """Return every n-gram within a block as one number: (N, T - order + 1)."""
     count = blocks.shape[1] - order + 1
     codes = np.zeros((len(blocks), count), dtype=np.int64)
     for offset in range(order):

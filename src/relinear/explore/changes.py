@@ -77,7 +77,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
 
 
 def _alike(subject: Subject, change: Change, seed: int) -> Change | None:
-    """The same change of a control unit."""
+    """Return the same change of a control unit."""
     control = subject.control_of(change.point, change.unit, seed)
     if control is None:
         return None
@@ -91,7 +91,7 @@ def _alike(subject: Subject, change: Change, seed: int) -> Change | None:
 
 
 def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The distributions over the tokens that are likely on one of the sides, and the texts."""
+    """Return the distributions over the tokens that are likely on one of the sides, and the texts."""
     before = sides["before"]["shares"]
     likely = torch.cat([side["shares"].topk(min(SHOWN, len(before))).indices for side in sides.values()]).unique()
     likely = likely[before[likely].sort(descending=True).indices].tolist()
@@ -137,7 +137,7 @@ def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, 
 
 
 def _moved(subject: Subject, whole: Tensor, without: Tensor) -> dict[str, Any]:
-    """Mean divergence (nats), and the tokens whose probability the unit raises and lowers most."""
+    """Return the mean divergence (nats), and the tokens whose probability the unit raises and lowers most."""
     change = (whole - without).mean(0)
     count = min(SHOWN // 2, len(change))
     up, down = change.topk(count).indices.tolist(), (-change).topk(count).indices.tolist()
@@ -217,7 +217,7 @@ def _next(output: Any) -> Tensor:
 
 
 def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """The matrices that a prefix changes, by name."""
+    """Return the matrices that a prefix changes, by name."""
     rows = []
     for name, weight in after.items():
         base = before.get(name)

@@ -57,7 +57,7 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
 
 
 def policy_of(page: str) -> str:
-    """The Content-Security-Policy under which ``page`` runs its own scripts, asks its own server, and nothing else."""
+    """Return the Content-Security-Policy by which ``page`` runs only its own scripts and asks only its server."""
     scripts = re.findall(r"<script id=\"\w+\">(.*?)</script>", page, flags=re.DOTALL)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
@@ -84,7 +84,7 @@ def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
 
 
 def _packed(subject: Subject) -> dict[str, Any]:
-    """An index as the page reads it: little-endian numbers in base64, and the texts of the tokens that occur."""
+    """Return an index as the page reads it: little-endian numbers in base64, and the texts of the tokens that occur."""
     index = subject.index
     return {
         "tensors": {name: _base64(tensor) for name, tensor in index.tensors.items()},

@@ -143,7 +143,7 @@ class Subject:
         return answer | numbers | {"counts": tensors["counts"][row].tolist()}
 
     def search(self, query: str) -> list[dict[str, Any]]:
-        """Units whose marked tokens hold ``query`` in upper or lower case, those with most of them first."""
+        """Return units whose marked tokens hold ``query`` in upper or lower case, those with most of them first."""
         wanted = query.strip().lower()
         if not wanted:
             raise ValueError("type a part of a token to look for")
@@ -214,7 +214,7 @@ class Subject:
         return self.tokenizer.decode(generated[0, len(ids) :])
 
     def padding(self) -> int:
-        """An id to pad with, which nothing here does: without one ``generate`` says on stderr which one it takes."""
+        """Return an unused padding id: without one ``generate`` prints on stderr which one it takes."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(token for token in ids if token is not None)
 

@@ -267,7 +267,7 @@ def index_units(
 
 
 def _layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, int | None]:
-    """The decoder layer of every point: of the module whose name its own begins with."""
+    """Return the decoder layer of every point: of the module whose name its own begins with."""
     find, known = layer_finder(model), {name for name, _ in model.named_modules() if name}
     layers: dict[str, int | None] = {}
     for name in names:

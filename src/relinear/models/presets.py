@@ -49,7 +49,7 @@ _CGT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_fu
 def _cgt(
     kind: str, layers: int, widths: tuple[int, int], heads: tuple[int, int], positions: int, **further: Any
 ) -> _Preset:
-    """A CGT of l = ``context_layer``: widths and heads of x and of y."""
+    """Return a CGT of l = ``context_layer``: widths and heads of x and of y."""
     settings = {"n_layer": layers, "n_positions": positions, "rank": 4, "n_embd": widths[0], "n_head": heads[0]}
     settings |= {"context_size": widths[1], "context_heads": heads[1]}
     return _Preset(kind, _CGT | settings | further)
@@ -85,7 +85,7 @@ _PRESETS = {
         "relinear_cgt_regression", 8, (128, 64), (8, 4), 128, context_layer=7, templates=8, vector_input="padded"
     ),
     "cgt-text": _cgt("relinear_cgt", 12, (128, 128), (8, 8), 512, context_layer=8, templates=16, vocab_size=8000),
-    # the plain model that a CGT is held against: give it the sizes of the x stream, or others
+    # the plain model that a CGT is compared with, in the sizes of its x stream or others
     "gpt2-cgt": _Preset(
         "gpt2", _CGT | {"n_layer": 6, "n_embd": 112, "n_head": 7, "n_positions": 240, "vocab_size": 16}
     ),
@@ -186,7 +186,7 @@ def from_preset(name: str, **overrides: Any) -> Any:
 
 @torch.no_grad()
 def draw_as_torch_(model: Any) -> None:
-    """Draw linear layers anew by torch's own rule, and give the input embeddings the weights of the output head.
+    """Initialise linear layers by torch's own rule, and give the input embeddings the weights of the output head.
 
     Weights and biases of ``nn.Linear`` are uniform within 1 / sqrt(in_features). Code that ties embeddings and head
     before it moves them to a device that parts them again starts so, as the HDPL paper's does.
@@ -205,7 +205,7 @@ def draw_as_torch_(model: Any) -> None:
 
 
 def locate_model(name: str, *, presets: bool = True) -> Literal["preset", "directory", "hub"]:
-    """Return where the model ``name`` is to be had, as far as is known without a network.
+    """Return whether the model ``name`` is a preset, a directory or maybe on the Hub; no network access.
 
     Args:
         name: what a user wrote.

@@ -127,7 +127,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return inner, outer
 
     def _of_features(self, gates: Tensor | None) -> Tensor | None:
-        """Gates of the basis as one for every feature (..., R)."""
+        """Return gates of the basis as one for every feature (..., R)."""
         return None if gates is None else gates.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
 
     def _shares(self, features: Tensor, record: bool) -> Tensor:
@@ -187,7 +187,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return self.mix, self.basis
 
     def effective_weight(self, context: Tensor | None = None) -> Tensor:
-        """W_eff of Eq. 5 as (..., O, I), one matrix per token; without the LayerNorm, as in the paper."""
+        """Return W_eff of Eq. 5 as (..., O, I), one matrix per token; without the LayerNorm, as in the paper."""
         gates = self.gates(context)
         return ccl_dense(self.basis, self.mix, gates.get("basis"), gates.get("output"))
 
@@ -212,7 +212,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
-        """Truncated SVD of the weight with open gates: exactly the best fit of this rank, whatever the context.
+        """Set a truncated SVD of the weight with open gates: the best fit of this rank, in every context.
 
         The gates start constant at 0.88 (zero weights, open biases) and the factors make up for it; training lets the
         context move them. With "remixing" all templates start with an equal share.
@@ -325,7 +325,7 @@ class CCL(OperatorConfig):
 
     @property
     def basis_gates(self) -> int:
-        """Outputs of the gate network for the basis: one per feature, or one per template."""
+        """Return outputs of the gate network for the basis: one per feature, or one per template."""
         return self.rank if self.composition == "gates" else self.templates
 
     @property
@@ -349,7 +349,7 @@ class CCL(OperatorConfig):
         )
 
     def gate_sizes(self) -> tuple[int, ...]:
-        """Widths of the gate network from the context to its last hidden layer."""
+        """Return the widths of the gate network from the context to its last hidden layer."""
         return (self.context_dim, *[self.gate_width or self.context_dim] * self.gate_depth)
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> CCL:

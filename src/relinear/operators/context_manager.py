@@ -56,7 +56,7 @@ class ContextState(LinearAttentionLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """False: a recurrent state cannot be rolled back."""
+        """Return False: a recurrent state cannot be rolled back."""
         return False
 
     def activate_past_recording(self) -> None:
@@ -156,7 +156,7 @@ class SharedContext(ContextOwner):
             nn.init.zeros_(layer.bias)
 
     def flops_per_token(self) -> int:
-        """Floating-point operations for one token (a multiply-add counts as two, a table look-up as none)."""
+        """Return the floating-point operations per token (a multiply-add counts as two, a look-up as none)."""
         linear = [m for m in (self.projection, self.hidden, self.output) if m is not None]
         flops = sum(2 * m.in_features * m.out_features for m in linear)
         return flops + (0 if self.memory is None else self.memory.flops_per_token())
@@ -258,7 +258,7 @@ def _state_layer(cache: Any, base: Any) -> ContextState:
 
 
 def _starts(inputs: dict[str, Any]) -> Tensor | None:
-    """True at tokens of position 0, if positions are given: the first of every document packed into a row."""
+    """Return True at tokens of position 0, if positions are given: the first of every document packed into a row."""
     positions = inputs.get("position_ids")
     return positions == 0 if isinstance(positions, Tensor) and positions.ndim == 2 else None
 

@@ -95,7 +95,7 @@ class RankConfig(OperatorConfig):
         return self.replace(rank=rank)
 
     def ranks_below(self, rank: int, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Multiples of ``RANK_STEP`` (finer in small layers) below ``rank``."""
+        """Return multiples of ``RANK_STEP`` (finer in small layers) below ``rank``."""
         step = max(1, min(RANK_STEP, min(in_features, out_features) // 16))
         return [self.replace(rank=r) for r in range(step, rank, step)]
 

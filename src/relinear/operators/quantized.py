@@ -61,7 +61,7 @@ class QuantizedLinear(FusedInference, Operator):
 
     @property
     def weights_beyond_parameters(self) -> int:  # type: ignore[override]
-        """The integers, less their scales."""
+        """Return the number of integers minus that of their scales."""
         return self.in_features * self.out_features - self.scales.numel()
 
     @torch.no_grad()
@@ -179,7 +179,7 @@ class QuantizedLinear(FusedInference, Operator):
             self.zeros.copy_(grid.zero * 2 ** (8 - self.config.bits))
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """Scales are gains: they sum over nothing, and a decay would shrink the weights that stay."""
+        """Return roles of scales as gains: a weight decay would shrink the fixed codes' weights."""
         return dict.fromkeys(super().param_roles(), ParamRole(weight_decay=False))
 
     def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
@@ -250,7 +250,7 @@ class Quantized(OperatorConfig):
         return [self.replace(bits=bits) for bits in (BITS if self.levels == "uniform" else (self.bits,))]
 
     def grid(self, weight: Tensor, statistics: CalibrationStatistics | None = None) -> Grid:
-        """Scales and zero points for rounding ``weight`` (O, I)."""
+        """Return scales and zero points for rounding ``weight`` (O, I)."""
         importance = None if statistics is None else statistics.inputs.diagonal()
         levels = self.level_values(weight)
         return nearest_grid(weight, self.bits, self.group, self.symmetric, importance, levels=levels)

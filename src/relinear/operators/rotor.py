@@ -258,7 +258,7 @@ class RotorLinear(Operator):
         return sum(stage.flops_per_token() for stage in self._sums()) + pointwise
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """No decay on bivectors, which would turn the rotors back; matrices of free terms as usual.
+        """Return roles without decay for bivectors, as it would turn the rotors back; matrices of free terms as usual.
 
         A general element multiplies as a matrix that sums over its V coordinates. Kronecker factors have sizes that
         multiply to V.
@@ -298,7 +298,7 @@ class Rotor(OperatorConfig):
             n = 5, 6, 7 modulo 8 general elements are those of Cl(0, n), which has the smaller matrices.
         activation: "prelu", "relu", "gelu", "silu", "leaky_relu" (slope 0.01), "elu" or "none", in the hidden steps.
         normalize: whether branches are normalised (LayerNorm without parameters).
-        permute: whether branches are permuted, at random but for good (by ``seed``).
+        permute: whether branches are permuted, by a fixed random order (``seed``).
         scale: a learnt factor for every term and pair of windows; without it a rotor layer cannot change norms.
         init_std: standard deviation of fresh bivector coordinates.
         lr_multiplier: of the bivectors, on the learning rate of a training recipe.

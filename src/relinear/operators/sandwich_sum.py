@@ -113,7 +113,7 @@ class SandwichSum(CachingModule):
         return a, reference.product_of_simple_rotors(self._parts(self.right, "right_vectors"))[1]
 
     def _parts(self, beta: Tensor, name: str) -> Tensor:
-        """Simple parts by Algorithms 1 and 2 of the paper, from where the last ones in training ended."""
+        """Return simple parts by Algorithms 1 and 2 of the paper, from where the last ones in training ended."""
         wide = torch.promote_types(beta.dtype, torch.float32)
         beta, stored = beta.to(wide), getattr(self, name)
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -127,7 +127,7 @@ class SandwichSum(CachingModule):
         return reference.simple_parts(beta, vectors)
 
     def factors(self, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision.
+        """Return left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision.
 
         Args:
             rotors: of ``exponentials``, where they are there already.
@@ -222,7 +222,7 @@ class SandwichSum(CachingModule):
     def _inference(
         self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> Callable[[Tensor], Tensor]:
-        """The map with everything that depends on parameters computed beforehand, the faster way."""
+        """Return the map with everything that depends on parameters computed beforehand, the faster way."""
         layer = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
         if device.type == "cpu" and prefers_dense(self.factored_cost(tokens, dtype), *layer):
             weight = cache.get(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
@@ -249,7 +249,7 @@ class SandwichSum(CachingModule):
 
 
 def exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
-    """Left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum.
+    """Return left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum.
 
     Every side is one batch of matrix exponentials for all windows of one size, and both are one where they are made of
     the same matrices: of such small ones a call takes longer than what it computes.

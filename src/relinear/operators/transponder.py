@@ -139,7 +139,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         return modulated_linear(x, weight, bias, self.down, self.channel_up, self.scalar_up, *alphas)
 
     def _folded(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both B with their alphas inside, in float32 at least: for one token casts would cost more than gates."""
+        """Return both B times their alphas, in float32 or wider: for one token casts cost more than gates."""
         cache = None if self.training else self.parameter_cache
         return (None if cache is None else cache.get("folded", self._fold)) or self._fold()
 

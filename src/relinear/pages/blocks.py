@@ -46,7 +46,7 @@ class Row:
 
     @property
     def shown(self) -> list[Cell]:
-        """All of them as cells."""
+        """Return all of them as cells."""
         return [cell if isinstance(cell, Cell) else Cell(cell) for cell in self.cells]
 
 

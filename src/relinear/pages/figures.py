@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 # Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
-#: near black, for what the others are held against
+#: near black, for the reference
 REFERENCE = "#222222"
 #: lines that are not entries
 GUIDE = "#7F7F7F"

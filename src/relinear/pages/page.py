@@ -72,7 +72,7 @@ def render(sections: Sequence[Section]) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """A name that may go on in the next line behind what joins its parts."""
+    """Return a name with line breaks allowed between its parts."""
     parts = re.split(r"(?<=[._,:/])(?=\S)", text)
     return Markup("<wbr>").join(map(escape, parts))
 

@@ -13,7 +13,7 @@ _LARGEST_SVG = 400_000
 
 
 def picture_of(stem: str | Path) -> str | None:
-    """STEM.svg, or if it is large or missing STEM.png, as a data URI; None if there is neither."""
+    """Return STEM.svg, or if it is large or missing STEM.png, as a data URI; None if there is neither."""
     svg, png = Path(f"{stem}.svg"), Path(f"{stem}.png")
     if svg.is_file() and (svg.stat().st_size <= _LARGEST_SVG or not png.is_file()):
         return f"data:image/svg+xml;base64,{base64.b64encode(svg.read_bytes()).decode('ascii')}"
@@ -41,7 +41,7 @@ def as_yaml(value: Any) -> str:
 
 
 def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -> list[Block]:
-    """The paragraph "What was run": command, ``more``, and machine with versions, as far as ``record`` has them."""
+    """Return the paragraph "What was run": command, ``more``, and machine with versions, if ``record`` has them."""
     facts = {"command": str(record["command"])} if record.get("command") else {}
     facts |= more or {}
     facts |= {
@@ -52,7 +52,7 @@ def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -
 
 
 def about(record: Mapping[str, Any], *words: str | None) -> str:
-    """Return the line under a page's title: ``words`` and the date of ``record``, as far as they are known."""
+    """Return the line under a page's title: ``words`` and the date of ``record``, if known."""
     return " · ".join(map(str, filter(None, [*words, record.get("date")])))
 
 

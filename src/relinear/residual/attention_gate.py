@@ -119,7 +119,7 @@ def _attentions(model: nn.Module) -> list[SubBlock]:
 
 
 def _output_projection(block: SubBlock) -> str:
-    """Its name in the attention."""
+    """Return the name of the output projection in the attention."""
     for name in _OUTPUT_PROJECTIONS:
         module = getattr(block.module, name, None)
         if isinstance(module, nn.Module) and is_replaceable(module):

@@ -52,7 +52,7 @@ class PostLN(ResidualConfig):
     final_norm: bool = False
 
     def alpha(self, layers: int) -> float:
-        """Weight of the stream in the sum, for a decoder of this many layers."""
+        """Return the weight of the stream in the sum, for a decoder of this many layers."""
         return 1.0
 
     def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
@@ -77,7 +77,7 @@ class DeepNorm(PostLN):
 
     Args:
         final_norm: keep the norm before the output head as well.
-        initialize: draw the projections anew when the method is applied; False leaves the weights as they are. Loading
+        initialize: reinitialise the projections when the method is applied; False leaves the weights. Loading
             a checkpoint never draws.
 
     Examples:
@@ -95,7 +95,7 @@ class DeepNorm(PostLN):
         return float((2 * layers) ** 0.25)
 
     def beta(self, layers: int) -> float:
-        """Gain of the initialisation, for a decoder of this many layers."""
+        """Return the gain of the initialisation, for a decoder of this many layers."""
         return float((8 * layers) ** -0.25)
 
     def apply_(self, model: nn.Module) -> None:

@@ -41,7 +41,7 @@ def _card(model: Any) -> str:
 
 
 def _base_model(model: Any) -> str | None:
-    """The model's name on the Hub; None for a local directory and for a model that was built from a config."""
+    """Return the model's name on the Hub; None for a local directory and for a model that was built from a config."""
     name = str(getattr(model.config, "_name_or_path", "") or "")
     return name if name.count("/") == 1 and not Path(name).exists() and name[0] not in "./~" else None
 

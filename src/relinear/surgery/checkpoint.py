@@ -77,7 +77,7 @@ def check_record(values: Mapping[str, Any]) -> None:
 
 
 def _packed(bits: int) -> dict[str, int]:
-    """Return what a record says of parameters that are stored as integers."""
+    """Return the entry of a record for parameters that are stored as integers."""
     return {"bits": bits, "group": GROUP}
 
 
@@ -112,7 +112,7 @@ def _needed(packages: Any) -> str:
 
 @register_quantizer(METHOD)
 class RelinearQuantizer(HfQuantizer):
-    """Rebuilds operators on the meta-device skeleton; holds what is loaded to what the operators need."""
+    """Rebuild operators on the meta-device skeleton, and check the loaded weights against them."""
 
     quantization_config: RelinearConfig
 
@@ -122,8 +122,9 @@ class RelinearQuantizer(HfQuantizer):
             raise ValueError("operators come with a checkpoint; to add them, load the model, then relinear.replace_")
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The one hook that sees the config before anything is read from it; clears what only the file needs, and the
-        record: heads build their body from the config, and the model is rebuilt as a whole.
+        """Clear the record, and what only the file needs, from the config before anything reads it.
+
+        Heads build their body from the config, but the model is rebuilt as a whole.
         """
         as_in_memory_(config)
         del config.quantization_config
@@ -140,9 +141,7 @@ class RelinearQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """Where the class that was saved calls its body otherwise (question answering), its weights are renamed; those
-        that are stored as integers become floats again.
-        """
+        """Rename weights if the saved class names its body differently, and turn packed integers into floats."""
         saved, prefix, packed = _saved_prefix(model), model.base_model_prefix, self.quantization_config.packed
         renaming = [WeightRenaming(rf"^{saved}\.", f"{prefix}.")] if saved and prefix and saved != prefix else []
         unpack = [unpacking(packed["bits"])] if packed else []
@@ -154,7 +153,7 @@ class RelinearQuantizer(HfQuantizer):
             wrong = operator.problem_with_values(operator.state_dict())
             if wrong is not None:
                 raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
-        # Saved again, the body is called as this class calls it, and floats are floats.
+        # A later save uses this class's names, and floats.
         model._weight_conversions = [step for step in model._weight_conversions if step not in self._steps]
         # An ordinary model again: floats may be cast, Trainer may train it, and save_pretrained writes the record.
         self.remove_quantization_config(model)
@@ -169,23 +168,23 @@ class RelinearQuantizer(HfQuantizer):
 
 
 def _saved_as(model: Any) -> str:
-    """The class whose checkpoint ``model`` is made from; its own where nothing is said of another."""
+    """Return the name of the class whose checkpoint ``model`` was loaded from; by default its own."""
     names = getattr(getattr(model, "config", None), "architectures", None)
     return str(names[0]) if names else type(model).__name__
 
 
 def _saved_prefix(model: Any) -> str:
-    """Return the name of the body in the class that was saved; "" if it has none, or is not known."""
+    """Return the name of the body in the saved class; "" if it has none or is unknown."""
     return getattr(getattr(transformers, _saved_as(model), None), "base_model_prefix", "")
 
 
 def _has_another_head(model: Any) -> bool:
-    """Return whether ``model`` is of another class than the one that was saved."""
+    """Return whether ``model`` is of another class than the saved one."""
     return _saved_as(model) != type(model).__name__
 
 
 def _layer_of(model: Any, name: str) -> nn.Module | None:
-    """The layer ``name``; None if it is one of a head that ``model`` does not have, being for another task."""
+    """Return the layer ``name``; None if it belongs to a head for another task, which ``model`` does not have."""
     layer = named_in(model, name)
     if layer is not None and (is_replaceable(layer) or is_embedding(layer)):
         return layer
@@ -202,7 +201,7 @@ def _layer_of(model: Any, name: str) -> nn.Module | None:
 def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     """Put the recorded attachments, then the operators, into a model that is still as its class builds it.
 
-    A part that has a config, and a record, of its own may have been rebuilt already; what is there is left alone.
+    Parts with their own config and record may have been rebuilt already; they are left alone.
 
     Raises:
         ValueError: if a recorded layer does not exist in ``model`` or cannot take its operator.
@@ -260,7 +259,7 @@ def _stored_forms(files: Iterable[str | Path]) -> dict[str, _Form]:
 
 
 def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
-    """``stored`` under the names that transformers will look for in ``model``: it stores some models under others."""
+    """Return ``stored`` under the names that ``model`` uses: transformers stores some models under other names."""
     steps = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
@@ -278,7 +277,7 @@ def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str
     """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
 
     What else is missing or unknown (a fresh head for another task, say) is left to transformers, and so are tables of
-    another vocabulary (not of another kind), which a caller may ask to have drawn anew (``ignore_mismatched_sizes``).
+    another vocabulary (not of another kind), which a caller may ask to reinitialise (``ignore_mismatched_sizes``).
     """
     tables = {id(table.weight) for table in token_tables(model)}
     of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
@@ -315,7 +314,7 @@ def _some(keys: Iterable[str], count: int = 6) -> str:
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
     """Load a model strictly: every key of the checkpoint is used, and every parameter comes from it.
 
-    No network is asked for a name that can be none of the Hub's.
+    There is no network access for a name that the Hub cannot have.
 
     Args:
         directory: what ``save_pretrained`` wrote (with or without operators), or a Hub name.
@@ -328,7 +327,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
     Raises:
         ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version, and where
             ``directory`` is neither a directory nor can be a name of the Hub.
-        FileNotFoundError: if ``directory`` is a path where nothing is, or that holds no ``config.json``.
+        FileNotFoundError: if ``directory`` is a missing path, or has no ``config.json``.
         NotADirectoryError: if it is a file.
 
     Examples:
@@ -366,7 +365,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
 
 
 def _not_finite(config: Mapping[str, Any]) -> Iterator[str]:
-    """Settings, in words, that are NaN or infinite; an end of a range, in a list, may be infinite (Mamba 2 has one)."""
+    """Yield settings that are NaN or infinite, as text; in a list, as of Mamba 2's range, they may be."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _not_finite(value)
@@ -375,7 +374,7 @@ def _not_finite(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config names the class that was saved, where ``AutoModelForCausalLM`` found none of it."""
+    """Raise ValueError if a config names the saved class, which ``AutoModelForCausalLM`` does not know."""
     if saved := config.get("architectures"):
         raise ValueError(
             f"{directory} holds a {saved[0]}, which is not a causal language model; give a checkpoint that "
@@ -385,17 +384,17 @@ def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def reading_config(directory: Any) -> Iterator[None]:
-    """Put into words what transformers raises where the values of a ``config.json`` are of no use to it.
+    """Turn errors of transformers about wrong values in a ``config.json`` into one plain ValueError.
 
-    It checks few of them by name; the others fail where they are used, as whatever Python or torch raises there. For
-    the whole of that, ``RELINEAR_TRACEBACK=1`` or the error's ``__cause__``.
+    transformers checks few values; others fail where they are used, with any error of Python or torch. The original
+    is the error's ``__cause__`` (``RELINEAR_TRACEBACK=1`` prints it).
     """
     try:
         with os_errors_named(directory):
             yield
     except (OSError, torch.OutOfMemoryError):
         raise
-    except ValueError as error:  # in words already, which may repeat the file
+    except ValueError as error:  # plain already, but may repeat the file
         if len(str(error)) <= _LONGEST:
             raise
         raise ValueError(f"{directory}: {cut(str(error), _LONGEST)}") from error
@@ -413,9 +412,7 @@ _OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, Ass
 
 
 def check_files(directory: Path) -> None:
-    """Raise ValueError or FileNotFoundError if ``directory`` holds no saved model, or one that is seen to be damaged
-    without being built.
-    """
+    """Raise ValueError or FileNotFoundError if ``directory`` has no model or a visibly damaged one; builds nothing."""
     weights = [WEIGHTS] if (directory / WEIGHTS).exists() else _shards(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -426,7 +423,7 @@ def check_files(directory: Path) -> None:
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     tensors, layers = _stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
-    # every model builds so many layers, which takes hours if it is damaged; other sizes may be unused
+    # every model builds this number of layers, for hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(
             f"{path}: num_hidden_layers={shown(layers)}, but the files of weights hold {len(tensors):,} tensors; "
@@ -454,9 +451,9 @@ def save_pretrained(
     Args:
         model: a Hugging Face model, with or without operators.
         directory: where to write.
-        tokenizer: saved along if given. What ends and pads a text is then written into the model's config too: for a
-            model that was built from a config whatever the tokenizer says, else where the config says nothing.
-        bits: 2 to 8 store every matrix, the embedding among them, in integers of so many bits that share a scale in
+        tokenizer: saved along if given. Its special tokens then go into the model's config: all of them for a model
+            that was built from a config, else those that the config lacks.
+        bits: 2 to 8 store every matrix, the embedding among them, in integers of this many bits that share a scale in
             groups of 64 inputs, and all other floats in 16 bits. The checkpoint loads as any other, in float32 with
             exactly the stored values, which bfloat16 rounds; ``model`` keeps its own.
         moments: with ``bits``, what ``relinear.surgery.packed.gradient_moments`` measured on some text: matrices are
@@ -519,7 +516,7 @@ def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[
 
 
 def _shards(directory: Path) -> list[str]:
-    """Names of the files that the index of a saved model lists; none if there is no index that can be read."""
+    """Return the files that the index of a saved model lists; none without a readable index."""
     try:
         names = set(read_json(directory / INDEX)["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -49,7 +49,7 @@ class Coverage:
 
     @property
     def total(self) -> int:
-        """Linear parameters of the model, replaced and left."""
+        """Return linear parameters of the model, replaced and left."""
         return self.parameters + sum(entry.parameters for entry in self.left)
 
     def share(self, parameters: int) -> float:
@@ -113,7 +113,7 @@ def _looked_up(model: nn.Module, name: str) -> str:
 
 
 def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Operators, linear layers, and what else holds matrices, each once: (name, module, why it cannot be replaced)."""
+    """Yield operators, linear layers and other matrices, each once: (name, module, why it cannot be replaced)."""
     visited: set[int] = set()
 
     def walk(module: Any, name: str, adapter: bool) -> Iterator[tuple[str, nn.Module, str | None]]:

@@ -88,7 +88,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
 
 
 def _logits(model: Any, inputs: Tensor | dict[str, Tensor] | None) -> Tensor | None:
-    """Logits in float32 on ``inputs``, in eval mode; None if there is nothing to measure on."""
+    """Return logits in float32 on ``inputs``, in eval mode; None if there is nothing to measure on."""
     vocabulary: Any = getattr(getattr(model, "config", None), "vocab_size", None)
     parameter = next(model.parameters())
     if parameter.is_meta or (inputs is None and vocabulary is None):

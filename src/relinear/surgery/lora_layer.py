@@ -18,7 +18,7 @@ class OperatorLora(lora.Linear):
 
     @property
     def lora_variants(self) -> dict:
-        """Plain and activated LoRA: DoRA and the others work on the layer's weight."""
+        """Return plain and activated LoRA: DoRA and the others work on the layer's weight."""
         variants = getattr(super(), "lora_variants", {})
         return {(): None} | {key: variants[key] for key in [("alora_invocation_tokens",)] if key in variants}
 

@@ -16,7 +16,7 @@ def is_plain(pattern: str) -> bool:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """PEFT's rule: a plain key is an exact or dotted-suffix name, anything else a regular expression in full."""
+    """Match by PEFT's rule: a plain key is a name or dotted suffix, anything else a regular expression in full."""
     if is_plain(pattern):
         return name == pattern or name.endswith(f".{pattern}")
     return re.fullmatch(pattern, name) is not None

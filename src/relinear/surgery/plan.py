@@ -38,7 +38,7 @@ class Replacement:
 
     @property
     def name(self) -> str:
-        """The module's first name in the model."""
+        """Return the module's first name in the model."""
         return self.target.name
 
 

@@ -54,7 +54,7 @@ def is_adapters_own(module: Any, child: str) -> bool:
 
 
 def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
-    """Every module outside operators, attachments and PEFT's adapters, with all the names it goes by."""
+    """Return every module outside operators, attachments and PEFT's adapters, with all the names it goes by."""
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
 
     def walk(module: nn.Module, prefix: str) -> None:
@@ -70,13 +70,13 @@ def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
 
 
 def heads(model: Any) -> set[int]:
-    """Identities of the output heads that "all-linear" leaves out."""
+    """Return identities of the output heads that "all-linear" leaves out."""
     named = {id(child) for name, child in unwrapped(model).named_children() if name in _HEADS}
     return named | {id(output_head(model))}
 
 
 def _embedding(model: Any) -> Any:
-    """The embedding of the model's tokens, or the operator that replaces it; None if there is none to replace."""
+    """Return the model's token embedding, or the operator that replaces it; None if there is none."""
     getter = getattr(unwrapped(model), "get_input_embeddings", None)
     try:
         table = getter() if callable(getter) else None
@@ -135,7 +135,7 @@ def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> Val
 
 
 def _with_owners(name: str) -> Iterator[str]:
-    """The names of the modules that a module lies in, and its own."""
+    """Return the names of the modules that a module lies in, and its own."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
 

@@ -108,7 +108,7 @@ def _pattern(name: str) -> str:
 
 
 def _common(names: list[str]) -> str:
-    """The names with the parts that differ shown as a range or a star."""
+    """Return the names with the parts that differ shown as a range or a star."""
     out = []
     for parts in zip(*(name.split(".") for name in names), strict=True):
         values = sorted({int(p) for p in parts}) if all(p.isdigit() for p in parts) else None
@@ -122,13 +122,13 @@ def _common(names: list[str]) -> str:
 
 
 def module_parameters(module: nn.Module) -> int:
-    """Number of weights, shared ones once: parameters, and integers in place of their scales."""
+    """Return the number of weights, shared ones once: parameters, and integers in place of their scales."""
     integers = (part.weights_beyond_parameters for part in module.modules() if isinstance(part, Operator))
     return sum(p.numel() for p in module.parameters()) + sum(integers)
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters and buffers that a checkpoint holds, shared ones once."""
+    """Return bytes of the parameters and buffers that a checkpoint holds, shared ones once."""
     parts = module.state_dict(keep_vars=True).values()
     return sum(part.nbytes for part in {id(part): part for part in parts}.values())
 

@@ -27,7 +27,7 @@ class TiedHead(nn.Module):
 
     @property
     def table(self) -> Operator:
-        """The operator that embeds the tokens."""
+        """Return the operator that embeds the tokens."""
         return self._table[0]
 
     def flops_per_token(self) -> int:

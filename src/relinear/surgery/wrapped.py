@@ -1,6 +1,6 @@
-"""Where transformers and PEFT have no hook for a third party, a few of their functions are wrapped, once.
+"""Wrap the few functions of transformers and PEFT that have no hook for a third party, once.
 
-Each leaves alone whatever has no operators: a config without our record goes straight to the function as it was. Which
+Models without operators are not affected: a config without our record goes straight to the original function. Which
 promise needs which, and why no hook does: ``docs/ecosystem.md``.
 """
 
@@ -35,7 +35,7 @@ _MARK = "_relinear_original"
 
 
 def install() -> None:
-    """Wrap them (idempotent). This cannot wait for a record: a caller's config may stand in for the one that has it."""
+    """Wrap the functions (idempotent). This cannot wait for a record: a caller's config may replace the one with it."""
     _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
     _wrap(PreTrainedModel, "_from_config", _from_config)
@@ -60,9 +60,9 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            call = signature.bind(*args, **kwargs)  # so that every argument may be named as it is in the original
+            call = signature.bind(*args, **kwargs)  # so that arguments may be passed by name
         except TypeError:
-            return original(*args, **kwargs)  # says what is missing, by the function's name
+            return original(*args, **kwargs)  # raises its own error
         return around(original, *call.args, **call.kwargs)
 
     setattr(wrapped, _MARK, original)
@@ -71,7 +71,7 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:
-    """The adapter on a layer; on an operator the one that goes on it as a whole (``lora_on_operators_``)."""
+    """Create an adapter; on an operator, the one for a whole operator (``lora_on_operators_``)."""
     base = target.get_base_layer() if is_adapted(target) else target
     if isinstance(base, Operator):
         if embeds(base):
@@ -83,7 +83,7 @@ def _create_new_module(original: Any, config: Any, adapter_name: str, target: An
 
 
 def _to_json_file(original: Any, config: Any, json_file_path: Any, use_diff: bool = True) -> None:
-    """``config.save_pretrained`` and with it every ``model.save_pretrained`` and ``push_to_hub``."""
+    """Write ``config.json`` for ``config.save_pretrained``, ``model.save_pretrained`` and ``push_to_hub``."""
     if not needs_loader(config):
         original(config, json_file_path, use_diff=use_diff)
     else:
@@ -99,8 +99,9 @@ def _save_pretrained(original: Any, model: Any, save_directory: Any, /, *args: A
 def _resize_token_embeddings(
     original: Any, model: Any, new_num_tokens: Any = None, pad_to_multiple_of: Any = None, mean_resizing: Any = True
 ) -> Any:
-    """Every part's own embedding of the tokens is resized with the model's. The output head stays the module that it
-    was, with what is attached to it: transformers would replace it by a bare one.
+    """Resize the token embeddings of attached parts with the model's.
+
+    The output head stays the same module, with its hooks: transformers would replace it by a bare one.
     """
     if new_num_tokens is None and pad_to_multiple_of is None:  # nothing is asked for
         return model.get_input_embeddings()
@@ -123,9 +124,10 @@ def _resize_token_embeddings(
 
 @contextmanager
 def _record_of_this_model(model: Any) -> Iterator[None]:
-    """Where the config says something else than the model: a stock class that was called with the config of a model
-    with operators has its config, not its operators; a part of a model calls its layers by other names, and may have a
-    config of its own, and operators that only it knows.
+    """Put the true record into the config for the length of a block, if the config has another.
+
+    A stock class that was built with the config of a model with operators has the record but no operators. A part of a
+    model has other names for its layers.
     """
     true_record = make_record(model)
     if true_record == record_in_config(model.config):
@@ -147,7 +149,7 @@ _building: ContextVar[dict[str, Any] | None] = ContextVar("_building", default=N
 
 
 def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
-    """A model from the config of a checkpoint has its operators, freshly initialised like the rest."""
+    """Build a model from the config of a checkpoint with its operators, freshly initialised."""
     asked = record_in_config(config)
     if asked is None or asked == _building.get():
         return original(cls, config, **kwargs)
@@ -162,7 +164,7 @@ def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
 
 
 def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-    """The record is the checkpoint's, whatever config the caller brings: its operators' weights fit nothing else."""
+    """Load with the checkpoint's record, also under a config of the caller's: the weights fit nothing else."""
     stored = None if config is None else _stored_record(name, kwargs)
     if stored is not None and isinstance(config, str | os.PathLike):
         config = AutoConfig.from_pretrained(config)
@@ -185,7 +187,7 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
 
 
 def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    """Operators and attached parts draw their own values; transformers knows neither them nor what they hold.
+    """Initialise operators and attached parts by their own rules; transformers knows neither them nor their layers.
 
     Some models initialise children by name (GPT-2: ``self.c_proj.weight``). In a wrapper they find the weight of the
     layer that it keeps; in another operator without a weight they find one that is marked as loaded, and leave it.
@@ -223,6 +225,6 @@ def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
     try:
         hub_options = {key: options[key] for key in _WHERE if key in options}
         values, _ = PreTrainedConfig.get_config_dict(name, **hub_options)
-    except OSError:  # there is none: the caller's config is all there is
+    except OSError:  # no file: there is only the caller's config
         return None
     return parse_record(values.get("quantization_config"))

@@ -68,7 +68,7 @@ def atomic_directory(path: str | Path, last: str = "config.json", superseded: It
         path: the directory, made if need be.
         last: the file without which the others mean nothing. It goes first and comes last, so that a process that is
             killed in between leaves no model, rather than half of one.
-        superseded: names of files that are removed if the block does not write them anew.
+        superseded: names of files that are removed unless the block writes them.
 
     Raises:
         NotADirectoryError: if ``path`` is a file.
@@ -148,7 +148,7 @@ def read_json(path: str | Path) -> Any:
 
 @contextlib.contextmanager
 def damaged_file_errors(path: str | Path, problem: str, advice: str) -> Iterator[None]:
-    """Within the block, where what ``path`` holds is taken apart, whatever it lacks ends in one ValueError.
+    """Turn errors from reading the content of ``path`` within the block into one ValueError.
 
     It says that ``path`` is ``problem`` (no plan, damaged), why, and the advice.
     """
@@ -160,7 +160,7 @@ def damaged_file_errors(path: str | Path, problem: str, advice: str) -> Iterator
 
 
 def read_text(path: str | Path, most: int = -1) -> str:
-    """The text of a file, or its first ``most`` characters.
+    """Return the text of a file, or its first ``most`` characters.
 
     Raises ValueError if it is not UTF-8, OSError if it cannot be read.
     """
@@ -203,7 +203,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, as JSON values."""
+    """Return the size and SHA-256 of a file, as JSON values."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -228,7 +228,7 @@ def write_manifest(directory: str | Path, **facts: Any) -> None:
 
 
 def check_manifest(directory: str | Path) -> dict[str, Any] | None:
-    """Return what ``write_manifest`` noted, once every part has been held to it; None if there is no manifest.
+    """Return what ``write_manifest`` noted, after checking every part against it; None without a manifest.
 
     Raises:
         ValueError: if a part is missing or is not what was written, by name; if the manifest is damaged.

@@ -21,7 +21,7 @@ class InUseError(ValueError):
 def exclusive(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
     """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
 
-    The lock (``flock`` on ``.relinear.lock``) ends with its holder in whatever way that ends. The file is removed
+    The lock (``flock`` on ``.relinear.lock``) ends with its holder however it ends. The file is removed
     again, and so are the folders made for it if nothing else has come into them. Where the system or the file system
     has no ``flock``, nothing is held.
 
@@ -58,7 +58,7 @@ def exclusive(directory: str | Path, patience: float | None = None) -> Iterator[
 
 
 def _acquired(path: Path, fcntl: Any, patience: float) -> int:
-    """A handle of ``path`` that is locked, and is the file that others see there."""
+    """Return a handle of ``path`` that is locked, and is the file that others see there."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -86,7 +86,7 @@ def _acquired(path: Path, fcntl: Any, patience: float) -> int:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether the open file is still at ``path``: its last holder removes it, another may have made it anew."""
+    """Return whether the open file is still at ``path``: its last holder removes it, another may recreate it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

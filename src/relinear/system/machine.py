@@ -117,7 +117,7 @@ def describe_machine() -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str:
-    """The commit of the checkout that this source runs from, "-dirty" where files differ; empty elsewhere."""
+    """Return the commit of the checkout that this source runs from, "-dirty" where files differ; empty elsewhere."""
     root = Path(__file__).parents[3]
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     if not (root / ".git").exists():  # an installed package may lie in a repository of its user's

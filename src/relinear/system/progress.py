@@ -14,8 +14,8 @@ class Progress:
     done, total: its steps, batches or characters; total is 0 if it is not known.
     stage: the kind of work in a word, for programs.
     loss, validation_loss: the last ones, in nats per token. tokens_per_second: of the last steps logged.
-    run, runs: of a comparison, training runs that have ended, and how many there are as far as is known.
-    seconds_left: of all work, as far as is known.
+    run, runs: of a comparison, training runs that have ended, and all that are known.
+    seconds_left: of all work, if known.
     """
 
     text: str

@@ -95,7 +95,7 @@ class RunFolder:
 
         Args:
             settings: of the task, as JSON values.
-            overwrite: whatever is there will be renamed.
+            overwrite: existing results will be renamed.
 
         Raises:
             ValueError: as ``check_ours``; if the record is of other settings, which are listed.
@@ -172,7 +172,7 @@ class RunFolder:
 
 
 def made_by(task: str) -> dict[str, Any]:
-    """Return what a record says of who made it."""
+    """Return the entries of a record that say who made it."""
     return {"made_by": "relinear", "version": __version__, "task": task}
 
 

@@ -23,7 +23,7 @@ class Timing:
 
 
 def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
-    """Return the seconds that a call takes, the mean of so many one after another; of a GPU until it has ended."""
+    """Return the mean seconds of several calls in a row; on a GPU until they have ended."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()

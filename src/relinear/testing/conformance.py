@@ -25,7 +25,7 @@ LEADING = [(), (1,), (7,), (1, 1), (2, 3), (2, 1, 3)]
 
 
 def build(case: Case, shape=None, *, seed=0, dtype=torch.float32, bias=True, config=None) -> Operator:
-    """The case's operator, every parameter moved off its initial value, as an initial zero would hide errors."""
+    """Return the case's operator, every parameter moved off its initial value, as an initial zero would hide errors."""
     torch.manual_seed(seed)
     in_features, out_features = shape or case.shapes[0]
     module = (config or case.config).build(in_features, out_features, bias=bias, dtype=dtype)
@@ -57,7 +57,7 @@ def call(module: nn.Module, x: Tensor, context: Tensor | None = None, *, seed=2)
 
 
 def gradients(module: nn.Module, x: Tensor, context: Tensor | None, run=call) -> dict[str, Tensor | None]:
-    """Gradients of a loss of outputs and auxiliary losses with respect to the input and every parameter."""
+    """Return gradients of a loss of outputs and auxiliary losses with respect to the input and every parameter."""
     module.zero_grad()
     x = x.clone().requires_grad_()
     y = run(module, x, context)

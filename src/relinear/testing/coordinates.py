@@ -113,7 +113,7 @@ def _rms(values: Sequence[Tensor]) -> float:
 
 
 def _coordinates(runs: Sequence[Sequence[Mapping[str, Any]]], kind: str) -> Coordinates:
-    """Geometric means over the seeds of every width."""
+    """Return the geometric means over the seeds of every width."""
     scale, change = (
         [
             [_mean([step[index] for step in steps]) for steps in zip(*(run[kind] for run in seeds), strict=True)]

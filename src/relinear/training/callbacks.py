@@ -63,7 +63,7 @@ def pace(rows: Sequence[Mapping[str, Any]], settings: FitSettings, step: int = 0
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl`` without a last line that was cut off. Raises ValueError on a damaged file."""
+    """Return the rows of a ``metrics.jsonl`` without a truncated last line. Raises ValueError on a damaged file."""
     path = Path(path)
     lines, rows = files.read_text(path).splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
@@ -107,7 +107,7 @@ class RunLog(TrainerCallback):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over the run: what one pause of the machine does not change."""
+        """Return the median over the run, which one pause of the machine does not change."""
         return statistics.median(self.rates) if self.rates else None
 
     def rewind(self, step: int) -> None:
@@ -140,7 +140,7 @@ class RunLog(TrainerCallback):
             self._since = time.perf_counter(), self._trainer.tokens_seen
 
     def _rate(self) -> float | None:
-        """Tokens per second since steps were last timed from; None while warming up."""
+        """Return tokens per second since steps were last timed from; None while warming up."""
         if self._since is None or self._trainer.tokens_seen == self._since[1]:
             return None
         rate = (self._trainer.tokens_seen - self._since[1]) / (time.perf_counter() - self._since[0])
@@ -201,7 +201,7 @@ class LatentMoments(TrainerCallback):
     directory; ``moments()`` gives them in between. With several ranks, those of the first rank's tokens.
 
     Args:
-        every: look at one step in so many (its forwards compute nothing extra; a compiled model has a second graph).
+        every: steps between two observations (which compute nothing extra; a compiled model has a second graph).
         decay: discount of what was seen before, for each such step; 1 weighs the whole run equally.
 
     Raises:

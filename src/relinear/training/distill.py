@@ -51,7 +51,7 @@ class Distill(ObjectiveConfig):
 
 
 def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: float = 0, name: str = "") -> Objective:
-    """The objective of ``Distill`` for a teacher that is in memory; its parameters may be ones that ``model`` shares.
+    """Return the objective of ``Distill`` for a teacher in memory, which may share parameters with ``model``.
 
     Args:
         teacher: put into evaluation mode for each batch; no gradient runs through it.

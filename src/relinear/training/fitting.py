@@ -114,7 +114,7 @@ def _datasets(data: Any) -> tuple[Dataset, Dataset | None]:
 
 
 def training_device(settings: FitSettings) -> torch.device:
-    """Where runs of these settings are trained on this machine. Raises ValueError if they ask for a GPU in vain."""
+    """Return the device for these settings on this machine. Raises ValueError if they ask for a missing GPU."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu' or 'auto'")
     return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")

@@ -21,7 +21,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
 
     Modules with ``param_roles()`` (operators, attached parts) answer for themselves, outermost first. Of the rest,
     matrices of linear layers decay; embeddings (also where the output head shares their weight), norms, biases and
-    other vectors do not. An output head with a weight of its own is the readout.
+    other vectors do not. An untied output head is the readout.
     """
     roles: dict[Tensor, ParamRole] = {}
     for module in model.modules():
@@ -48,9 +48,9 @@ def inner_output_head(model: nn.Module) -> nn.Module | None:
 
 
 def width_ratio(model: nn.Module, settings: FitSettings) -> float:
-    """The width of the Hugging Face model that ``model`` is or holds, over the base width of its parametrisation.
+    """Return the width of the Hugging Face model that ``model`` is or holds, over the parametrisation's base width.
 
-    1 with the standard parametrisation, whatever the model.
+    With the standard parametrisation it is 1.
 
     Raises:
         ValueError: if the width cannot be known.
@@ -69,7 +69,7 @@ def width_ratio(model: nn.Module, settings: FitSettings) -> float:
 
 
 def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, Any]]:
-    """Groups for a torch optimiser: one for each pair of learning rate and weight decay that occurs.
+    """Return groups for a torch optimiser: one for each pair of learning rate and weight decay.
 
     With ``parametrization="mup"`` the rate of every matrix falls with its fan-in as ``ParamRole.lr_scale`` says. What
     decay takes off in a step, rate times decay, stays as it is.
@@ -115,7 +115,7 @@ def check_readout(model: nn.Module, ratio: float) -> None:
 
 
 def build_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:
-    """AdamW or Adam over ``parameter_groups``, in torch's fused form (one pass over the memory) where it exists."""
+    """Return AdamW or Adam over ``parameter_groups``, in torch's fused form if possible."""
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[settings.optimizer]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
     groups = parameter_groups(model, settings)
@@ -166,7 +166,7 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
     Args:
         model: a fresh Hugging Face model.
         ratio: its width over the base width; at 1 nothing changes.
-        start: how it was drawn, as ``TrainSettings.model_start``: at the same standard deviation whatever the width,
+        start: how it was drawn, as ``TrainSettings.model_start``: at one standard deviation for all widths,
             or within 1 / sqrt(fan-in), biases and embeddings too.
     """
     if ratio == 1:

@@ -107,7 +107,7 @@ def _check_model(settings: TrainSettings) -> None:
     except OSError as error:
         raise ValueError(
             f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory with a model, nor "
-            f"a model that can be had from the Hub: {str(error).splitlines()[0]}"
+            f"a model on the Hub: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -18,7 +18,7 @@ Schedule = Literal["onecycle", "cosine", "noam", "constant"]
 
 
 class FitSettings(Settings):
-    """Hold how a model is trained, whatever the model and the data: all that ``fit`` needs.
+    """Settings of training, independent of model and data: all that ``fit`` needs.
 
     Attributes:
         steps: optimiser steps.
@@ -58,7 +58,7 @@ class FitSettings(Settings):
         save_every: steps between checkpoints; 0 saves none, None every tenth of the run, but not more often than every
             100 steps.
         eval_batch_size: sequences in an evaluation pass; None takes ``batch_size``.
-        eval_start_tokens: evaluate before the first step on the first so many validation tokens; None on all.
+        eval_start_tokens: validation tokens to evaluate on before the first step; None takes all.
         report_to: names of transformers' reporting integrations ("tensorboard", "wandb", ...).
         save_model: write the trained model to ``out_dir/model``.
         keep_checkpoint: keep the last checkpoint, with the optimiser's state, once the run has ended.
@@ -144,7 +144,7 @@ class FitSettings(Settings):
 
     @property
     def warmup(self) -> int:
-        """Warm-up steps with the default filled in."""
+        """Return warm-up steps with the default filled in."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         usual = 0.3 if self.schedule == "onecycle" else 0.1
@@ -153,12 +153,12 @@ class FitSettings(Settings):
 
     @property
     def save_interval(self) -> int:
-        """Steps between checkpoints with the default filled in; 0 is never."""
+        """Return steps between checkpoints with the default filled in; 0 is never."""
         return max(100, self.steps // 10) if self.save_every is None else self.save_every
 
 
 def _read(family: type[Config]) -> BeforeValidator:
-    """A setting of ``family``, as text or as a mapping, written out; None stays."""
+    """Return a setting of ``family``, as text or as a mapping, written out; None stays."""
     return BeforeValidator(lambda value: None if value is None else family.read(value).to_dict())
 
 
@@ -179,7 +179,7 @@ class TrainSettings(FitSettings):
         attachments: settings of model-level parts, applied in this order.
         objective: what is minimised in place of the model's own loss, such as ``distill:teacher=DIR`` or
             ``cgt:eta=0.5``. A text or a mapping with ``kind``; evaluation is by the model's own loss always.
-        bits: 2 to 8 store the trained model in so many bits, as ``relinear.save_pretrained`` does, and read it back:
+        bits: 2 to 8 store the trained model in this many bits, as ``relinear.save_pretrained`` does, and read it back:
             the run's loss is measured on what was stored.
         data: the corpus, the tokenizer and the sequence length.
         eval_start_tokens: as for ``FitSettings``; a bound by default, as the whole validation text may take minutes.
@@ -210,7 +210,7 @@ class TrainSettings(FitSettings):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimiser step."""
+        """Return tokens of an optimiser step."""
         return self.batch_size * self.accumulation * self.data.sequence_length
 
     @property

@@ -34,16 +34,16 @@ from relinear.training.optim import build_optimizer, build_schedule
 from relinear.training.settings import FitSettings
 
 _RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
-#: parts that every checkpoint has, whatever wrote it (DeepSpeed keeps its own in one folder)
+#: parts that every checkpoint has (DeepSpeed keeps its own in one folder)
 _ALWAYS = (
     ("optimizer*", "global_step*"),
     ("scheduler.pt", "global_step*"),
     ("trainer_state.json",),
     ("rng_state*.pth",),
 )
-#: a training loss of so many times the first one (but at least of so many nats) counts as diverged
+#: a training loss above this multiple of the first one (or of 1 nat, if that is more) counts as diverged
 DIVERGENCE_FACTOR = 100.0
-#: seconds after which an evaluation says how far it is
+#: seconds after which an evaluation reports its progress
 _REPORT_AFTER_S = 2.0
 _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
 
@@ -93,9 +93,9 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def last_checkpoint(out_dir: str | Path) -> Path | None:
-    """The newest whole checkpoint below ``out_dir``, or None. A checkpoint that was being written does not count.
+    """Return the newest whole checkpoint below ``out_dir``, or None; unfinished ones do not count.
 
-    One without a manifest is of an earlier version, and counts where no other has one.
+    One without a manifest is of an earlier version, and counts only if none has one.
     """
     paths = [path for path in Path(out_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     return max(paths, key=lambda path: ((path / MANIFEST).is_file(), int(path.name[11:])), default=None)
@@ -128,7 +128,7 @@ def _arguments(settings: FitSettings, out_dir: Path, device: str) -> TrainingArg
 
 
 def _reporters(settings: FitSettings, folder: Path) -> list[TrainerCallback]:
-    """transformers' callbacks that ``report_to`` names; tensorboard's files go to ``folder``."""
+    """Return transformers' callbacks that ``report_to`` names; tensorboard's files go to ``folder``."""
     try:
         reporters: list[Any] = [reporter() for reporter in get_reporting_integration_callbacks([*settings.report_to])]
     except RuntimeError as error:  # a package is missing
@@ -142,7 +142,7 @@ def _reporters(settings: FitSettings, folder: Path) -> list[TrainerCallback]:
 class RelinearTrainer(Trainer):
     """A Trainer for any model that returns a loss, with or without operators.
 
-    Over transformers' own it: draws data in an order that a resumed run continues exactly; groups parameters by their
+    Beyond transformers' own it draws data in an order that a resumed run continues exactly; groups parameters by their
     roles; computes in bf16 by autocast without copying outputs back to fp32; tracks the auxiliary terms of the loss;
     stops at a loss that is not finite; writes checkpoints all or nothing, and no pickled arguments in them.
 
@@ -182,7 +182,7 @@ class RelinearTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
-        # they then fall back on shifts the labels all the same, and would come out smaller by 1 / T.
+        # they then fall back on shifts the labels too, and would come out smaller by 1 / T.
         # Of a module around such a model it would know nothing at all.
         loss = next((f for m in model.modules() if (f := getattr(m, "loss_function", None)) is not None), None)
         self._loss_shifts_labels |= getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss
@@ -200,13 +200,13 @@ class RelinearTrainer(Trainer):
         self.on_evaluating: Callable[[int, int], None] = lambda done, total: None
 
     def start_from(self, step: int, tokens: int, first_loss: float | None) -> None:
-        """Count on from a checkpoint: the step it was written at, the tokens seen until then, the run's first loss."""
+        """Continue the counts of a checkpoint: its step, the tokens seen until then, the run's first loss."""
         self._last_drain, self.tokens_seen, self._first_loss = step, tokens, first_loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' ``train``, with noise (latents, dropout, drawn positions) of its own on every rank."""
+        """Train with different noise (latents, dropout, drawn positions) on every rank."""
         rank = self.args.process_index
-        if rank:  # rank 0 goes on as a run of one process does; a resumed run then reads each rank's own state
+        if rank:  # rank 0 draws as a run of one process does; a resumed run reads each rank's own state
             set_seed((self.settings.seed + _RANK_SEEDS * rank) % 2**32)
         return super().train(*args, **kwargs)
 
@@ -235,7 +235,7 @@ class RelinearTrainer(Trainer):
     # Loss
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Autocast to the compute dtype; accelerate's own would also copy the logits back to fp32."""
+        """Return the autocast to the compute dtype; accelerate's own also copies the logits back to fp32."""
         if self.compute_dtype == torch.float32 or self.settings.dtype == "pure_bfloat16":
             return contextlib.nullcontext()
         return torch.autocast(self.args.device.type, dtype=self.compute_dtype)
@@ -274,7 +274,7 @@ class RelinearTrainer(Trainer):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """0: FLOPs are stated once a run, not summed by walking the model in every step."""
+        """Return 0: FLOPs are computed once per run, not in every step."""
         return 0
 
     def _check_finite(self, value: float, quantity: str) -> None:
@@ -294,7 +294,7 @@ class RelinearTrainer(Trainer):
     # Logs and evaluation
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the terms of the loss and the operators' own measurements to what Trainer logs while training."""
+        """Add the terms of the loss and the operators' metrics to what Trainer logs while training."""
         if "loss" in logs:
             self._check_finite(logs["loss"], "training loss")
             self._first_loss = logs["loss"] if self._first_loss is None else self._first_loss
@@ -366,7 +366,7 @@ class RelinearTrainer(Trainer):
         return str(self._redirect) if self._redirect else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Written beside its place and renamed when whole: a killed run leaves the checkpoint before it."""
+        """Write a checkpoint under a temporary name and rename it: a killed run leaves the one before."""
         for name, parameter in self._plain_model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 self._check_finite(float("nan"), f"weight {name}")
@@ -382,7 +382,7 @@ class RelinearTrainer(Trainer):
                 if self.args.should_save:
                     write_manifest(partial / name, world_size=self.args.world_size)
                     sync_files(partial / name)
-                    set_aside(home / name)  # not this run's, which goes on behind its last
+                    set_aside(home / name)  # a file of this name is not of this run
                     (partial / name).rename(home / name)
         finally:
             self._redirect = None
@@ -393,7 +393,7 @@ class RelinearTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Trainer only warns of weights that the checkpoint lacks; to continue with fresh ones would be another run."""
+        """Raise ValueError for weights that the checkpoint lacks, of which Trainer only warns."""
         absent = set(load_result.missing_keys)
         names: dict[nn.Parameter, set[str]] = {}
         for name, parameter in self._plain_model.named_parameters(remove_duplicate=False):
@@ -407,24 +407,24 @@ class RelinearTrainer(Trainer):
             self._plain_model.tie_weights()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """The model alone: Trainer would pickle its arguments beside it."""
+        """Save the model alone: Trainer would also pickle its arguments."""
         if self.args.should_save:
             save_model(self.model, Path(output_dir or self.home))
 
 
 def joined(family: str, values: Mapping[str, Tensor], reduce: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Numbers of operators, each () or of every run (R,), under one name each: their sum or mean."""
+    """Return the numbers of operators, reduced over the operators that share a name."""
     by_name = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
     return {name: reduce(torch.stack(members), 0) for name, members in by_name.items()}
 
 
 def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float) -> None:
-    """Keep the losses of the validation blocks in ``path`` (npy), if ``loss`` is their mean."""
+    """Write the losses of the validation blocks to ``path`` (npy), if ``loss`` is their mean."""
     present = [block for block in blocks if block is not None]
     if not present or len(present) < len(blocks):
         return
     losses = torch.cat(present)
-    # A model may have a loss of its own, of which this is not a division.
+    # A model's own loss may not be the mean of these.
     if not math.isclose(float(losses.mean()), loss, rel_tol=1e-2):
         return
     with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -432,7 +432,7 @@ def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float)
 
 
 def block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
-    """Mean loss (B,) of each row's next tokens; None if the model predicts none."""
+    """Return the mean loss (B,) of each row's next tokens; None if the model predicts none."""
     logits = output.get("logits") if isinstance(output, dict) else None
     if logits is None or labels is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
         return None
@@ -441,7 +441,7 @@ def block_losses(output: Any, labels: Tensor | None) -> Tensor | None:
 
 
 def save_model(model: Any, directory: Path) -> None:
-    """``save_pretrained`` for a Hugging Face model, a safetensors file of the weights for any other module."""
+    """Save a Hugging Face model by ``save_pretrained``, any other module as a safetensors file of its weights."""
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
         sync_record(model)

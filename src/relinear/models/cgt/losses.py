@@ -30,7 +30,7 @@ def _real(real: Tensor | None, y: Tensor) -> Tensor:
 
 
 def _average(values: Tensor, shares: Tensor | None) -> Tensor:
-    """The mean over samples of values (B,) with weights (B,)."""
+    """Return the mean over samples of values (B,) with weights (B,)."""
     if shares is None:
         return values.mean()
     weights = shares.to(values)
@@ -47,7 +47,7 @@ def _masked_mean(values: Tensor, weights: Tensor, real: Tensor, dim: int) -> Ten
 def continuity(
     y: Tensor, weights: Tensor | None = None, *, real: Tensor | None = None, shares: Tensor | None = None
 ) -> Tensor:
-    """R_C: mean over s >= 2 of zeta(s) ||n_s - n_{s-1}||^2 with n = y / ||y|| (CGT, Section 3.4).
+    """Return R_C: mean over s >= 2 of zeta(s) ||n_s - n_{s-1}||^2 with n = y / ||y|| (CGT, Section 3.4).
 
     Args:
         y: (B, T, E) with T >= 2.
@@ -62,7 +62,7 @@ def continuity(
 
 
 def decorrelation(y: Tensor, weights: Tensor | None = None, *, real: Tensor | None = None) -> Tensor:
-    """R_D: mean over s and over pairs of different samples of zeta(s) (n_s^a . n_s^b)^2 (CGT, Section 3.4).
+    """Return R_D: mean over s and over pairs of different samples of zeta(s) (n_s^a . n_s^b)^2 (CGT, Section 3.4).
 
     The diagonal pairs of the paper's sum are zero by normalisation. 0 for a batch of one.
 
@@ -199,7 +199,7 @@ def gaussian_process_kl(
 
 
 def _moments(y: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean (T, E) and deviations (B, T, E) (0 at padding) of each position, and how many samples it has (T,)."""
+    """Return the mean (T, E) and deviations (B, T, E) (0 at padding) of each position, and its samples (T,)."""
     inside, counts = real.unsqueeze(-1), real.sum(0)
     mean = torch.where(inside, y, 0.0).sum(0) / counts.clamp(min=1).unsqueeze(-1)
     return mean, torch.where(inside, y - mean, 0.0), counts
@@ -208,7 +208,7 @@ def _moments(y: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def gaussian_process_matching(
     y: Tensor, kernel: Tensor, positions: Tensor | None = None, *, real: Tensor | None = None
 ) -> Tensor:
-    """R_P: 1/N sum_s ||mu_s||^2 + 1/N^2 sum_stij (<dy_si dy_tj> - K_st delta_ij)^2 (CGT, Appendix A.2).
+    """Return R_P: 1/N sum_s ||mu_s||^2 + 1/N^2 sum_stij (<dy_si dy_tj> - K_st delta_ij)^2 (CGT, Appendix A.2).
 
     Averages <.> run over the batch; dy is y minus its batch mean mu.
 

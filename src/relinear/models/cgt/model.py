@@ -274,7 +274,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
     def _averaged(
         self, computed: Tensor, frozen: Tensor, rate: float, attention_mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """The moving average of the computed context, which starts from the frozen one, or from where the cache is."""
+        """Return the moving average of the computed context, from the frozen one or the cache's on."""
         length = computed.shape[1]
         mask = attention_mask[:, -length:] if attention_mask is not None and attention_mask.ndim == 2 else None
         slot = self.config.n_layer + self.config.context_layer
@@ -358,7 +358,7 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CGTOutput:
-        """Next-token logits, with the context computed for each token, frozen, or a moving average.
+        """Return next-token logits, with the context computed for each token, frozen, or a moving average.
 
         Args:
             input_ids: (B, T).
@@ -449,7 +449,7 @@ class CGTForRegression(_CGTWithHead):
     def forward(
         self, vectors: Tensor, targets: Tensor | None = None, target_mask: Tensor | None = None, **kwargs: Any
     ) -> CGTOutput:
-        """Predictions (in ``logits``) for every position and their mean squared error.
+        """Return predictions (in ``logits``) for every position and their mean squared error.
 
         Args:
             vectors: (B, T, input_features).
@@ -465,7 +465,7 @@ class CGTForRegression(_CGTWithHead):
 
 
 def squared_error(predictions: Tensor, targets: Tensor, target_mask: Tensor | None) -> Tensor:
-    """Mean squared error of predictions (B, T, F) at the positions that ``target_mask`` (B, T) counts; all for None."""
+    """Return the mean squared error of predictions (B, T, F) where ``target_mask`` (B, T) is set; None is all."""
     errors = (predictions - targets).square().mean(-1)
     weights = torch.ones_like(errors) if target_mask is None else (target_mask != 0).to(errors.dtype)
     return (errors * weights).sum() / weights.sum().clamp(min=1)

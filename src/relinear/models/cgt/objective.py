@@ -93,7 +93,7 @@ def auxiliary_loss(
     positions: Literal["restart", "continue"] = "restart",
     **kwargs: Any,
 ) -> Tensor:
-    """L_aux: the loss on the rest of each sequence, with y frozen at the end of its prefix (CGT, Section 3.2).
+    """Return L_aux: the loss on the rest of each sequence, with y frozen at the end of its prefix (CGT, Section 3.2).
 
     Attention there does not see the prefix: y is all that is left of it, and gradients reach the prefix through y. The
     loss is a mean over the targets of the rests, whose number is drawn with the splits: over accumulated batches it is
@@ -185,7 +185,7 @@ class CGTObjective(ObjectiveConfig):
     kernel_nu: float = 0.03
 
     def prepare(self, model: nn.Module) -> CGTObjective:
-        """Itself, for a model that has a context.
+        """Return the objective itself, for a model that has a context.
 
         Raises:
             ValueError: if ``model`` is not a CGT, or ``kl`` is asked of one that is not variational.

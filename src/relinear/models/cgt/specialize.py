@@ -131,7 +131,7 @@ def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
 
 
 def _stock_state(model: Any) -> dict[str, Tensor]:
-    """Parameters of the x stream by GPT-2's names; those of operators multiplied out."""
+    """Return parameters of the x stream by GPT-2's names; those of operators multiplied out."""
     state = {name: value for name, value in model.state_dict().items() if _is_stock(name)}
     for name, operator in named_operators(model):
         if not _is_stock(name):
