@@ -111,7 +111,7 @@ PLAN = {
 def test_a_plan_needs_the_seeds_of_its_power_or_a_reason():
     assert Plan.load(PLAN).seeds_needed == 3
     few = PLAN | {"comparison": PLAN["comparison"] | {"seeds": [0, 1]}}
-    with pytest.raises(ValueError, match="it takes 3; add seeds, or say why not as without_power"):
+    with pytest.raises(ValueError, match="use 3, or say why not as without_power"):
         Plan.load(few)
     assert Plan.load(few | {"without_power": "hours of a core"}).comparison.seeds == (0, 1)
 

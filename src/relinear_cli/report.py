@@ -114,10 +114,7 @@ def trained_in(run: Path) -> list[Path]:
     parents = [run, *_first_seeds(run)]
     folders = [folder for folder in parents if (folder / "model").is_dir() and (folder / "run.json").is_file()]
     if not folders:
-        raise ValueError(
-            f"no trained model is saved in {run}; give the directory of a comparison or a training run whose models "
-            "were kept (save_model), or look into another model with relinear analyze"
-        )
+        raise ValueError(f"no trained model is saved in {run}; give a run whose models were kept (save_model)")
     return folders
 
 
@@ -228,6 +225,5 @@ def _section(run: Path) -> Section:
     if analyses_blocks(run):
         return analyses_section(run)
     raise FileNotFoundError(
-        f"{run} holds nothing to report: no {RESULTS} (no comparison has finished there), nor what train, "
-        "compress, distill, bench or analyze leave; give the directory that was their --out"
+        f"{run} holds nothing to report; give the --out of compare, train, compress, distill, bench or analyze"
     )

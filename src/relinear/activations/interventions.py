@@ -45,8 +45,8 @@ def _with_hooks(
     """Add interventions and observers, by the names of hook points, for the length of a block, which gets ``value``."""
     if getattr(intervened_model, "training", False) and getattr(intervened_model, "is_gradient_checkpointing", False):
         raise ValueError(
-            "cannot intervene in training under gradient checkpointing: a backward after the block would recompute "
-            "without the interventions; call model.gradient_checkpointing_disable(), or model.eval()"
+            "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
+            "call model.eval() or model.gradient_checkpointing_disable()"
         )
     added = []
     for name, point in points.items():
@@ -167,8 +167,7 @@ class _OnDims(Intervention):
             shape = () if value is None else torch.as_tensor(value).shape
             if shape and shape[-1] not in (1, width):
                 raise ValueError(
-                    f"{name}: {type(self).__name__}({field}=...) has shape {tuple(shape)}; its last dimension must be "
-                    f"{width} (or 1, or a number)"
+                    f"{name}: {type(self).__name__}({field}=...) has shape {tuple(shape)}; it must end in {width} or 1"
                 )
 
     def apply(self, latent: Latent) -> Tensor:
@@ -358,10 +357,7 @@ def _by_hook_point(
 ) -> dict[str, list[Intervention]]:
     """Return the interventions by the full names of hook points, checked against their sizes."""
     if not isinstance(interventions, Mapping):
-        raise ValueError(
-            "intervene takes a mapping such as {'q_proj': relinear.activations.Clamp(-1, 1)}, "
-            f"got {shown(interventions)}"
-        )
+        raise ValueError(f"intervene takes a mapping such as {{'q_proj': Clamp(-1, 1)}}, got {shown(interventions)}")
     inside = [name for name, point in points.items() if point.kind != OUTPUT]
     if not inside and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in interventions):
         raise ValueError(

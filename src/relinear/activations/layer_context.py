@@ -93,8 +93,8 @@ class _LayerHooks:
             keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
             if keywords.get("use_reentrant") is True:  # what stands in for the function may answer anything
                 raise ValueError(
-                    f"reentrant gradient checkpointing runs backward through the {self.label} once for every layer and "
-                    'cannot be right; use model.gradient_checkpointing_enable({"use_reentrant": False})'
+                    f"reentrant gradient checkpointing gives wrong gradients with a {self.label}; use "
+                    'model.gradient_checkpointing_enable({"use_reentrant": False})'
                 )
         kwargs = dict(kwargs)
         value = kwargs.pop(self.key, None)
@@ -113,8 +113,7 @@ class _LayerHooks:
             self.deliver(self.index, value)
         elif self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
             raise ValueError(
-                f"{type(self.layer).__name__} hands no further keyword arguments on to its attention, so that under "
-                f"gradient checkpointing it would be run again without its {self.label}; call "
-                "model.gradient_checkpointing_disable()"
+                f"{type(self.layer).__name__} hands no further keyword arguments on to its attention, so it cannot be "
+                f"checkpointed with a {self.label}; call model.gradient_checkpointing_disable()"
             )
         return args, kwargs

@@ -87,14 +87,13 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
         value = _carrier.manual
     if value is None:
         raise ValueError(
-            f"{kind} needs a context and there is none. In a model: relinear.attach_(model, "
-            f"relinear.ContextManager(dim={context_dim})); alone: with relinear.activations.context(c): ... If the "
-            "model has a manager, this layer lies outside of its decoder layers and cannot be conditioned"
+            f"{kind} needs a context and there is none: relinear.attach_(model, "
+            f"relinear.ContextManager(dim={context_dim})), or with relinear.activations.context(c). Layers outside the "
+            "decoder layers cannot be conditioned"
         )
     if value.shape[-1] != context_dim:
         raise ValueError(
-            f"{kind} was built for context_dim={context_dim}, the context has width {value.shape[-1]}; make "
-            "ContextManager(dim=) and the operator's context_dim equal"
+            f"{kind} was built for {context_dim=}, the context has width {value.shape[-1]}; make them equal"
         )
     if x is None:
         return value
@@ -102,7 +101,7 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     if len(lead) > len(tokens) or any(a not in (1, b) for a, b in zip(reversed(lead), reversed(tokens))):
         raise ValueError(
             f"{kind}: the context is for tokens {lead}, the input has {tokens}. A layer that sees flattened or routed "
-            "tokens (experts) cannot be conditioned; by hand, give a context of shape (..., T, context_dim)"
+            "tokens (experts) cannot be conditioned"
         )
     return value
 
@@ -114,8 +113,8 @@ def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
         return
     if owner.context_dim != config.context_dim:
         raise ValueError(
-            f"{name}: {config.kind} with context_dim={config.context_dim}, but the model's context manager has "
-            f"dim={owner.context_dim}; make them equal"
+            f"{name}: {config.kind} has context_dim={config.context_dim}, the context manager dim={owner.context_dim}; "
+            "make them equal"
         )
     _check_reached(model, name, f"{name}: {config.kind}")
 

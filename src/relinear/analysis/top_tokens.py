@@ -58,8 +58,7 @@ def top_tokens(
     known = occurrences >= min_occurrences
     if known.sum() < count:
         raise ValueError(
-            f"only {int(known.sum())} tokens occur {min_occurrences} times or more; give more text than {ids.numel()} "
-            "tokens, or a smaller min_occurrences"
+            f"only {int(known.sum())} tokens occur {min_occurrences} times or more; give more text, or lower it"
         )
     positions = max(10, math.ceil(top_share * ids.numel()))
     by_layer = {}

@@ -58,10 +58,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError(
-            "the invariant decomposition and the logarithm of rotors have first derivatives only; leave them out of "
-            "what a gradient penalty or a Hessian is taken of"
-        )
+        raise RuntimeError("the invariant decomposition and the logarithm of rotors have first derivatives only")
 
 
 def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -140,10 +140,7 @@ def log(rotor: Tensor) -> Tensor:
     error = torch.maximum((exact - even).norm(dim=-1), (even.norm(dim=-1) - 1).abs()).detach()
     valid = error < torch.finfo(exact.dtype).eps ** 0.25
     if is_concrete(rotor) and not bool(valid.all()):
-        raise ValueError(
-            "log needs rotors (even, r r~ = 1); the worst one here has an odd part or an error of its norm of "
-            f"{float(error.max()):.3g}; exp of a bivector gives rotors"
-        )
+        raise ValueError(f"log needs rotors (even, r r~ = 1); the largest deviation here is {float(error.max()):.3g}")
     if n == 1:
         if is_concrete(rotor) and bool((exact[..., 0] < 0).any()):
             raise ValueError("-1 has no logarithm in Cl(1), which has no bivectors")

@@ -250,8 +250,8 @@ def check_projections(model: Any, projections: Iterable[Sequence[str]], name: st
     there = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     if missing := sorted({projection for names in projections for projection in names} - there):
         raise ValueError(
-            f"{name} has no layer {', '.join(missing)}: its projections are fused or have other names, which "
-            "this paper's fits do not cover. Give a model whose q, k and v are layers of their own, such as a Llama"
+            f"{name} has no layer {', '.join(missing)}: fused projections and other names are what this paper's fits "
+            "do not cover; give a model with layers q, k and v, such as a Llama"
         )
 
 

@@ -90,8 +90,8 @@ def _check_as_begun(
     """Refuse to go on with what settings alone do not show; earlier versions did not record it."""
     if tokens and record.get("tokens", tokens) != tokens:
         raise ValueError(
-            f"{out_dir} was begun on other text: the files that train.data names, or what they are tokenised by, have "
-            "changed since; bring the old ones back, or give another --out"
+            f"{out_dir} was begun on other text: files of train.data or its tokenizer have changed; restore them, or "
+            "give another --out"
         )
     for p in planned:
         before, here = record["entries"].get(p.name, {}).get("computed"), _computed(p.settings)

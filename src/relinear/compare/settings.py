@@ -296,8 +296,7 @@ class CompareSettings(Settings):
         fixed = [name for name, entry in self.entries.items() if entry.resize == "fixed"]
         if fixed and self.match.by == "bytes":
             raise ValueError(
-                f"entries.{fixed[0]} has resize: fixed, and match by bytes gives every entry a file of one size: leave "
-                "resize out (its width is changed), or write resize: operator"
+                f"entries.{fixed[0]} has resize: fixed, and match by bytes resizes every entry: leave resize out"
             )
         for name in self.entries:
             self.settings_of(name)
@@ -444,8 +443,8 @@ class Plan(Settings):
         count = len(self.comparison.seeds)
         if count < self.seeds_needed and not self.without_power:
             raise ValueError(
-                f"{count} seeds cannot tell an effect of {self.effect:g} from none at a spread of {self.spread:g}: it "
-                f"takes {self.seeds_needed}; add seeds, or say why not as without_power"
+                f"{count} seeds cannot detect an effect of {self.effect:g} at a spread of {self.spread:g}; use "
+                f"{self.seeds_needed}, or say why not as without_power"
             )
         return self
 

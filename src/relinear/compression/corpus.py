@@ -242,8 +242,7 @@ def read_corpus(
         raise ValueError("texts is an empty mapping; give one corpus or more, by name")
     if count < len(corpora):
         raise ValueError(
-            f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} in all ({what}): give "
-            "fewer corpora, or more tokens"
+            f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} ({what}): use more tokens"
         )
     calibration, healing, evaluation = ([], [], [])  # type: tuple[list, list, list]
     for name, data in corpora.items():
@@ -310,8 +309,7 @@ def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings:
             blocks = read.end_to_end()[:count]
         if not blocks:
             raise ValueError(
-                f"evaluate_on, {name}: the corpus has {read.left:,} tokens, which is less than one window of "
-                f"sequence_length={settings.sequence_length}: give more text"
+                f"evaluate_on, {name}: the corpus has {read.left:,} tokens, fewer than {settings.sequence_length=}"
             )
         blocks_by_name[name] = _stack(sorted(blocks), settings.sequence_length)
     return blocks_by_name

@@ -63,8 +63,7 @@ class Task:
             inside = [name for name, index in layer_of.items() if index is not None]
             more = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
             raise ValueError(
-                f"{outside[0]}{more} outside of the decoder layers, all that is compressed: write "
-                f"exclude={patterns_of(outside, inside)}"
+                f"{outside[0]}{more} outside of the decoder layers: write exclude={patterns_of(outside, inside)}"
             )
         for name, index in layer_of.items():
             assert index is not None
@@ -110,7 +109,7 @@ def linear_layers(
     if not layers:
         raise ValueError(
             f"all {len(replacements)} layers that targets= and exclude= name are operators already, as after a "
-            "compression. Give the original with a smaller budget, or fold it first (relinear.fold_)"
+            "compression; give the original"
         )
     return layers
 
@@ -126,8 +125,8 @@ def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     in_words = tuple(entry.in_words() for entry in gaps)
     if share > MAX_UNREACHED_SHARE and targets == ALL_LINEAR:
         raise ValueError(
-            f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(in_words)}. To "
-            "compress the remaining layers alone, name them with targets= (--target)"
+            f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(in_words)}. Name "
+            "the layers to compress with targets= (--target)"
         )
     return in_words
 

@@ -141,7 +141,7 @@ def apply_to_output(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
     y, stream = output[0] if isinstance(output, tuple) else output, x[0] if isinstance(x, list) else x
     if y.shape != stream.shape:
         raise ValueError(
-            f"{type(module).__name__} returned shape {tuple(y.shape)}, but the residual stream that it meets has "
-            f"shape {tuple(stream.shape)}; whatever is put into the sub-block must keep that shape"
+            f"{type(module).__name__} returned shape {tuple(y.shape)}, not {tuple(stream.shape)} as the residual "
+            "stream; modules in the sub-block must keep it"
         )
     return (part(x, y), *output[1:]) if isinstance(output, tuple) else part(x, y)

@@ -170,7 +170,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     learns = (p.requires_grad for op in recording if op.aux_losses() for p in op.parameters())
     if loss.requires_grad and not total.requires_grad and any(learns):
         raise ValueError(
-            "the auxiliary losses carry no gradient: reentrant gradient checkpointing cuts them off; use "
+            "reentrant gradient checkpointing cuts off the gradient of auxiliary losses; use "
             'model.gradient_checkpointing_enable({"use_reentrant": False})'
         )
     loss = loss + total * share_of_batch(inputs, model)

@@ -52,8 +52,7 @@ class CalibrationStatistics:
         measured = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
         if measured != (in_features, out_features):
             raise ValueError(
-                f"calibration statistics of (in, out) sizes {measured} do not fit a layer of sizes "
-                f"{in_features, out_features}"
+                f"calibration statistics of sizes {measured} do not fit a layer of sizes {in_features, out_features}"
             )
 
     def weighted(self, difference: Tensor) -> Tensor:

@@ -65,8 +65,8 @@ def render_conversations(tokenizer: Any, documents: Iterable[str]) -> Iterator[s
 def _rendered(tokenizer: Any, conversation: Conversation) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            f"the data hold conversations, and the tokenizer {tokenizer.name_or_path!r} has no chat template to write "
-            "them by; give the tokenizer of a model that was trained on chats, or a column of text"
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template for the conversations in the data; give "
+            "that of a chat model, or a column of text"
         )
     try:
         text = tokenizer.apply_chat_template(conversation.messages, tokenize=False)

@@ -116,8 +116,8 @@ def _only_text(documents: Iterator[str], settings: DataSettings) -> Iterator[str
     for document in documents:
         if isinstance(document, Conversation):
             raise ValueError(
-                f"{settings.data!r} holds conversations, which only compress, distill and training read; choose a "
-                "column of text with text_column (--text-column)"
+                f"{settings.data!r} holds conversations, which only compress, distill and training read; choose text "
+                "with text_column (--text-column)"
             )
         yield document
 

@@ -125,8 +125,8 @@ def prepare_data(
     missing = {"train", "validation"} - set(corpus.splits)
     if missing:
         raise ValueError(
-            f"{settings.data!r} has no training split, only {', '.join(corpus.splits)}: it can be evaluated on, not "
-            "trained on; give one of its files instead, or a folder with a train file"
+            f"{settings.data!r} has no training split, only {', '.join(corpus.splits)}; give one of its files, or a "
+            "folder with a train file"
         )
     tokenizer, tokenizer_key = _tokenizer(settings.tokenizer, corpus, root, on_progress)
     vocabulary = vocabulary_size(tokenizer)

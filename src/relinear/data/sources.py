@@ -179,8 +179,7 @@ def _file_sources(
     for file in files if kind == "text" else ():
         if (size := file.stat().st_size) > _LARGEST_DOCUMENT:
             raise ValueError(
-                f"{file} is one document of {size / 1e9:.1f} GB, and one has 2 GB at most; cut it into several files, "
-                "or make it JSON lines with a 'text' each"
+                f"{file} is one document of {size / 1e9:.1f} GB (limit 2 GB); cut it into several files or JSON lines"
             )
     key = [kind, _file_keys(files)]
     named = {_named(split): [glob.escape(str(file.absolute())) for file in group] for split, group in parts.items()}

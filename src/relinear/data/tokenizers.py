@@ -32,8 +32,7 @@ def trained_size(name: str) -> int | None:
     number = name.removeprefix("bpe:").replace("_", "")
     if not number.isdecimal() or len(number) > 8 or not _SMALLEST_BPE <= int(number) <= _LARGEST_BPE:
         raise ValueError(
-            f"tokenizer {name!r}: bpe:N needs N of at least {_SMALLEST_BPE} (256 bytes and 2 special tokens) and at "
-            f"most {_LARGEST_BPE:,}, for instance bpe:8000"
+            f"tokenizer {name!r}: N of bpe:N is from {_SMALLEST_BPE} to {_LARGEST_BPE:,}, for instance bpe:8000"
         )
     return int(number)
 
@@ -157,8 +156,8 @@ def separator_id(tokenizer: Any) -> int:
         if value is not None:
             return int(value)
     raise ValueError(
-        f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text, separator or beginning-of-text token, so "
-        "documents cannot be told apart; set its eos_token and save it again"
+        f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text token, so documents cannot be told apart; set "
+        "its eos_token and save it again"
     )
 
 

@@ -104,8 +104,7 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
     if len(chosen) == count:
         return torch.tensor(chosen)
     raise ValueError(
-        f"the corpus has {len(ids):,} tokens; {wanted:,} are to be recorded (tokens plus validation_tokens): give more "
-        "text or lower these"
+        f"the corpus has {len(ids):,} tokens, fewer than tokens plus validation_tokens, {wanted:,}; give more"
     )
 
 

@@ -66,8 +66,8 @@ class ContextState(LinearAttentionLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: assisted decoding (and whatever else crops a cache) would go on from a state of rejected tokens."""
         raise ValueError(
-            "assisted (speculative) decoding takes tokens back, and the state of a context manager with memory cannot "
-            "be taken back; generate without assistant_model and prompt_lookup_num_tokens, or use mixer='token'"
+            "the context manager cannot roll back its memory for assisted (speculative) decoding; generate without "
+            "it, or use mixer='token'"
         )
 
 
@@ -249,8 +249,7 @@ def _state_layer(cache: Any, base: Any) -> ContextState:
     length = cache.get_seq_length()
     if isinstance(length, int) and length > 0:
         raise ValueError(
-            f"the cache holds {length} tokens that the context manager has not seen; fill it with this model from the "
-            "first token on"
+            f"the cache holds {length} tokens that the context manager has not seen; fill it with this model"
         )
     layer = ContextState()
     cache.layers.append(layer)
@@ -277,10 +276,7 @@ def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
         at = torch.arange(tokens, device=mask.device)
         current = mask[:, 0, at, at + past]
         return current if mask.dtype == torch.bool else current == 0
-    raise ValueError(
-        f"the context manager cannot tell padding from an attention mask of shape {tuple(mask.shape)}; give one of "
-        "shape (batch, tokens)"
-    )
+    raise ValueError(f"the context manager needs an attention mask of shape (batch, tokens), got {tuple(mask.shape)}")
 
 
 @register

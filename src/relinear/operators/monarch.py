@@ -97,8 +97,8 @@ class Monarch(OperatorConfig):
         largest = -(-min(in_features, out_features) // self.blocks)
         if self.rank_for(in_features, out_features) > largest:
             raise ValueError(
-                f"rank={self.rank} exceeds the size of a sub-block, {largest}, with blocks={self.blocks}, "
-                f"in_features={in_features}, out_features={out_features}; choose a rank of at most {largest}"
+                f"rank={self.rank} exceeds a sub-block's size with blocks={self.blocks}, {in_features=}, "
+                f"{out_features=}; choose at most {largest}"
             )
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Monarch:

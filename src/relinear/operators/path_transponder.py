@@ -69,8 +69,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
                 raise ValueError(f"{name} already has a modulator; start from a model without one")
             if self.reads == "stream" and path.norm_name is None:
                 raise ValueError(
-                    f"layer {path.layer}: no norm reads the stream for {name}, so that its gates cannot be shown the "
-                    "stream; use reads='normed'"
+                    f"layer {path.layer}: no norm reads the stream for the gates of {name}; use reads='normed'"
                 )
 
     def attach(self, model: nn.Module) -> None:

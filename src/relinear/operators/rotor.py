@@ -230,8 +230,7 @@ class RotorLinear(Operator):
     def to_dense(self) -> Tensor:
         if not self.config.linear:
             raise NotLinearError(
-                f"{self.config} normalises or activates between its rotors, so it has no dense matrix; depth=0, or "
-                "activation='none' with normalize=False, has one"
+                f"{self.config} has no dense matrix; depth=0, or activation='none' with normalize=False, has one"
             )
         if self.exit is None:
             return self.entry.dense().to(self.entry.left.dtype)
@@ -374,8 +373,7 @@ class Rotor(OperatorConfig):
                 raise ValueError(f"{name}={value!r} is about a network, which needs a depth of 1 or more, got depth=0")
         if self.permute_terms and self.depth:
             raise ValueError(
-                f"permute_terms=True is about the plain sum, depth=0, got depth={self.depth}; the branches of a "
-                "network are permuted by permute=True"
+                f"permute_terms=True needs depth=0, got depth={self.depth}; the branches of a network have permute=True"
             )
         if self.power_iterations is not None and self.terms != "rotor":
             raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
@@ -421,8 +419,7 @@ class Rotor(OperatorConfig):
     def check_shape(self, in_features: int, out_features: int) -> None:
         if min(in_features, out_features) < 2:
             raise ValueError(
-                f"a rotor layer needs at least two inputs and outputs, got in_features={in_features}, "
-                f"out_features={out_features}"
+                f"a rotor layer needs at least two inputs and outputs, got {in_features=}, {out_features=}"
             )
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Rotor:

@@ -125,6 +125,5 @@ def _output_projection(block: SubBlock) -> str:
         if isinstance(module, nn.Module) and is_replaceable(module):
             return name
     raise ValueError(
-        f"layer {block.layer}: {type(block.module).__name__} has no linear output projection named "
-        f"{' or '.join(_OUTPUT_PROJECTIONS)}"
+        f"layer {block.layer}: {type(block.module).__name__} has no linear {' or '.join(_OUTPUT_PROJECTIONS)}"
     )

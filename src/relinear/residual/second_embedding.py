@@ -91,8 +91,7 @@ class SecondEmbedding(AttachmentConfig):
         sub_blocks(model)
         for name, operator in conditioned_operators(model).items():
             raise ValueError(
-                f"{name} ({operator.config.kind}) reads a context, which a second embedding is none of; "
-                "attach a ContextManager instead"
+                f"{name} ({operator.config.kind}) reads a context, not a second embedding; attach a ContextManager"
             )
 
     def attach(self, model: nn.Module) -> None:

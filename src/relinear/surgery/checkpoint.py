@@ -377,8 +377,7 @@ def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError if a config names the saved class, which ``AutoModelForCausalLM`` does not know."""
     if saved := config.get("architectures"):
         raise ValueError(
-            f"{directory} holds a {saved[0]}, which is not a causal language model; give a checkpoint that "
-            "AutoModelForCausalLM loads, or the class as auto_class"
+            f"{directory} holds a {saved[0]}, which is not a causal language model; give its class as auto_class"
         )
 
 
@@ -426,8 +425,7 @@ def check_files(directory: Path) -> None:
     # every model builds this number of layers, for hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(
-            f"{path}: num_hidden_layers={shown(layers)}, but the files of weights hold {len(tensors):,} tensors; "
-            "restore it from a copy"
+            f"{path}: num_hidden_layers={shown(layers)}, but there are {len(tensors):,} tensors; restore it from a copy"
         )
 
 
@@ -530,8 +528,8 @@ def _check_saving(model: Any, directory: Any) -> None:
     check_model(model, "save_pretrained")
     if not callable(getattr(model, "save_pretrained", None)):
         raise ValueError(
-            f"save_pretrained takes a Hugging Face model, got {type(model).__name__}, which has no config to be "
-            "rebuilt from; save the whole model that it belongs to, or its weights by safetensors.torch.save_model"
+            f"save_pretrained takes a Hugging Face model, got {type(model).__name__}; save the whole model, or use "
+            "safetensors.torch.save_model"
         )
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise ValueError(f"save_pretrained takes the directory to write, got {shown(directory)}")

@@ -54,8 +54,8 @@ class OperatorLora(lora.Linear):
         base = self.get_base_layer()
         if isinstance(base, Operator):
             raise ValueError(
-                f"an adapter cannot be merged into {type(base).__name__}, which has no weight to add it to; leave it "
-                "beside the operator, or fold a linear operator first: relinear.fold_(model)"
+                f"an adapter cannot be merged into {type(base).__name__}, which has no weight; leave it beside the "
+                "operator, or fold the operator first (relinear.fold_)"
             )
         self.fan_in_fan_out = is_conv1d(base)
         super().merge(safe_merge, adapter_names)

@@ -246,30 +246,24 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
 def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init: Init) -> None:
     if not target.name:
         raise ValueError(
-            "the model itself is a linear layer and cannot be replaced in place; build the operator instead: "
-            f"{type(config).__name__}(...).convert(linear, init={init!r})"
+            f"the model itself is a linear layer; call {type(config).__name__}(...).convert(linear, {init=})"
         )
     head = tied_head(model, target.module)
     names = [target.name, *(name for name, module in model.named_modules() if module is head)]
     reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)
     if reader is not None:
-        raise ValueError(
-            f"{target.name} cannot be replaced: {reader} reads its weight, which an operator does not have. Leave it "
-            "out with exclude="
-        )
+        raise ValueError(f"{target.name} cannot be replaced: {reader} reads its weight. Leave it out with exclude=")
     shared = is_tied(model, target.module, head)
     if shared is not None:
         raise ValueError(
-            f"{target.name} shares its weight with {shared}; replacing it would untie them. Build the model with "
-            "tie_word_embeddings=False, or leave it out with exclude="
+            f"{target.name} shares its weight with {shared}. Build the model with tie_word_embeddings=False, or leave "
+            "it out with exclude="
         )
     for name, parameter in target.module.named_parameters():
         if not parameter.is_floating_point():
             raise ValueError(f"{target.name}.{name} is {parameter.dtype}; only floating-point layers can be replaced")
     if init == "from_weight" and not config.fits_weight:
-        raise ValueError(
-            f"{config.kind} cannot be fitted to a weight in closed form ({target.name}); {config.fit_hint}"
-        )
+        raise ValueError(f"{target.name}: {config.kind} cannot be fitted to a weight in closed form; {config.fit_hint}")
     if init == "from_weight":
         check_finite(target.module, target.name)
     try:

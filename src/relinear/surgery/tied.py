@@ -49,8 +49,7 @@ def check_rows(config: OperatorConfig, source: nn.Module, name: str) -> None:
             config.build(*linear_features(source), bias=False, device="meta").to_dense()
             return
     raise ValueError(
-        f"{name} is an embedding, whose rows are looked up, and {config.kind} has no rows; give an operator "
-        "with a dense matrix, such as quantized:bits=8"
+        f"{name} is an embedding, and {config.kind} has no rows; give an operator with a matrix, such as quantized"
     )
 
 

@@ -109,8 +109,7 @@ def _resize_token_embeddings(
     for role, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
         if isinstance(part, Operator):
             raise ValueError(
-                f"the {role} is an operator ({part.config.kind}), which has no rows to add or remove; relinear.fold_ "
-                "it, resize the vocabulary, and replace it again"
+                f"the {role} is an operator ({part.config.kind}) without rows to add or remove; relinear.fold_ it first"
             )
     resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
     for table in tables:
@@ -172,14 +171,13 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
         return original(cls, name, *args, config=config, **kwargs)
     if not isinstance(config, PreTrainedConfig):
         raise ValueError(
-            f"{name} holds relinear operators, of which the config {shown(config)} knows nothing; leave config= out, "
-            "or give a config object"
+            f"{name} holds relinear operators, of which the config {shown(config)} knows nothing; leave config= out"
         )
     other = getattr(config, "quantization_config", None)
     if other is not None and parse_record(other) is None:
         raise ValueError(
-            f"{name} holds relinear operators and cannot be loaded with {type(other).__name__} on top; load it without "
-            "and quantize in place what is still dense (torchao.quantization.quantize_), or fold and save it first"
+            f"{name} holds relinear operators and cannot be loaded with {type(other).__name__}; quantize it afterwards "
+            "(torchao.quantization.quantize_), or fold and save it first"
         )
     config = copy.copy(config)
     config.quantization_config = stored

@@ -105,8 +105,8 @@ def _datasets(data: Any) -> tuple[Dataset, Dataset | None]:
         train, validation = data, None
     if not hasattr(train, "__getitem__") or not hasattr(train, "__len__"):
         raise ValueError(
-            "data must be a map-style dataset (with len and indexing), a pair (train, validation), or what "
-            f"relinear.data.prepare_data returns; got {type(data).__name__}"
+            f"data must be a map-style dataset, a pair (train, validation), or from relinear.data.prepare_data; got "
+            f"{type(data).__name__}"
         )
     if len(train) == 0:
         raise ValueError("the training data has no samples")

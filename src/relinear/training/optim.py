@@ -63,8 +63,8 @@ def width_ratio(model: nn.Module, settings: FitSettings) -> float:
         if isinstance(width := getattr(text, "hidden_size", None), int):
             return width / settings.parametrization_base_width
     raise ValueError(
-        f"parametrization='mup' goes by the model's width, and {type(model).__name__} holds no Hugging Face model "
-        "whose config states one (hidden_size); use parametrization='standard'"
+        f"parametrization='mup' needs a config with hidden_size, and {type(model).__name__} holds no Hugging Face "
+        "model with one; use parametrization='standard'"
     )
 
 
@@ -108,9 +108,8 @@ def check_readout(model: nn.Module, ratio: float) -> None:
     if head is None or getattr(head, "weight", None) not in tables or hasattr(head, SCALE):
         return
     raise ValueError(
-        "parametrization='mup' with an output head that shares the embedding's weight needs its logits multiplied by "
-        f"base width / width: attach relinear.models.ReadoutScale(factor={1 / ratio:g}), which relinear.train does for "
-        "a preset, or untie them (tie_word_embeddings=False)"
+        f"parametrization='mup' with a tied output head needs relinear.models.ReadoutScale(factor={1 / ratio:g}) "
+        "attached, or tie_word_embeddings=False"
     )
 
 

@@ -119,8 +119,8 @@ def _check_memory(model: Any) -> None:
     available = psutil.virtual_memory().total + psutil.swap_memory().total
     if not torch.cuda.is_available() and needed > available:
         raise ValueError(
-            f"the model has {needed // 16:,} parameters; to train it takes {needed / 2**30:,.0f} GiB at least, and "
-            f"this machine has {available / 2**30:,.0f}; choose smaller sizes"
+            f"training the model of {needed // 16:,} parameters takes {needed / 2**30:,.0f} GiB, and this machine has "
+            f"{available / 2**30:,.0f}; choose smaller sizes"
         )
 
 

@@ -116,7 +116,7 @@ class FitSettings(Settings):
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} must be below steps={self.steps}, or the learning rate never "
-                "reaches its peak; warmup_ratio gives the warm-up as a share of the steps"
+                "reaches its peak; see warmup_ratio"
             )
         return self
 
@@ -124,9 +124,8 @@ class FitSettings(Settings):
     def _consistent(self) -> FitSettings:
         if self.compile == "reduce-overhead" and self.accumulation > 1:
             raise ValueError(
-                f"compile='reduce-overhead' replays CUDA graphs, which overwrite the gradients of the pass before, and "
-                f"accumulation={self.accumulation} adds them up; use compile=True, or accumulation=1 and a larger "
-                "batch_size"
+                "compile='reduce-overhead' replays CUDA graphs, which overwrite gradients, so "
+                f"accumulation={self.accumulation} would be wrong; use compile=True"
             )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             both = f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g}"
@@ -136,9 +135,8 @@ class FitSettings(Settings):
             raise ValueError(f"{both} both scale learning rates by the fan-in; give one of them")
         if self.parametrization == "mup" and self.optimizer == "adam" and self.weight_decay:
             raise ValueError(
-                f"parametrization='mup' has no multiplier for weight_decay={self.weight_decay:g} with "
-                "optimizer='adam', which adds it to a gradient that falls with the width; use optimizer='adamw', or "
-                "weight_decay=0"
+                f"parametrization='mup' does not scale weight_decay={self.weight_decay:g} for optimizer='adam'; use "
+                "optimizer='adamw', or weight_decay=0"
             )
         return self
 
