@@ -31,10 +31,6 @@ class Roofline:
     gemm: float
     copy: float
 
-    def floor_seconds(self, flops: float, bytes_moved: float) -> float:
-        """Return the least time for this many FLOPs and bytes: whichever of the two takes longer."""
-        return max(flops / self.gemm, bytes_moved / self.copy)
-
 
 @torch.no_grad()
 def measure_roofline(dtype: torch.dtype) -> Roofline:
@@ -188,7 +184,7 @@ def bench_case(
         floor = None
         if roofline is not None and flops is not None:
             passes = 3 if case.phase == "step" else 1  # backward: one product for the input, one for the weights
-            floor = roofline.floor_seconds(passes * flops, passes * _bytes_at_least(module, case))
+            floor = passes * max(flops / roofline.gemm, _bytes_at_least(module, case) / roofline.copy)
         figures = {
             "peak_bytes": peaks.get(name),
             "memory_ratio": peaks[name] / peaks[DENSE] if peaks else None,

@@ -19,7 +19,7 @@ from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere, with_sampled_text
 from relinear.compression.evaluation import Observation, compared, observe
 from relinear.compression.healing import HealReport, heal, original_copy
-from relinear.compression.plan import CompressPlan, LayerPlan
+from relinear.compression.plan import CompressPlan
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
@@ -231,7 +231,8 @@ class _Job:
             healing=healing,
             budget=budget,
             bytes_before=bytes_before,
-            bytes=bytes_before - sum(map(self._saved_bytes, plan.layers.values())),
+            bytes=bytes_before
+            - sum(round(p.parameters_before * (16 - (p.bits or 16)) / 8) for p in plan.layers.values()),
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
@@ -252,11 +253,6 @@ class _Job:
                     if name != plan_file.name:
                         set_aside(self.folder / name)
             self.run_folder.write(made=made_by)
-
-    @staticmethod
-    def _saved_bytes(layer: LayerPlan) -> int:
-        """By how much a layer becomes smaller, in its reader's file."""
-        return round(layer.parameters_before * (16 - (layer.bits or 16)) / 8)
 
     def _make(
         self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, tokenizer: Any

@@ -242,12 +242,9 @@ class Config:
 
     def __str__(self) -> str:
         """Show the settings that define a size (whole numbers: ranks, blocks) and those that are not the default."""
-        fields = [f for f in dataclasses.fields(self) if _is_size(self, f) or _differs(self, f)]
+        values = {f: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = [f for f, v in values.items() if (type(v) is int and f.name != "seed") or _differs(self, f)]
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields)})"
-
-
-def _is_size(config: Config, field: dataclasses.Field) -> bool:
-    return type(getattr(config, field.name)) is int and field.name != "seed"
 
 
 def _differs(config: Config, field: dataclasses.Field) -> bool:

@@ -126,7 +126,8 @@ class RunFolder:
         with exclusive(self.path):
             record = self.check(settings, overwrite=overwrite)
             if overwrite:
-                self.set_all_aside()
+                for name in self.names:  # the record first, so that a kill leaves no half of a run
+                    set_aside(self.path / name)
             remove_temporaries(self.path)
             self._head = made_by(self.task) | {"settings": dict(settings)} | provenance()
             self._head["wrote"] = list((record or {}).get("wrote", []))
@@ -139,11 +140,6 @@ class RunFolder:
                 if record is None and self._taken() == [self.names[0]]:
                     self.record_path.unlink()
                 raise
-
-    def set_all_aside(self) -> None:
-        """Rename all that the task writes, the record first, so that a kill leaves no half of a run."""
-        for name in self.names:
-            set_aside(self.path / name)
 
     def write(self, **facts: Any) -> dict[str, Any]:
         """Write the record with ``facts`` added, and return it. Raises OSError."""
