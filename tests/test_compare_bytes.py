@@ -7,6 +7,7 @@ import pytest
 
 import relinear
 from compare_helpers import VOCABULARY, WIDTH, small
+from relinear.compare.figures import tuning
 from relinear.compare.match import matched, measure_size, plan_comparison
 from relinear.compare.report import write_report
 from relinear.compare.run import compare
@@ -176,3 +177,12 @@ def test_the_command_line_reads_sizes(text, tmp_path, capsys) -> None:
         "dense",
         "rotor",
     ]
+
+
+def test_rates_are_drawn_where_several_were_tried_and_at_the_bits_that_won() -> None:
+    trials = [{"learning_rate": 0.003, "validation_loss": 3.0, "bits": bits} for bits in (3, 4)]
+    entry = {"name": "dense", "learning_rate": 0.003, "tuning": {"trials": trials, "bits": 3}}
+    assert tuning([entry], {"dense": "#000000"}) == []
+    trials += [{"learning_rate": 0.006, "validation_loss": 3.1, "bits": bits} for bits in (3, 4)]
+    (panel,) = tuning([entry], {"dense": "#000000"})
+    assert list(panel.shown[0].x) == [0.003, 0.006]

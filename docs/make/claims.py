@@ -99,13 +99,11 @@ def _counts(claims: Sequence[Claim]) -> dict[str, int]:
 
 
 def _overview() -> str:
-    told, lines = _read("overview"), []
+    told, names, counts = _read("overview"), list[str](), list[dict[str, int]]()
     for paper in papers():
-        name = paper["title"].partition(":")[0]
-        count = _counts(paper["claims"])
-        others = sum(count[word] for word in OTHERS)
-        cells = [*(count[verdict] for verdict in VERDICTS), others]
-        lines.append([f"[{name}](claims/{paper['name']}.md)", *map(str, cells)])
+        counts.append(_counts(paper["claims"]))
+        names.append(f"[{paper['title'].partition(':')[0].removesuffix(' layers')}](claims/{paper['name']}.md)")
+    lines = [[f"**{word}**", *(str(count[word]) for count in counts)] for word in VERDICTS | OTHERS]
     every = _counts([claim for paper in papers() for claim in paper["claims"]])
     legend = [[f"**{word}**", str(every[word]), meaning] for word, meaning in (VERDICTS | OTHERS).items()]
     parts = [
@@ -113,7 +111,7 @@ def _overview() -> str:
         told["introduction"],
         forest.in_page("pictures"),
         told["drawn"],
-        table(["paper", *VERDICTS, "others"], lines),
+        table(["verdict", *names], lines),
         table(["verdict", "claims", "meaning"], legend),
         "## How far short runs decide",
         told["short"],
@@ -127,12 +125,14 @@ def _overview() -> str:
 
 
 def in_readme() -> str:
-    """How many claims got which verdict."""
+    """How many claims got which verdict, and what that takes."""
     every = _counts([claim for paper in papers() for claim in paper["claims"]])
     return (
-        f"**We tested {sum(every[verdict] for verdict in VERDICTS)} claims, in small models: {every['held']} held, "
-        f"{every['partly']} held in part, {every['did not hold']} did not, and {every['inconclusive']} are "
-        "inconclusive.**"
+        f"**Why trust it?** We re-tested {sum(every[verdict] for verdict in VERDICTS)} claims of five papers: "
+        f"**{every['held']} held, {every['partly']} held in part, {every['did not hold']} did not, "
+        f"{every['inconclusive']} are inconclusive**. A gap counts only if its 95 % interval over seeds excludes zero. "
+        "Where our small runs cannot tell, we write *inconclusive*. "
+        "Each claim has its [command, interval and verdict](docs/claims.md)."
     )
 
 

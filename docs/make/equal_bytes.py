@@ -28,15 +28,14 @@ _AT_4, _AT_3 = "170 MB", "160 MB"
 PICTURES = {
     "compress-file-size": Rows(
         [
-            ("130 MB", [("relinear", "bits:5.5"), ("llama.cpp, Q4_K_M", "llama.cpp:Q4_K_M")]),
             (
-                "113 MB",
-                [("relinear", "bits:4.25"), ("GPTQ", "gptq-order:4@96"), ("llama.cpp, IQ3_S", "llama.cpp:IQ3_S")],
+                "4.25 bits a weight",
+                [("relinear", "bits:4.25"), ("GPTQ", "gptq-order:4@96"), ("CALDERA", "caldera:4.25")],
             ),
+            ("3.5 bits a weight", [("relinear", "bits:3.5"), ("CALDERA", "caldera:3.5"), ("GPTQ", "gptq-order:3@48")]),
         ],
-        0.2,
+        0.28,
         0.1,
-        "smollm2",
     ),
     "compress-equal-bytes": Rows(
         [

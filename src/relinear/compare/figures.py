@@ -152,13 +152,16 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
             shown.append(Series(name=name, colour=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **look))
     rates = sorted({abscissa for series in shown for abscissa in series.x})
     ticks = {rate: f"{rate:.2g}" for rate in rates}
-    return [Panel(shown, Axis(title="learning rate", log=True, ticks=ticks), Axis(title=LOSS))] if shown else []
+    return (
+        [Panel(shown, Axis(title="learning rate", log=True, ticks=ticks), Axis(title=LOSS))] if len(rates) > 1 else []
+    )
 
 
 def _chosen_trials(record: Tuning) -> list[Trial]:
-    """The short runs at the initialisation and warm-up that were chosen; without any, the runs of full length."""
+    """The short runs at the initialisation, warm-up and bits that were chosen; without any, the runs of full length."""
     trials = record["trials"] or record.get("full_length", {}).get("trials", [])
-    chosen = {key: record[key] for key in ("initializer_range", "warmup_ratio") if record.get(key) is not None}
+    keys = ("initializer_range", "warmup_ratio", "bits")
+    chosen = {key: record[key] for key in keys if record.get(key) is not None}
     return [t for t in trials if all(t.get(key) == value for key, value in chosen.items())]
 
 
