@@ -17,6 +17,7 @@ def study(monkeypatch):
     return importlib.import_module("atlas")
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_the_fits_and_a_killed_atlas_goes_on(study, tmp_path, monkeypatch, capsys) -> None:
     reader, text, out = load_tokenizer("bytes"), tmp_path / "text.txt", tmp_path / "out"
     model = make_tiny_llama(vocab_size=vocabulary_size(reader), max_position_embeddings=2048)

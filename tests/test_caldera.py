@@ -33,6 +33,7 @@ def test_the_nearest_of_all_words_is_found(study):
         assert float((study.nearest(x, bits) - x).square().mean()) < most
 
 
+@pytest.mark.slow
 def test_integers_and_factors_share_the_work(study, monkeypatch):
     monkeypatch.setattr(study, "TURNS", 3)
     monkeypatch.setattr(study, "INNER", 2)
