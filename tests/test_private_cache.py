@@ -13,7 +13,6 @@ import torch
 from relinear.data import cache
 from relinear.explore import units
 from relinear.explore.subject import _usual_folder
-from relinear.kernels.kernel_selfcheck import check_folder
 from relinear.kernels.native import build
 from relinear.system import private_cache
 from relinear.system.private_cache import check_private, private_folder
@@ -114,7 +113,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     for name in ("RELINEAR_CACHE", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    for find in (cache.cache_folder, build.library_path, check_folder):
+    for find in (cache.cache_folder, build.library_path):
         with pytest.raises(OSError, match="no home directory; set HOME, or RELINEAR_CACHE"):
             find()
     build._was_built.cache_clear()

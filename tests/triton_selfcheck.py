@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,17 +35,12 @@ def _without_tokens(values, RANK: tl.constexpr, PAD: tl.constexpr):
 
 
 @pytest.fixture(autouse=True)
-def _at_first(monkeypatch, tmp_path):
-    monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path))
+def _at_first(monkeypatch):
     for kind, sample in SAMPLES.items():  # the interpreter takes its time
         monkeypatch.setitem(SAMPLES, kind, dataclasses.replace(sample, given=sample.given[:1]))
     kernel_selfcheck.forget()
     yield
     kernel_selfcheck.forget()
-
-
-def verdicts() -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(kernel_selfcheck.check_folder().iterdir())]
 
 
 @pytest.fixture
@@ -65,12 +58,7 @@ def test_kernels_that_are_right_are_used(kind: str, count) -> None:
         warnings.simplefilter("error", UserWarning)
         assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
         assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
-        kernel_selfcheck.forget()  # as another process
-        assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
     assert len(count) == 1
-    (verdict,) = verdicts()
-    assert verdict["against"] == ""
-    assert {"device", "driver", "triton", "torch", "kernels"} <= set(verdict)
 
 
 def test_a_wrong_kernel_gives_way_to_torch_and_warns_once(monkeypatch, count) -> None:
@@ -91,9 +79,6 @@ def test_a_wrong_kernel_gives_way_to_torch_and_warns_once(monkeypatch, count) ->
         assert torch.equal(layer(x), expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert torch.equal(layer(x), expected)
-    kernel_selfcheck.forget()  # another process reads it, and says it
-    with pytest.warns(UserWarning, match="off by"):
         assert torch.equal(layer(x), expected)
     assert len(count) == 1
 
@@ -128,33 +113,16 @@ def test_not_a_number_is_not_right(monkeypatch) -> None:
         assert kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
 
 
-def test_no_memory_is_no_verdict_for_later_processes(monkeypatch) -> None:
+def test_without_memory_to_check_it_a_kernel_is_not_used(monkeypatch) -> None:
     def full(*given):
         raise torch.OutOfMemoryError("no memory left")
 
     with monkeypatch.context() as patch:
         patch.setattr(rotor, "sandwich_windows", full)
-        with pytest.warns(UserWarning, match="no memory to check it"):
+        with pytest.warns(UserWarning, match="it fails with OutOfMemoryError"):
             assert kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
-    assert not kernel_selfcheck.check_folder().exists()
     kernel_selfcheck.forget()
     assert not kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
-
-
-def test_a_folder_that_is_none_is_no_obstacle(monkeypatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path / "file"))
-    assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
-
-
-def test_a_damaged_verdict_is_found_out_again(count) -> None:
-    assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
-    (path,) = kernel_selfcheck.check_folder().iterdir()
-    path.write_text("{")
-    kernel_selfcheck.forget()
-    assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
-    assert len(count) == 2
-    assert verdicts()[0]["against"] == ""
 
 
 def test_what_the_caller_has_set_is_no_part_of_the_check() -> None:
@@ -181,4 +149,3 @@ def test_compilers_take_the_verdict_for_a_constant() -> None:
     x = torch.randn(4, dtype=DTYPE)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), x * 2)
-    assert verdicts()
