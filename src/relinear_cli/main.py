@@ -34,7 +34,7 @@ _GROUPS = {
     "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "evaluate",
-    "Budget": "bits size keep reader batch steps tokens trials seeds widths base_width "
+    "Budget": "budget bits size keep reader batch steps tokens trials seeds widths base_width "
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only dry_run as_json report index static check",
     "Cases": "shapes dtypes modes passes inference_batches",
@@ -123,9 +123,11 @@ def _show_version(wanted: bool) -> None:
 def _root(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Swap the linear layers of any Hugging Face decoder for other operators, and measure what that changes.
+    """Replace the linear layers of Hugging Face decoders with other operators, and measure what that changes.
 
-    A first look, six operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
+    Six operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
+
+    A smaller model for llama.cpp: `relinear compress MODEL --for llama.cpp --size 90MB`
 
     Every command takes `--import MODULE`, for operators of your own; those of installed packages are found by name.
     """
