@@ -6,6 +6,7 @@ takes torch and transformers with it, as it runs. So ``--help`` and completion a
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -175,6 +176,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _invoke(sys.argv[1:] if arguments is None else arguments))
 
 
+_FORMATTED = warnings.formatwarning
+
+
+def _format_warning(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+    """Return a warning as a line of the terminal: where in the source it was raised says nothing to a user."""
+    if category is not UserWarning:
+        return _FORMATTED(message, category, filename, *place)
+    return f"warning: {message}\n"
+
+
 def run() -> None:
     """The entry point of the ``relinear`` script."""
+    warnings.formatwarning = _format_warning
     sys.exit(main())
