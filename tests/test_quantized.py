@@ -265,6 +265,12 @@ def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
     assert errors[0] < errors[1], "a third kind gains"
 
 
+def test_kinds_whose_inputs_are_nearly_one_vector_are_told_apart() -> None:
+    x = [5 + 1e-4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    _, left = held_out(tuple((rows.T @ rows).double() / 64 for rows in x))  # of sums in float32
+    assert bool((left > 0).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_half_precision_holds_every_scale(dtype: torch.dtype, bits: int) -> None:

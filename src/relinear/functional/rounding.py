@@ -187,7 +187,7 @@ def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     seen, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
     for known, moment, share in pairs:
         order = known.diagonal().argsort()
-        root = torch.linalg.cholesky(steadied(moment[order][:, order], 0, 1e-6)).float()
+        root = torch.linalg.cholesky(steadied(moment[order][:, order], 0, 1e-4)).float()
         seen.append((known[order][:, order], root, order, share))
     for shrinkage in SHRINKAGES:
         left = torch.zeros_like(total[0])
