@@ -1,4 +1,4 @@
-"""The default cases of ``relinear bench`` in two versions of relinear, in turns: time after to time before.
+"""The default cases of ``relinear bench`` in two versions, in turns: time after to time before, and both to dense.
 
     python results/speed/paired.py BEFORE/src AFTER/src [--threads 1] [--rounds 5] [--tokens 1,64,4096]
 
@@ -21,7 +21,6 @@ def serve(threads: int) -> None:
 
     import relinear
     from relinear.bench import operators as bench
-    from relinear.contract.config import parse_setting
     from relinear.contract.operator import OperatorConfig
     from relinear.kernels.native import build
 
@@ -35,10 +34,11 @@ def serve(threads: int) -> None:
             name, *sizes, dtype, phase = asked["case"]
             case = bench.Case(*sizes, getattr(torch, dtype), "eager", phase, phase == "forward")
             torch.manual_seed(0)
-            module = OperatorConfig.from_dict(parse_setting(name)).build(*sizes[:2], bias=False).to(case.dtype)
+            build_layer = torch.nn.Linear if name == "dense" else OperatorConfig.read(name).build
+            module = build_layer(*sizes[:2], bias=False).to(case.dtype)
             values, run = bench._context_values([module], case.tokens), bench._call(module, case)
             asked = {"calls": 2}
-        with bench._given(values, case.dtype):
+        with bench._in_context(values, case.dtype):
             start = clock()
             for _ in range(asked["calls"]):
                 run()
@@ -70,12 +70,12 @@ def main() -> None:
         print(json.dumps(what), file=worker.stdin, flush=True)
         return json.loads(worker.stdout.readline())
 
-    ratios = []
+    ratios, dense = [], [0.0, 0.0]
     for shape in args.shapes.split(","):
         for dtype in args.dtypes.split(","):
             for phase in ("forward", "step"):
                 for tokens in map(int, args.tokens.split(",")):
-                    for name in args.operators.split("+") if args.operators else DEFAULT_OPERATORS:
+                    for name in ("dense", *(args.operators.split("+") if args.operators else DEFAULT_OPERATORS)):
                         case = [name, *map(int, shape.split("x")), tokens, dtype, phase]
                         for worker in workers:
                             ask(worker, {"case": case})
@@ -84,8 +84,10 @@ def main() -> None:
                         ratio = statistics.median(after / before for before, after in times)
                         ratios.append((ratio, tokens, case))
                         best = [min(side) * 1e6 for side in zip(*times, strict=True)]
+                        dense = best if name == "dense" else dense
                         print(f"{shape:>9} {dtype:8} {phase:7} {tokens:5} tokens  {name:28} "
-                              f"{best[0]:10.0f} -> {best[1]:10.0f} us  {ratio:.2f}", flush=True)  # fmt: skip
+                              f"{best[0]:10.0f} -> {best[1]:10.0f} us  {ratio:.2f}   of dense "
+                              f"{best[0] / dense[0]:.2f} -> {best[1] / dense[1]:.2f}", flush=True)  # fmt: skip
     for tokens in sorted({tokens for _, tokens, _ in ratios}):
         of_tokens = [ratio for ratio, n, _ in ratios if n == tokens]
         print(f"# {tokens} tokens: median {statistics.median(of_tokens):.2f}, "

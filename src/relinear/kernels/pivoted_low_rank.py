@@ -7,24 +7,35 @@ import torch
 from torch import Tensor
 
 from relinear.functional import pivoted_low_rank as reference
-from relinear.kernels.autograd import recomputed
+from relinear.kernels.autograd import differentiable_as, lowered, save, without_autocast
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: numbers from which the scattered sum takes longer than the calls of ours
 FEWEST_PERMUTED = 1 << 12
 
 
-class _Permuted(torch.autograd.Function):
-    """x[..., order]; differentiable any number of times, as its gradient is of its own kind."""
+def _latent(x: Tensor, order: Tensor, mix: Tensor) -> Tensor:
+    return reference.latent(reference.in_order(x, order), mix)
+
+
+class _Latent(torch.autograd.Function):
+    """``_latent`` of a matrix; keeps its inputs, and orders them again."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
-        ctx.order = order
-        return reference.in_order(x, order)
+    def forward(ctx, *arguments):
+        save(ctx, arguments)
+        return _latent(*arguments)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return _Permuted.apply(grad, ctx.order.argsort()), None
+    @differentiable_as(_latent)
+    def backward(ctx, grad):
+        x, order, mix = ctx.saved_tensors
+        to_x = to_mix = None
+        if ctx.needs_input_grad[0]:
+            to_x = reference.in_order(torch.cat((grad, grad @ mix), 1), order.argsort())
+        if ctx.needs_input_grad[2]:
+            to_mix = grad.T @ reference.in_order(x, order[len(mix) :])
+        return to_x, None, to_mix
 
 
 def _unsupported(call: Call) -> str:
@@ -33,12 +44,11 @@ def _unsupported(call: Call) -> str:
     return call.opaque or ("too few numbers" if call.size < FEWEST_PERMUTED else "")
 
 
-def _latent(x: Tensor, order: Tensor, mix: Tensor) -> Tensor:
-    return reference.latent(_Permuted.apply(x, order), mix)
-
-
 def _gathered(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(recomputed(_latent, x, order, mix), up, bias)
+    rows, mix = lowered(x.reshape(-1, x.shape[-1]), mix)
+    with without_autocast(x):
+        z = _Latent.apply(rows, order, mix)
+    return torch.nn.functional.linear(z.view(*x.shape[:-1], len(mix)), up, bias)
 
 
 pivoted_low_rank = dispatch(Implementation("gradient gathered", _unsupported, _gathered), otherwise="reference")(
