@@ -138,9 +138,7 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
     if seen := [name for name, (_, part) in judges.items() if name in data and part in ("all", split)]:
-        raise ValueError(
-            f"--evaluate-on {seen[0]} is the text of --data, whose held-out part is evaluated anyway; name another"
-        )
+        raise ValueError(f"--evaluate-on {seen[0]} is the text of --data, which is evaluated anyway; name another")
     return corpora, judges
 
 

@@ -224,6 +224,4 @@ def _section(run: Path) -> Section:
         return run_section(run)
     if analyses_blocks(run):
         return analyses_section(run)
-    raise FileNotFoundError(
-        f"{run} holds nothing to report; give the --out of compare, train, compress, distill, bench or analyze"
-    )
+    raise FileNotFoundError(f"{run} holds nothing to report; give the --out of a command that has finished")

@@ -167,7 +167,7 @@ class _OnDims(Intervention):
             shape = () if value is None else torch.as_tensor(value).shape
             if shape and shape[-1] not in (1, width):
                 raise ValueError(
-                    f"{name}: {type(self).__name__}({field}=...) has shape {tuple(shape)}; it must end in {width} or 1"
+                    f"{name}: {type(self).__name__}({field}=) of shape {tuple(shape)} must end in {width} or 1"
                 )
 
     def apply(self, latent: Latent) -> Tensor:
@@ -291,9 +291,7 @@ class Inject(Intervention):
     def check(self, name: str, size: int) -> None:
         if isinstance(self.source, Tensor):
             if self.source.ndim == 0 or self.source.shape[-1] != size:
-                raise ValueError(
-                    f"{name}: Inject got shape {tuple(self.source.shape)}; its last dimension must be {size}"
-                )
+                raise ValueError(f"{name}: Inject got shape {tuple(self.source.shape)}; it must end in {size}")
         elif not callable(self.source):
             raise ValueError(f"{name}: Inject takes a tensor or a function of the latent, got {self.source!r}")
 
@@ -429,9 +427,7 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     if names is None:
         differing = sorted(first.keys() ^ second.keys())
         if differing:
-            raise ValueError(
-                f"the two sides name their latents differently ({differing[0]!r} ...); pass names={{a: b}}"
-            )
+            raise ValueError(f"the two sides name their latents differently ({differing[0]!r}); pass names={{a: b}}")
         names = {name: name for name in first}
     if not names:
         raise ValueError("names is empty: there is nothing to align")

@@ -92,9 +92,7 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
             "decoder layers cannot be conditioned"
         )
     if value.shape[-1] != context_dim:
-        raise ValueError(
-            f"{kind} was built for {context_dim=}, the context has width {value.shape[-1]}; make them equal"
-        )
+        raise ValueError(f"{kind} was built for {context_dim=}, not for a context of width {value.shape[-1]}")
     if x is None:
         return value
     lead, tokens = tuple(value.shape[:-1]), tuple(x.shape[:-1])
@@ -158,7 +156,7 @@ def check_carries_context(model: Any) -> nn.Module:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "base_model") or not hasattr(model, "get_input_embeddings"):
         raise ValueError(
-            f"a context manager needs a Hugging Face decoder, not {name}; use relinear.activations.context by hand"
+            f"a context manager needs a Hugging Face decoder, not {name}; use relinear.activations.context"
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(
@@ -175,7 +173,7 @@ def check_carries_context(model: Any) -> nn.Module:
         raise ValueError(f"{type(base).__name__} runs the layers of {name} and does not say how tokens are embedded")
     if not takes_keywords(base):
         raise ValueError(
-            f"{type(base).__name__}.forward takes no further keyword arguments, so the context cannot travel through it"
+            f"{type(base).__name__}.forward takes no further keyword arguments, so it cannot hand on a context"
         )
     for key in conditioned_operators(model):
         _check_reached(model, key, key)
@@ -204,9 +202,7 @@ class ContextOwner(nn.Module):
 
     def _context(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         if getattr(base, "_is_replica", False):
-            raise ValueError(
-                "nn.DataParallel copies modules without their hooks' owners; use DistributedDataParallel (torchrun)"
-            )
+            raise ValueError("nn.DataParallel does not copy hooks correctly; use DistributedDataParallel (torchrun)")
         # looked up by name, so that PEFT may wrap it
         return getattr(base, OWNER_NAME).contexts(base, inputs)
 

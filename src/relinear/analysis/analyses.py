@@ -206,6 +206,6 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     sequences_read = [row for turn in turns for row in turn if row is not None][:sequences]
     if len(sequences_read) < (1 if text.fewer else sequences):
         raise ValueError(
-            f"the text has only {len(sequences_read)} sequences of {length} tokens, {sequences} are asked for"
+            f"the text has {len(sequences_read)} sequences of {length} tokens, fewer than the {sequences} asked for"
         )
     return torch.tensor(sequences_read)

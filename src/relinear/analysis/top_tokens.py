@@ -57,9 +57,7 @@ def top_tokens(
     tokens, inverse, occurrences = ids.flatten().unique(return_inverse=True, return_counts=True)
     known = occurrences >= min_occurrences
     if known.sum() < count:
-        raise ValueError(
-            f"only {int(known.sum())} tokens occur {min_occurrences} times or more; give more text, or lower it"
-        )
+        raise ValueError(f"only {int(known.sum())} tokens occur {min_occurrences} times; give more text, or lower it")
     positions = max(10, math.ceil(top_share * ids.numel()))
     by_layer = {}
     for name, pieces in recorded.items():

@@ -57,7 +57,7 @@ def multivector_dimension(x: Tensor) -> int:
     n = size.bit_length() - 1
     if size != 1 << max(n, 0) or not 1 <= n <= MAX_DIMENSION:
         raise ValueError(
-            f"the last dimension of a multivector is 2^n, n from 1 to {MAX_DIMENSION}; got shape {tuple(x.shape)}"
+            f"a multivector ends in 2^n coordinates, n from 1 to {MAX_DIMENSION}; got shape {tuple(x.shape)}"
         )
     return n
 
@@ -79,7 +79,7 @@ def bivector_dimension(beta: Tensor) -> int:
     n = (1 + math.isqrt(max(1 + 8 * size, 0))) // 2
     if size < 0 or n * (n - 1) // 2 != size or n > MAX_DIMENSION:
         raise ValueError(
-            f"the last dimension of a bivector is n(n-1)/2, n from 1 to {MAX_DIMENSION}; got shape {tuple(beta.shape)}"
+            f"a bivector ends in n(n-1)/2 coordinates, n up to {MAX_DIMENSION}; got shape {tuple(beta.shape)}"
         )
     return n
 

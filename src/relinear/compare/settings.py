@@ -295,9 +295,7 @@ class CompareSettings(Settings):
         self._check_series()
         fixed = [name for name, entry in self.entries.items() if entry.resize == "fixed"]
         if fixed and self.match.by == "bytes":
-            raise ValueError(
-                f"entries.{fixed[0]} has resize: fixed, and match by bytes resizes every entry: leave resize out"
-            )
+            raise ValueError(f"entries.{fixed[0]} has resize: fixed, and match by bytes resizes it: leave resize out")
         for name in self.entries:
             self.settings_of(name)
         return self

@@ -197,7 +197,5 @@ def check_neighbours(
     along = trials.along_rates(initializer_range)
     best = yield from _descend(settings.learning_rates, rate, settings.extensions, along)
     if not math.isfinite(best.loss):
-        raise NonFiniteLossError(
-            f"training diverged at {rate:g} and at the neighbouring rates; lower tune.learning_rates"
-        )
+        raise NonFiniteLossError(f"training diverged at {rate:g} and the neighbouring rates; lower tune.learning_rates")
     return SearchResult(best.value, initializer_range, best.loss, best.edge)

@@ -242,7 +242,7 @@ def read_corpus(
         raise ValueError("texts is an empty mapping; give one corpus or more, by name")
     if count < len(corpora):
         raise ValueError(
-            f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length} ({what}): use more tokens"
+            f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length}: use more tokens"
         )
     calibration, healing, evaluation = ([], [], [])  # type: tuple[list, list, list]
     for name, data in corpora.items():
@@ -308,8 +308,6 @@ def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings:
         if len(blocks) < count:
             blocks = read.end_to_end()[:count]
         if not blocks:
-            raise ValueError(
-                f"evaluate_on, {name}: the corpus has {read.left:,} tokens, fewer than {settings.sequence_length=}"
-            )
+            raise ValueError(f"evaluate_on, {name}: the corpus has {read.left:,} tokens, too few for a window")
         blocks_by_name[name] = _stack(sorted(blocks), settings.sequence_length)
     return blocks_by_name

@@ -63,7 +63,7 @@ class Task:
             inside = [name for name, index in layer_of.items() if index is not None]
             more = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
             raise ValueError(
-                f"{outside[0]}{more} outside of the decoder layers: write exclude={patterns_of(outside, inside)}"
+                f"{outside[0]}{more} outside of the decoder layers: exclude={patterns_of(outside, inside)}"
             )
         for name, index in layer_of.items():
             assert index is not None

@@ -51,9 +51,7 @@ class CalibrationStatistics:
         """Raise ValueError unless these are the statistics of a layer of this size."""
         measured = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
         if measured != (in_features, out_features):
-            raise ValueError(
-                f"calibration statistics of sizes {measured} do not fit a layer of sizes {in_features, out_features}"
-            )
+            raise ValueError(f"statistics of sizes {measured} do not fit a layer of sizes {in_features, out_features}")
 
     def weighted(self, difference: Tensor) -> Tensor:
         """Return G D A of a difference D (O, I)."""

@@ -178,9 +178,7 @@ def _file_sources(
     files = list(itertools.chain(*parts.values()))
     for file in files if kind == "text" else ():
         if (size := file.stat().st_size) > _LARGEST_DOCUMENT:
-            raise ValueError(
-                f"{file} is one document of {size / 1e9:.1f} GB (limit 2 GB); cut it into several files or JSON lines"
-            )
+            raise ValueError(f"{file} is one document of {size / 1e9:.1f} GB (limit 2); cut it into several files")
     key = [kind, _file_keys(files)]
     named = {_named(split): [glob.escape(str(file.absolute())) for file in group] for split, group in parts.items()}
 

@@ -140,9 +140,7 @@ class ArithmeticTask(Task):
         super().__post_init__()
         bound = max(map(abs, self.a)) + max(map(abs, self.b))
         if bound * (10**self.digits - 1) >= 10 ** (self.digits + 2):
-            raise ValueError(
-                f"coefficients in {self.a} and {self.b} give answers of more than {self.digits + 2} digits"
-            )
+            raise ValueError(f"a={self.a} and b={self.b} give answers of more than {self.digits + 2} digits")
 
     def defaults(self) -> dict[str, Any]:
         return {"tokenizer": "symbols", "sequence_length": self.length}

@@ -103,9 +103,7 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
     chosen = [window for _, _, window in windows(ids, prefix, sequence_length)][:count]
     if len(chosen) == count:
         return torch.tensor(chosen)
-    raise ValueError(
-        f"the corpus has {len(ids):,} tokens, fewer than tokens plus validation_tokens, {wanted:,}; give more"
-    )
+    raise ValueError(f"the corpus has {len(ids):,} tokens; tokens and validation_tokens need {wanted:,}; give more")
 
 
 class _Done(Exception):

@@ -181,9 +181,7 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
     before, after = subject.encode(prefix), subject.encode(text)
     both = torch.cat([before, after])
     if len(both) > subject.positions():
-        raise ValueError(
-            f"prefix and text have {len(both):,} tokens, the model reads {subject.positions():,}; shorten one"
-        )
+        raise ValueError(f"prefix and text have {len(both):,} tokens, the model reads {subject.positions():,}")
     corpus = subject.index.ids.long()
     other = corpus[random.Random(prefix).randrange(len(corpus))]
     with subject.lock, torch.no_grad():

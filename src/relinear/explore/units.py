@@ -64,9 +64,7 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
         raise ValueError(f"{type(model).__name__} has no units: no latent, no gate and no layer with a linear map")
     units = sum(point.size for point in chosen.values())
     if units * _BYTES > _MOST_BYTES:
-        raise ValueError(
-            f"{units:,} units are too many for one index; name hook points, such as {next(iter(chosen))!r}"
-        )
+        raise ValueError(f"{units:,} units are too many for one index; name some, such as {next(iter(chosen))!r}")
     return chosen
 
 

@@ -94,7 +94,7 @@ def _decoder_stack(model: nn.Module) -> _Stack:
     stacks = _decoder_stacks(model)
     if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__}: found {len(stacks)} lists of {_layer_count(model)} decoder layers, expected one"
+            f"{type(model).__name__}: {len(stacks)} lists of {_layer_count(model)} decoder layers, expected one"
         )
     return stacks[0]
 

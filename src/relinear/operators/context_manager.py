@@ -219,7 +219,7 @@ class SharedContext(ContextOwner):
             return base.get_input_embeddings()(tokens) if embeddings is None else embeddings
         if tokens is None:
             raise ValueError(
-                "ContextManager(source='tokens') needs input_ids and got inputs_embeds; use source='embeddings'"
+                "ContextManager(source='tokens') needs input_ids; with inputs_embeds use source='embeddings'"
             )
         check_table_fits(self.embedding, base, "context manager")
         return tokens
@@ -248,9 +248,7 @@ def _state_layer(cache: Any, base: Any) -> ContextState:
         cache.layers.append(cache.layer_class_to_replicate())
     length = cache.get_seq_length()
     if isinstance(length, int) and length > 0:
-        raise ValueError(
-            f"the cache holds {length} tokens that the context manager has not seen; fill it with this model"
-        )
+        raise ValueError(f"the cache holds {length} tokens that the context manager has not seen; start without it")
     layer = ContextState()
     cache.layers.append(layer)
     return layer

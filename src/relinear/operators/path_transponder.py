@@ -68,9 +68,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
             if hasattr(path.module, _NAME):
                 raise ValueError(f"{name} already has a modulator; start from a model without one")
             if self.reads == "stream" and path.norm_name is None:
-                raise ValueError(
-                    f"layer {path.layer}: no norm reads the stream for the gates of {name}; use reads='normed'"
-                )
+                raise ValueError(f"layer {path.layer}: no norm reads the stream for {name}; use reads='normed'")
 
     def attach(self, model: nn.Module) -> None:
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]

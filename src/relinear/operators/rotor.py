@@ -230,7 +230,7 @@ class RotorLinear(Operator):
     def to_dense(self) -> Tensor:
         if not self.config.linear:
             raise NotLinearError(
-                f"{self.config} has no dense matrix; depth=0, or activation='none' with normalize=False, has one"
+                f"{self.config} has no dense matrix; it takes depth=0, or neither activation nor normalize"
             )
         if self.exit is None:
             return self.entry.dense().to(self.entry.left.dtype)
@@ -372,9 +372,7 @@ class Rotor(OperatorConfig):
             if value != unused and not self.depth:
                 raise ValueError(f"{name}={value!r} is about a network, which needs a depth of 1 or more, got depth=0")
         if self.permute_terms and self.depth:
-            raise ValueError(
-                f"permute_terms=True needs depth=0, got depth={self.depth}; the branches of a network have permute=True"
-            )
+            raise ValueError(f"permute_terms=True needs depth=0, got depth={self.depth}; networks have permute=True")
         if self.power_iterations is not None and self.terms != "rotor":
             raise ValueError(f"power_iterations decompose the bivectors of rotors; terms={self.terms!r} has none")
 

@@ -91,7 +91,7 @@ class SecondEmbedding(AttachmentConfig):
         sub_blocks(model)
         for name, operator in conditioned_operators(model).items():
             raise ValueError(
-                f"{name} ({operator.config.kind}) reads a context, not a second embedding; attach a ContextManager"
+                f"{name} ({operator.config.kind}) reads a context: attach a ContextManager, not a second embedding"
             )
 
     def attach(self, model: nn.Module) -> None:

@@ -60,9 +60,7 @@ def check_record(values: Mapping[str, Any]) -> None:
         raise ValueError(f"relinear checkpoint: missing keys {sorted(missing)} in quantization_config")
     version, operators, attached = (values[key] for key in ("format_version", "operators", "attachments"))
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is an int to Python
-        raise ValueError(
-            f"relinear checkpoint: format {shown(version)}; this relinear reads 1 to {FORMAT_VERSION}: upgrade it"
-        )
+        raise ValueError(f"relinear checkpoint: format {shown(version)}; this version reads 1 to {FORMAT_VERSION}")
     if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
         raise ValueError("relinear checkpoint: 'operators' must be a mapping and 'attachments' a list")
     if (packed := values.get("packed")) not in (None, *(_packed(bits) for bits in range(2, 9))):
@@ -376,9 +374,7 @@ def _not_finite(config: Mapping[str, Any]) -> Iterator[str]:
 def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError if a config names the saved class, which ``AutoModelForCausalLM`` does not know."""
     if saved := config.get("architectures"):
-        raise ValueError(
-            f"{directory} holds a {saved[0]}, which is not a causal language model; give its class as auto_class"
-        )
+        raise ValueError(f"{directory} holds a {saved[0]}, which is not a causal language model; give auto_class")
 
 
 @contextlib.contextmanager
@@ -425,7 +421,7 @@ def check_files(directory: Path) -> None:
     # every model builds this number of layers, for hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(
-            f"{path}: num_hidden_layers={shown(layers)}, but there are {len(tensors):,} tensors; restore it from a copy"
+            f"{path}: num_hidden_layers={shown(layers)}, but {len(tensors):,} tensors; restore it from a copy"
         )
 
 

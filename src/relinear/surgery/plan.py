@@ -234,9 +234,7 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     """
     check_model(model, "attach_")
     if not isinstance(attachment, AttachmentConfig | str):
-        raise ValueError(
-            f"expected an attachment such as relinear.ContextManager() or 'context_manager', got {shown(attachment)}"
-        )
+        raise ValueError(f"expected an attachment such as relinear.ContextManager(), got {shown(attachment)}")
     attachment = AttachmentConfig.read(attachment)
     refuse_quantized(model)
     attachment.apply_(model)
@@ -245,9 +243,7 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
 
 def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init: Init) -> None:
     if not target.name:
-        raise ValueError(
-            f"the model itself is a linear layer; call {type(config).__name__}(...).convert(linear, {init=})"
-        )
+        raise ValueError(f"the model itself is a linear layer; call {type(config).__name__}().convert(linear, {init=})")
     head = tied_head(model, target.module)
     names = [target.name, *(name for name, module in model.named_modules() if module is head)]
     reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)

@@ -65,13 +65,11 @@ class SavedConfig(PreTrainedConfig):
         base = values.pop(_BASE_TYPE, values.get("model_type"))
         if not isinstance(base, str) or base == METHOD or base not in CONFIG_MAPPING:
             raise ValueError(
-                f"config.json gives {shown(base)} as {_BASE_TYPE}, which this transformers does not know; upgrade it"
+                f"config.json gives {shown(base)} as {_BASE_TYPE}, unknown to this transformers; upgrade it"
             )
         config = CONFIG_MAPPING[base].from_dict(values | {"model_type": base}, **kwargs)
         if values.get("model_type") == METHOD and not values.get("quantization_config"):
-            raise ValueError(
-                "config.json has lost its record of operators (quantization_config); restore it from a copy"
-            )
+            raise ValueError("config.json has lost its record of operators (quantization_config); restore a copy")
         return config
 
 

@@ -48,9 +48,7 @@ def check_rows(config: OperatorConfig, source: nn.Module, name: str) -> None:
         if not config.conditioned and not isinstance(config, WrapperConfig):
             config.build(*linear_features(source), bias=False, device="meta").to_dense()
             return
-    raise ValueError(
-        f"{name} is an embedding, and {config.kind} has no rows; give an operator with a matrix, such as quantized"
-    )
+    raise ValueError(f"{name} is an embedding, and {config.kind} has no rows; give an operator with some, as quantized")
 
 
 def tied_head(model: Any, table: nn.Module) -> Any:

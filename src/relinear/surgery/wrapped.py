@@ -109,7 +109,7 @@ def _resize_token_embeddings(
     for role, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
         if isinstance(part, Operator):
             raise ValueError(
-                f"the {role} is an operator ({part.config.kind}) without rows to add or remove; relinear.fold_ it first"
+                f"the {role} is an operator ({part.config.kind}), whose rows are fixed; relinear.fold_ it first"
             )
     resized = original(model, new_num_tokens, pad_to_multiple_of, mean_resizing)
     for table in tables:
@@ -170,9 +170,7 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
     if stored is None or stored == record_in_config(config):
         return original(cls, name, *args, config=config, **kwargs)
     if not isinstance(config, PreTrainedConfig):
-        raise ValueError(
-            f"{name} holds relinear operators, of which the config {shown(config)} knows nothing; leave config= out"
-        )
+        raise ValueError(f"{name} holds relinear operators, of which config= knows nothing; leave it out")
     other = getattr(config, "quantization_config", None)
     if other is not None and parse_record(other) is None:
         raise ValueError(

@@ -64,9 +64,7 @@ def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: flo
     """
     entries = [int(causal_model.config.get_text_config().vocab_size) for causal_model in (teacher, model)]
     if entries[0] != entries[1]:
-        raise ValueError(
-            f"the teacher{name} has {entries[0]} tokens, the model {entries[1]}; both need the same tokenizer"
-        )
+        raise ValueError(f"the teacher{name} has {entries[0]} tokens, the model {entries[1]}; use one tokenizer")
 
     return _AgainstTeacher(teacher, temperature, cross_entropy)
 
