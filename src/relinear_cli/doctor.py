@@ -50,12 +50,12 @@ def _unmet(line: str) -> str:
     """Return what is wrong with a requirement: "" if an installed version meets it."""
     from packaging.requirements import Requirement
 
-    wanted = Requirement(line)
+    needed = Requirement(line)
     try:
-        version = metadata.version(wanted.name)
+        version = metadata.version(needed.name)
     except metadata.PackageNotFoundError:
-        return f"{wanted.name} is not installed"
-    return "" if wanted.specifier.contains(version, prereleases=True) else f"needs {wanted}; {version} is installed"
+        return f"{needed.name} is not installed"
+    return "" if needed.specifier.contains(version, prereleases=True) else f"needs {needed}; {version} is installed"
 
 
 def _packages() -> Iterator[_Finding]:

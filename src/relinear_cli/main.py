@@ -112,8 +112,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         spec: Any = find_spec("relinear")  # without importing it
         print(f"relinear {run_path(f'{spec.submodule_search_locations[0]}/system/version.py')['__version__']}")
         raise typer.Exit
@@ -163,8 +163,8 @@ def _said(error: Any) -> str:
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
         flag, text = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")
-        wanted = text.removeprefix("Input should be ").partition(", unable to parse")[0]
-        return f"{flag}: {text}" if text.startswith(wanted) else f"{flag} must be {wanted}, got {fault['input']!r}"
+        expected = text.removeprefix("Input should be ").partition(", unable to parse")[0]
+        return f"{flag}: {text}" if text.startswith(expected) else f"{flag} must be {expected}, got {fault['input']!r}"
     return str(error.format_message())
 
 

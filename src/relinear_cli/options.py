@@ -160,11 +160,11 @@ def parse_layers(text: str | None) -> list[int] | None:
     indices: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(-?\d{1,4})(?:-(\d{1,4}))?", part.strip())
-        wanted = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-        if not wanted:  # also a range from its end
+        layers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not layers:  # also a range from its end
             setting = f"--layers {shown(text)}: {shown(part.strip())}"
             raise ValueError(f"{setting} is neither a number nor a range like 4-11")
-        indices += wanted
+        indices += layers
     return indices
 
 

@@ -56,8 +56,8 @@ def command(
     with torch.no_grad():
         frozen = loaded.context(ids[None])[:, -1]
         positions = torch.arange(position, position + probe.shape[1])[None]
-        wanted = loaded(probe, frozen_context=frozen, position_ids=positions).logits
-        difference = (stock(probe).logits - wanted).abs().max().item()
+        expected = loaded(probe, frozen_context=frozen, position_ids=positions).logits
+        difference = (stock(probe).logits - expected).abs().max().item()
     save_pretrained(stock, out, tokenizer=encoder)
     before, after = (sum(p.numel() for p in m.parameters()) for m in (loaded, stock))
     print(f"read {len(ids)} tokens; GPT-2 with {after:,} of {before:,} parameters written to {out}")

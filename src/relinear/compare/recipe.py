@@ -95,16 +95,16 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     return result
 
 
-def _set(values: dict[str, Any], key: str, whole: str, value: Any) -> None:
+def _set(values: dict[str, Any], key: str, full_key: str, value: Any) -> None:
     head, dot, rest = key.partition(".")
     if not dot or key in values:
         values[key] = value
         return
     inner = values.get(head)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(f"--set {shown(whole)}: {shown(head)} is {shown(inner)}, which has no settings of its own")
+        raise ValueError(f"--set {shown(full_key)}: {shown(head)} is {shown(inner)}, which has no settings of its own")
     inner = dict(inner or {})
-    _set(inner, rest, whole, value)
+    _set(inner, rest, full_key, value)
     values[head] = inner
 
 

@@ -256,8 +256,8 @@ def results_table(results: Results) -> Table:
     rows, dense = [], [value for value, _ in _costs(base, number)] if base else [None, None]
     for entry in entries:
         size, flops = (
-            Cell(text, value, f"{value / whole:.3g}× dense" if whole else "")
-            for (value, text), whole in zip(_costs(entry, number), dense, strict=True)
+            Cell(text, value, f"{value / dense_cost:.3g}× dense" if dense_cost else "")
+            for (value, text), dense_cost in zip(_costs(entry, number), dense, strict=True)
         )
         name = Cell(entry["name"], None, f"{size.text} parameters")  # a telephone shows the first columns alone
         cells: list[Cell | str] = [name, _of_seeds(entry["validation_loss"], 3)]

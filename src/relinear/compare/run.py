@@ -102,15 +102,15 @@ def compare(
     if on_event is not None:
         warnings.warn("compare(on_event=) has a new name: on_progress", DeprecationWarning, stacklevel=2)
         on_progress = on_event
-    carried_out: Any = comparison
+    run: Any = comparison
     if recipe.sizes is not None:
         from relinear.compare.scaling import scaled_up
 
-        carried_out = scaled_up
+        run = scaled_up
     if workers is None:
         workers = runs_at_once(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as pool:
-        return carried_out(recipe, out_dir, Engine(pool, workers, on_progress), overwrite)
+        return run(recipe, out_dir, Engine(pool, workers, on_progress), overwrite)
 
 
 def runs_at_once(recipe: CompareSettings) -> int:

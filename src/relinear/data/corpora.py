@@ -236,12 +236,10 @@ def _digest(text: str) -> bytes:
 
 def _cut(text: str, fraction: float) -> dict[str, str]:
     """Return a document's head for training and its tail for validation, cut at a paragraph, line or word end."""
-    wanted = round(len(text) * (1 - fraction))
+    goal = round(len(text) * (1 - fraction))
     for separator in ("\n\n", "\n", " "):
-        ends = [
-            at + len(separator) for at in (text.rfind(separator, 0, wanted), text.find(separator, wanted)) if at >= 0
-        ]
-        nearest = min(ends, key=lambda end: abs(end - wanted), default=0)
-        if abs(nearest - wanted) <= fraction * len(text) / 2:
+        ends = [at + len(separator) for at in (text.rfind(separator, 0, goal), text.find(separator, goal)) if at >= 0]
+        nearest = min(ends, key=lambda end: abs(end - goal), default=0)
+        if abs(nearest - goal) <= fraction * len(text) / 2:
             return {"train": text[:nearest], "validation": text[nearest:]}
-    return {"train": text[:wanted], "validation": text[wanted:]}
+    return {"train": text[:goal], "validation": text[goal:]}

@@ -115,8 +115,8 @@ def prepare_data(
         torch.Size([64])
     """
     if not isinstance(settings, DataSettings | Mapping):
-        wanted = "relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields"
-        raise ValueError(f"prepare_data takes {wanted}, got {shown(settings)}")
+        expected = "relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields"
+        raise ValueError(f"prepare_data takes {expected}, got {shown(settings)}")
     settings = DataSettings.load(settings, "data settings")
     if (task := task_of(settings.data)) is not None:
         return _of_task(task, settings, on_progress)

@@ -285,7 +285,7 @@ def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: 
     return Source(documents, [*key, settings.text_column])
 
 
-def _column(name: str, rows: Any, wanted: str | None) -> str:
+def _column(name: str, rows: Any, chosen: str | None) -> str:
     """Return the column of documents, by the types that columns have over all rows."""
     features = rows.features
     if features is None:  # of a stream that does not state them
@@ -293,7 +293,7 @@ def _column(name: str, rows: Any, wanted: str | None) -> str:
 
         features = datasets.Dataset.from_list(list(rows.take(_ROWS_LOOKED_AT))).features
     texts = [k for k, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string", "string_view")]
-    return choose_column(name, wanted, list(features), texts, [k for k, f in features.items() if _holds_messages(f)])
+    return choose_column(name, chosen, list(features), texts, [k for k, f in features.items() if _holds_messages(f)])
 
 
 def _holds_messages(feature: Any) -> bool:
@@ -303,28 +303,28 @@ def _holds_messages(feature: Any) -> bool:
 
 
 def choose_column(
-    where: str, wanted: str | None, columns: Sequence[str], texts: Sequence[str], chats: Sequence[str] = ()
+    where: str, chosen: str | None, columns: Sequence[str], texts: Sequence[str], chats: Sequence[str] = ()
 ) -> str:
     """Return the column of documents: the one asked for, else ``text``, ``messages``, or the only one of strings.
 
     Args:
         where: the file or data set, for messages.
-        wanted: what was asked for, or None.
+        chosen: what was asked for, or None.
         columns: all there are. strings: those of text. chats: those of conversations.
 
     Raises:
         ValueError: if the one that was asked for is not there or holds neither, or none is the obvious one.
     """
-    if wanted is not None:
-        if wanted not in columns:
+    if chosen is not None:
+        if chosen not in columns:
             raise ValueError(
-                f"{where}: no column {shown(wanted)}; {nearest(wanted, columns)}; columns: {cut(', '.join(columns))}"
+                f"{where}: no column {shown(chosen)}; {nearest(chosen, columns)}; columns: {cut(', '.join(columns))}"
             )
-        if wanted not in (*texts, *chats):
+        if chosen not in (*texts, *chats):
             raise ValueError(
-                f"{where}: column {shown(wanted)} holds no text; columns of text: {cut(', '.join(texts)) or 'none'}"
+                f"{where}: column {shown(chosen)} holds no text; columns of text: {cut(', '.join(texts)) or 'none'}"
             )
-        return wanted
+        return chosen
     for name, members in (("text", texts), ("messages", chats)):
         if name in members:
             return name

@@ -93,10 +93,10 @@ def improve(
     Returns:
         the errors before and after. Where the second is worse, the modules get their first parameters back.
     """
-    together = nn.ModuleList(modules).eval()
+    group = nn.ModuleList(modules).eval()
     before = objective.error()
-    initial = copy.deepcopy(together.state_dict())
-    together.train().requires_grad_(True)
+    initial = copy.deepcopy(group.state_dict())
+    group.train().requires_grad_(True)
     operators = [module for module in modules if isinstance(module, Operator)]
     groups = []
     for module in modules:
@@ -119,11 +119,11 @@ def improve(
             if step % schedule.report_every == 0 or step == len(order):
                 on_progress(step, len(order), float(value.detach()))
     optimizer.zero_grad()
-    together.eval()
+    group.eval()
     after = objective.error()
     if objective.is_no_worse(after, before):
         return before, after
-    together.load_state_dict(initial)
+    group.load_state_dict(initial)
     return before, before
 
 
@@ -238,7 +238,7 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         model.set_submodule(name, module)
 
 
-class _InItsOwnDtype(nn.Module):
+class _SinglePrecision(nn.Module):
     """An operator that is trained in single precision, in a model that computes in another."""
 
     def __init__(self, operator: nn.Module) -> None:
@@ -298,7 +298,7 @@ class InModelFit:
 
     def to_output(self, holder: str, loss: str) -> FitObjective:
         """Return the objective of the outputs of ``holder``, which holds the operators; by "mse" or "cosine"."""
-        cast = {id(operator): _InItsOwnDtype(operator).eval() for operator in self.operators.values()}
+        cast = {id(operator): _SinglePrecision(operator).eval() for operator in self.operators.values()}
         placed = {name: cast[id(operator)] for name, operator in self.operators.items()}
 
         def output(ids: Tensor, by: Mapping[str, nn.Module]) -> Tensor:

@@ -91,19 +91,19 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
     """
     if isinstance(data, str):
         data = [data]
-    wanted = count * sequence_length
+    total = count * sequence_length
     ids: list[int] = []
     items = documents(data, tokenizer)
     first = next(items, None)
     prefix = text_start(tokenizer) if isinstance(first, str) else []  # token ids are taken as they are
     for document in _encoded(itertools.chain([] if first is None else [first], items), tokenizer):
         ids += document
-        if len(ids) >= wanted:
+        if len(ids) >= total:
             break
     chosen = [window for _, _, window in windows(ids, prefix, sequence_length)][:count]
     if len(chosen) == count:
         return torch.tensor(chosen)
-    raise ValueError(f"the corpus has {len(ids):,} tokens; tokens and validation_tokens need {wanted:,}; give more")
+    raise ValueError(f"the corpus has {len(ids):,} tokens; tokens and validation_tokens need {total:,}; give more")
 
 
 class _Done(Exception):

@@ -235,12 +235,12 @@ def _evaluating(model: nn.Module) -> Iterator[torch.device]:
         yield next(model.parameters()).device
 
 
-def _sequence_length(model: nn.Module, wanted: int | None) -> int:
-    if wanted is None:
+def _sequence_length(model: nn.Module, requested: int | None) -> int:
+    if requested is None:
         return min(1024, max_positions(model) or 1024)
-    check_value("sequence_length", wanted, Annotated[int, IntRange(2)])
-    check_length_fits(wanted, model)
-    return wanted
+    check_value("sequence_length", requested, Annotated[int, IntRange(2)])
+    check_length_fits(requested, model)
+    return requested
 
 
 def _token_stream(texts: Iterable[str], tokenizer: Any, max_tokens: int | None) -> Tensor:

@@ -43,10 +43,10 @@ class _Order:
         return np.where(seen, (backoff + spare * shorter) / totals, shorter)
 
 
-def _look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of ``wanted`` are among the sorted ``known``, and the values there (any value elsewhere)."""
-    indices = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return known[indices] == wanted, values[indices]
+def _look_up(known: np.ndarray, queries: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of ``queries`` are among the sorted ``known``, and the values there (any value elsewhere)."""
+    indices = np.minimum(np.searchsorted(known, queries), len(known) - 1)
+    return known[indices] == queries, values[indices]
 
 
 def _discounts(counts: np.ndarray) -> tuple[float, ...]:

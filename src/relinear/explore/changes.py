@@ -66,7 +66,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
     subject.index.row(change.point, change.unit)
     ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
     with subject.lock:
-        for side, side_change in (("before", None), ("after", change), ("control", _alike(subject, change, seed))):
+        for side, side_change in (("before", None), ("after", change), ("control", _control(subject, change, seed))):
             if side_change is None and side == "control":
                 continue
             interventions = {} if side_change is None else side_change.interventions()
@@ -76,7 +76,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
     return _side_by_side(subject, sides) | {"code": code(subject, text, change, new)}
 
 
-def _alike(subject: Subject, change: Change, seed: int) -> Change | None:
+def _control(subject: Subject, change: Change, seed: int) -> Change | None:
     """Return the same change of a control unit."""
     control = subject.control_of(change.point, change.unit, seed)
     if control is None:
@@ -125,8 +125,8 @@ def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, 
         # a causal model: what comes after the marked token does not matter to it
         return subject.shares_of(ids, interventions)[torch.arange(len(ids)), positions]
 
-    def without(one: tuple[str, int]) -> dict[str, Intervention]:
-        return Change(*one, "set", float(tensors["mean"][subject.index.row(*one)])).interventions()
+    def without(place: tuple[str, int]) -> dict[str, Intervention]:
+        return Change(*place, "set", float(tensors["mean"][subject.index.row(*place)])).interventions()
 
     control = subject.control_of(point, unit, seed)
     with subject.lock:
@@ -179,9 +179,9 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
     if not subject.reads_prefixes():
         raise ValueError(f"{type(subject.model).__name__} turns no prefix into weights; only a CGT does")
     before, after = subject.encode(prefix), subject.encode(text)
-    both = torch.cat([before, after])
-    if len(both) > subject.positions():
-        raise ValueError(f"prefix and text have {len(both):,} tokens, the model reads {subject.positions():,}")
+    joined = torch.cat([before, after])
+    if len(joined) > subject.positions():
+        raise ValueError(f"prefix and text have {len(joined):,} tokens, the model reads {subject.positions():,}")
     corpus = subject.index.ids.long()
     other = corpus[random.Random(prefix).randrange(len(corpus))]
     with subject.lock, torch.no_grad():
@@ -190,10 +190,10 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
         shares = {
             "specialised": _next(special(after[None])),
             "unspecialised": subject.shares_of(after[None], {})[0, -1],
-            "prefix and text in one": subject.shares_of(both[None], {})[0, -1],
+            "prefix and text in one": subject.shares_of(joined[None], {})[0, -1],
         }
-        apart = divergence(shares["unspecialised"], _next(control(after[None])))
-        context = values_of(subject.model, both, {_CONTEXT: hook_points(subject.model)[_CONTEXT]})[_CONTEXT]
+        control_divergence = divergence(shares["unspecialised"], _next(control(after[None])))
+        context = values_of(subject.model, joined, {_CONTEXT: hook_points(subject.model)[_CONTEXT]})[_CONTEXT]
     likely = torch.cat([share.topk(min(SHOWN, len(share))).indices for share in shares.values()]).unique()
     likely = likely[shares["specialised"][likely].sort(descending=True).indices]
     return {
@@ -202,10 +202,10 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
         "tokens": subject.tokens(likely.tolist()),
         "shares": {name: share[likely].tolist() for name, share in shares.items()},
         "divergence": divergence(shares["unspecialised"], shares["specialised"]),
-        "control_divergence": apart,
+        "control_divergence": control_divergence,
         "weights": _changed(subject.model.state_dict(), special.state_dict()),
         "context": context.tolist(),
-        "context_tokens": subject.tokens(both.tolist()),
+        "context_tokens": subject.tokens(joined.tolist()),
         "steps": [0.0, *((context[1:] - context[:-1]).norm(dim=1) / context[1:].norm(dim=1).clamp_min(1e-9)).tolist()],
     }
 

@@ -79,7 +79,7 @@ def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
     for facts in subject.index.hook_points.values():
         order = std[facts.start : facts.start + facts.size].sort(descending=True, stable=True).indices[:count].tolist()
         units += [(rank, facts.name, unit) for rank, unit in enumerate(order)]
-    units.sort(key=lambda one: one[0])  # stable: the hook points in their order
+    units.sort(key=lambda pair: pair[0])  # stable: the hook points in their order
     return [(point, unit) for _, point, unit in units[:count]]
 
 

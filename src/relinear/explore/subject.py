@@ -144,12 +144,12 @@ class Subject:
 
     def search(self, query: str) -> list[dict[str, Any]]:
         """Return units whose marked tokens hold ``query`` in upper or lower case, those with most of them first."""
-        wanted = query.strip().lower()
-        if not wanted:
+        query_text = query.strip().lower()
+        if not query_text:
             raise ValueError("type a part of a token to look for")
         marked = self._marked(slice(None))
         known = marked[marked >= 0].unique()
-        hits = [token for token in known.tolist() if wanted in self.token_text(token).lower()]
+        hits = [token for token in known.tolist() if query_text in self.token_text(token).lower()]
         counts = torch.isin(marked, torch.tensor(hits, dtype=torch.long)).sum(1)
         best = counts.sort(descending=True, stable=True).indices[:MOST_FOUND].tolist()
         rows: list[dict[str, Any]] = []

@@ -39,12 +39,12 @@ _SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(_ENDS, (TOP,))
 _SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), ())}
 
 
-def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str, HookPoint]:
+def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, HookPoint]:
     """Return the hook points to look at: all latents and gates; if there are none, the outputs of layers' maps.
 
     Args:
         model: any model.
-        wanted: names, exact or dotted suffixes as in ``relinear.activations.intervene``, in place of these.
+        patterns: names, exact or dotted suffixes as in ``relinear.activations.intervene``, in place of these.
 
     Raises:
         ValueError: if nothing is found, or the index would take more than a GiB.
@@ -52,13 +52,13 @@ def choose_hook_points(model: nn.Module, wanted: Sequence[str] = ()) -> dict[str
     every = hook_points(model, outputs=True)
     inside = {name: point for name, point in every.items() if point.kind != OUTPUT}
     chosen: dict[str, HookPoint] = {}
-    for pattern in wanted:
+    for pattern in patterns:
         matched = {name: point for name, point in every.items() if name == pattern or name.endswith(f".{pattern}")}
         if not matched:
             ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in inside or every)
             raise ValueError(f"no hook point of this model is named {pattern!r}; {nearest(pattern, ends)}")
         chosen |= matched
-    if not wanted:
+    if not patterns:
         chosen = inside or _outputs_of_layers(model, every)
     if not chosen:
         raise ValueError(f"{type(model).__name__} has no units: no latent, no gate and no layer with a linear map")
@@ -181,13 +181,13 @@ class _Running:
     def add(self, values: Tensor, row: int) -> None:
         """Values (B, T, R) of the texts from ``row`` on."""
         for end, sign in (("most", 1), ("least", -1)):
-            best, where = (sign * values).max(1)
+            best, positions = (sign * values).max(1)
             rows = torch.arange(row, row + len(values))[None].expand(values.shape[-1], -1)
             joined = torch.cat([self.values[end], best.T], 1)
             # stable, so that of equal texts the first one stays
             self.values[end], order = (part[:, :TOP] for part in joined.sort(dim=1, descending=True, stable=True))
             self.rows[end] = torch.cat([self.rows[end], rows], 1).gather(1, order)
-            self.tokens[end] = torch.cat([self.tokens[end], where.T], 1).gather(1, order)
+            self.tokens[end] = torch.cat([self.tokens[end], positions.T], 1).gather(1, order)
         flat = values.flatten(0, 1)
         self._count(flat)
         self.sum = self.sum + flat.double().sum(0)

@@ -59,8 +59,8 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
             raise ValueError("a path-level modulator needs attention=True, mlp=True or both")
 
     def _targets(self, model: nn.Module) -> list[SubBlock]:
-        wanted = {"attention": self.attention, "mlp": self.mlp}
-        return [path for path in unnormalised_sub_blocks(model, self.layers) if wanted[path.role]]
+        enabled = {"attention": self.attention, "mlp": self.mlp}
+        return [path for path in unnormalised_sub_blocks(model, self.layers) if enabled[path.role]]
 
     def check(self, model: nn.Module) -> None:
         for path in self._targets(model):

@@ -241,11 +241,11 @@ def _guide(axes: Any, guide: Guide, ends: tuple[float, float]) -> None:
         axes.axline((ends[0], ends[0]), (ends[1], ends[1]), **style)
 
 
-def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return positions near the ``wanted`` ones, at least ``gap`` apart and within [low, high] where they fit."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    gap = min(gap, (high - low) / max(1, len(wanted) - 1)) if len(wanted) > 1 else gap
-    placed = [min(max(w, low), high) for w in wanted]
+def spread_labels(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return positions near the given ones, at least ``gap`` apart and within [low, high] where they fit."""
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    gap = min(gap, (high - low) / max(1, len(positions) - 1)) if len(positions) > 1 else gap
+    placed = [min(max(w, low), high) for w in positions]
     for before, after in pairwise(order):
         placed[after] = max(placed[after], placed[before] + gap)
     if order and placed[order[-1]] > high:

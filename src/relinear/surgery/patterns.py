@@ -38,9 +38,9 @@ def listed(patterns: Any, expected: str) -> list[str]:
     """Return one pattern or several, checked, as a list; what is neither is refused with the words ``expected``."""
     if not isinstance(patterns, Iterable):
         raise ValueError(f"{expected}, got {shown(patterns)}")
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-    check_patterns(wanted)
-    return wanted
+    names = [patterns] if isinstance(patterns, str) else list(patterns)
+    check_patterns(names)
+    return names
 
 
 def patterns_of(names: Iterable[str], excluded: Iterable[str]) -> list[str]:

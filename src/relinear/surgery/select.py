@@ -108,16 +108,16 @@ def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None
 def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: Iterable[str]) -> set[int] | None:
     if layers is None:
         return None
-    wanted = layer_indices(layers)
+    indices = layer_indices(layers)
     find = layer_finder(model)
     present = {index for name in names if name and (index := find(name)) is not None}
     if not present:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
     count = max(present) + 1
-    for index in wanted:
+    for index in indices:
         if not -count <= index < count:
             raise ValueError(f"layer {index!r} does not exist: the model has {count} layers (0 to {count - 1})")
-    return {index % count for index in wanted}
+    return {index % count for index in indices}
 
 
 def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> ValueError:

@@ -29,8 +29,8 @@ def tune_allocator() -> dict[str, int]:
     if libc is None:
         return {}
     libc.mallopt.argtypes, libc.mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    wanted = {"mmap_threshold": _M_MMAP_THRESHOLD, "trim_threshold": _M_TRIM_THRESHOLD}
-    return {name: _LARGEST for name, option in wanted.items() if libc.mallopt(option, _LARGEST) == 1}
+    thresholds = {"mmap_threshold": _M_MMAP_THRESHOLD, "trim_threshold": _M_TRIM_THRESHOLD}
+    return {name: _LARGEST for name, option in thresholds.items() if libc.mallopt(option, _LARGEST) == 1}
 
 
 def release_freed_memory() -> None:

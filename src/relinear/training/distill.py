@@ -91,14 +91,14 @@ class _AgainstTeacher:
         return terms["ce"] + terms["kl"] + added, terms, output
 
 
-def divergence(logits: Tensor, wanted: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
+def divergence(logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """tau^2 KL(softmax(wanted / tau) || softmax(logits / tau)), the mean over the predictions of labels that count.
 
     Args:
-        logits, wanted: (B, T, V).
+        logits, target_logits: (B, T, V).
         labels: (B, T), -100 where a token does not count; the prediction at t is of the label at t + 1.
         temperature: tau.
     """
     counted = labels[:, 1:] != IGNORED_LABEL
-    kl = kl_terms(logits[:, :-1][counted], wanted[:, :-1][counted], temperature).sum()
+    kl = kl_terms(logits[:, :-1][counted], target_logits[:, :-1][counted], temperature).sum()
     return temperature**2 * kl / counted.sum().clamp(min=1)

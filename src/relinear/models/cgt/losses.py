@@ -226,9 +226,9 @@ def gaussian_process_matching(
     mean, std, counts = _moments(y, real)
     flat = std.reshape(batch, length * width)
     covariance = (flat.T @ flat).view(length, width, length, width)
-    wanted = kernel.to(y)[:, None, :, None] * torch.eye(width, dtype=y.dtype, device=y.device)[None, :, None, :]
+    target = kernel.to(y)[:, None, :, None] * torch.eye(width, dtype=y.dtype, device=y.device)[None, :, None, :]
     pairs = real.to(y).T @ real.to(y)
-    errors = (covariance / pairs.clamp(min=1)[:, None, :, None] - wanted).square().sum((1, 3))
+    errors = (covariance / pairs.clamp(min=1)[:, None, :, None] - target).square().sum((1, 3))
     n_pairs = (pairs > 0).sum().clamp(min=1)
     return mean.square().sum() / (counts > 0).sum().clamp(min=1) + torch.where(pairs > 0, errors, 0.0).sum() / n_pairs
 

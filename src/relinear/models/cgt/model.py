@@ -258,13 +258,13 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
         if rate > 0 and cache.is_compileable:
             raise ValueError("a moving average of the context needs a cache that grows: use the default (dynamic) one")
         # Caches without layers make them as they are filled.
-        wanted = self.config.n_layer + self.config.context_layer + int(rate > 0)
+        entries = self.config.n_layer + self.config.context_layer + int(rate > 0)
         if cache.layer_class_to_replicate is None:
-            while len(cache.layers) < wanted:
+            while len(cache.layers) < entries:
                 like = cache.layers[0]
                 sizes = {"max_cache_len": like.max_cache_len} if hasattr(like, "max_cache_len") else {}
                 cache.layers.append(type(like)(**sizes))
-        context_layers = cache.layers[self.config.n_layer : wanted]
+        context_layers = cache.layers[self.config.n_layer : entries]
         if computes and any(int(layer.get_seq_length()) != int(seen) for layer in context_layers):
             raise ValueError(
                 "this cache was filled with a frozen context, so the y stream has no memory of it; go on with "
