@@ -34,7 +34,7 @@ class _Lines:
 
 
 class _Bars:
-    """Progress for terminals: one bar for the work at hand, one for all runs."""
+    """Progress for terminals: one bar for the current work, one for all runs."""
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
@@ -77,11 +77,11 @@ def _left(seconds: float) -> str:
 
 @contextlib.contextmanager
 def watch(title: str = "", *, resumable: bool = False) -> Iterator[ProgressCallback]:
-    """Give a callback that shows what is going on while the block runs.
+    """Give a callback that shows the progress while the block runs.
 
     Args:
         title: of what the work is about.
-        resumable: whether the command goes on where it was when it is started again, which is said if it is ended.
+        resumable: whether the command resumes when it is started again; if so, a message says it.
     """
     from relinear.system.machine import is_first_rank
     from relinear.system.progress import no_progress
@@ -110,7 +110,7 @@ def watch(title: str = "", *, resumable: bool = False) -> Iterator[ProgressCallb
 
 @contextlib.contextmanager
 def _resumable() -> Iterator[None]:
-    """On Ctrl-C or SIGTERM within the block, end in an orderly way and tell the user how to go on."""
+    """On Ctrl-C or SIGTERM within the block, end in an orderly way and tell the user how to resume."""
     from relinear.system.signals import Terminated, on_terminate, raise_terminated
 
     try:

@@ -2,7 +2,7 @@
 
 A hook point has the name of a module: of an operator for its latent, of a module and one of its gates for that
 (``...up_proj.basis_gate``, ``...down_proj.modulator.channel``), of a layer and ``output`` for its output. At most one
-activation hook is at a hook point: the module passes the value to the hook and goes on with what that returns.
+activation hook is at a hook point: the module passes the value to the hook and uses the result.
 """
 
 # Legend: R size of the hook point

@@ -26,7 +26,7 @@ from relinear.system.timing import interleave
 from relinear.training.fitting import compiled as through_compiler
 
 ModelPass = Literal["step", "prefill", "decode"]
-#: tokens of the prompt that decoding goes on from: few, so that next to no prefill is timed with it
+#: tokens of the prompt before decoding: few, so that almost no prefill is timed
 PROMPT = 8
 #: learning rate of AdamW: small, so that the work stays the same
 _LEARNING_RATE = 1e-4

@@ -37,7 +37,7 @@ from relinear.system.progress import Progress, ProgressCallback
 from relinear.system.timing import duration, seconds_of
 from relinear.training.settings import TrainSettings
 
-#: names in the folder: the model that stands in, one file a fit, the text that stands in for a second one
+#: names in the folder: the stand-in model, one file per fit, the stand-in for a second text
 DECODER, FITS, SECOND = "decoder", "fits", "second.txt"
 ORIGINAL = "original"
 #: a plan times a fit on this share of the tokens
@@ -67,7 +67,7 @@ class FitReplication:
 
     @property
     def decoder(self) -> TrainSettings | None:
-        """Return how the model that stands in is trained; None if one is named."""
+        """Return how the stand-in model is trained; None if a model is named."""
         if self.request["model"] != papers.SMALL:
             return None
         data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}

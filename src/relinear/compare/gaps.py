@@ -12,7 +12,7 @@ from relinear.compare.schema import Gap
 from relinear.system.confidence import half_width
 
 REPLICATES = 8000
-#: neighbouring blocks are of one document: they are drawn together, in so many groups at most
+#: neighbouring blocks are of one document: they are drawn together, in at most this many groups
 _GROUPS = 256
 _LEVEL = 0.95
 _NORMAL = NormalDist().inv_cdf((1 + _LEVEL) / 2)

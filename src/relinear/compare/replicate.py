@@ -188,7 +188,7 @@ def replicate(
 ) -> Path:
     """Run a replication and return its page, ``report.html`` in ``out_dir``.
 
-    Started again with the same options it goes on where it was. The comparison is in ``out_dir/comparison``, fits are
+    Started again with the same options it resumes. The comparison is in ``out_dir/comparison``, fits are
     in ``out_dir/fits``.
 
     Args:

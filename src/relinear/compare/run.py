@@ -1,4 +1,4 @@
-"""The comparison: match sizes, tune, train every entry on every seed, measure speed; stop and go on at any point."""
+"""The comparison: match sizes, tune, train every entry on every seed, measure speed; resumes at any point."""
 
 import functools
 import math
@@ -75,7 +75,7 @@ def compare(
     ``out_dir`` gets ``run.json`` (recipe, sizes, machine), ``tuning/`` and ``runs/ENTRY/seed-N/`` (a run's own
     ``run.json``, ``metrics.jsonl`` and ``block_losses.npy``), ``ngram.json``, ``speed.json`` and, at the end,
     ``results.json``. Started again with the same
-    recipe it goes on where it was, or returns the results if it had ended.
+    recipe it resumes, or returns the results if it had ended.
 
     Args:
         recipe: ``CompareSettings`` or a mapping of them.
@@ -95,7 +95,7 @@ def compare(
     Raises:
         ValueError: for settings that are wrong or cannot be matched, data that cannot be read (nothing is written
             then), a directory that holds another comparison, entries that all diverge.
-        ChildProcessError: if a run's process was killed; all others have ended then, and the same call goes on.
+        ChildProcessError: if a run's process was killed; all others have ended then, and the same call resumes.
         OSError: if ``out_dir`` cannot be written.
     """
     recipe, out_dir = CompareSettings.load(recipe), Path(out_dir)

@@ -85,7 +85,7 @@ def heal(
 ) -> HealReport:
     """Train ``model`` in place to give the logits of ``teacher``; what was best on the held-out part is kept.
 
-    KL(teacher || model), Adam without weight decay, a warm-up and half a cosine down to 0. Killed, it goes on from its
+    KL(teacher || model), Adam without weight decay, a warm-up and half a cosine down to 0. Killed, it resumes from its
     last checkpoint in ``folder``, to the same bits (on one thread).
 
     Args:

@@ -82,7 +82,7 @@ def compress(
             are put beside its own as ``proposed-*``.
         evaluate_on: texts of other kinds, by name, that the result is also evaluated on; of each ``evaluation_tokens``.
         out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
-            and called again with the same arguments, it goes on from where it was; other candidates, and budgets of the
+            and called again with the same arguments, it resumes; other candidates, and budgets of the
             same unit and reader, use the same statistics. The model of the earlier one is renamed: ``model.<time>``.
             None keeps nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``, statistics included.
@@ -257,7 +257,7 @@ class _Job:
     def _make(
         self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, tokenizer: Any
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
-        """Carry the plan out and heal; compare the result with the original if that is asked for."""
+        """Apply the plan and heal; compare the result with the original if the settings say so."""
         original = self._observe("original", corpus, tokenizer)
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None

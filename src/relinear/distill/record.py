@@ -119,7 +119,7 @@ class Recording:
         self._where: dict[str, str] = {}
 
     def clear(self) -> None:
-        """Let go of what was recorded."""
+        """Forget the recorded values."""
         self._stores.clear()
 
     def write(self, name: str, values: Tensor, start: int, shared: dict[int, str]) -> None:
@@ -226,7 +226,7 @@ def _run_until_done(model: Any, ids: Tensor) -> None:
 
 
 def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] | None:
-    """Return what the first call of ``module`` within ``run()`` took and gave, where the run ends; None without one."""
+    """Return arguments and output of the first call of ``module`` in ``run()``, which ends there; None without one."""
     calls: list[tuple[tuple, Any]] = []
 
     def on_output(name: str, module: nn.Module, args: tuple, output: Any) -> None:

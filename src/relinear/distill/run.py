@@ -1,4 +1,4 @@
-"""Layer by layer: record, fit, replace, go on; killed, it goes on from the last decoder layer that it finished."""
+"""Distil layer by layer: record, fit, replace; a killed run resumes after its last finished decoder layer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def distill_(
         settings: ``DistillSettings`` or a mapping of its fields.
         out_dir: where state, report and the finished model are kept; None keeps nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``: ``model`` becomes ``model.<time>``. Else it
-            goes on from what an earlier call with the same arguments left there; the result is bit for bit that of a
+            resumes what an earlier call with the same arguments left there; the result is bit for bit that of a
             call that was never interrupted (given the same machine and number of threads).
         resume: deprecated; ``resume=False`` is ``overwrite=True``.
         on_progress: called with a ``Progress`` every so often: its ``stage`` is "evaluate", "record", "fit" or

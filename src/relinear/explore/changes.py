@@ -30,7 +30,7 @@ ACTIONS: dict[str, tuple[type[Intervention], str]] = {
 
 
 class Change(NamedTuple):
-    """Say what is done to one unit of a hook point."""
+    """A change of one unit of a hook point."""
 
     point: str
     unit: int
@@ -38,14 +38,14 @@ class Change(NamedTuple):
     value: float
 
     def interventions(self) -> dict[str, Intervention]:
-        """For ``relinear.activations.intervene``. Raises ValueError for an unknown action."""
+        """Return arguments for ``relinear.activations.intervene``. Raises ValueError for an unknown action."""
         if self.action not in ACTIONS:
             raise ValueError(f"unknown action {self.action!r}; there are: {', '.join(ACTIONS)}")
         intervention, argument = ACTIONS[self.action]
         return {self.point: intervention(**{argument: self.value, "dims": [self.unit]})}
 
     def code(self) -> str:
-        """Return the same as Python source."""
+        """Return the change as Python source."""
         intervention, argument = ACTIONS[self.action]
         call = f"{intervention.__name__}({argument}={self.value!r}, dims=[{self.unit}])"
         return f"{{{self.point!r}: relinear.activations.{call}}}"

@@ -64,7 +64,7 @@ class ContextState(LinearAttentionLayer):
         self.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: assisted decoding (and whatever else crops a cache) would go on from a state of rejected tokens."""
+        """Refuse: after assisted decoding, or another crop, the state would be that of rejected tokens."""
         raise ValueError(
             "the context manager cannot roll back its memory for assisted (speculative) decoding; generate without "
             "it, or use mixer='token'"
@@ -164,7 +164,7 @@ class SharedContext(ContextOwner):
     def forward(
         self, source: Tensor, valid: Tensor | None = None, state: Tensor | None = None, starts: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the context and the state to go on with.
+        """Return the context and the new state.
 
         Args:
             source: token ids (B, T), or embeddings (B, T, H), as ``config.source`` says.

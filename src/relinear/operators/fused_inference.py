@@ -22,16 +22,16 @@ class FusedInference(CachingModule):
     def fused_kernel(self, x: Tensor) -> Kernel | None:
         """Return the kernel with its parameters, for inputs like x; None if there is none.
 
-        It is asked for once a dtype, and cached until a parameter changes. For inputs that it does not support after
-        all it returns None.
+        It is built once per dtype and cached until a parameter changes. The kernel returns None for inputs that it does
+        not support.
         """
         raise TypeError(f"{type(self).__name__} does not name its kernel")
 
     def fused_forward(self, x: Tensor) -> Tensor | None:
         """Return the output for a few rows x (..., I), or None if ``forward`` has to compute it.
 
-        None outside of ``for_inference_``, in training, where activations are read or changed, and wherever calling a
-        submodule runs more than the forward of its class: the kernel reads parameters without calling submodules.
+        None outside of ``for_inference_``, in training, if activations are read or changed, and if calling a submodule
+        would run more than its class's forward: the kernel reads parameters without calling submodules.
         """
         cache = self.parameter_cache
         if cache is None or self.training or rows_unsupported(x):

@@ -71,7 +71,7 @@ class _LowRank(nn.Module):
 
 
 class LaurelResidual(nn.Module):
-    """Returns alpha y + (beta - 1) x + beta B A x; the low-rank part only if there is a rank."""
+    """Return alpha y + (beta - 1) x + beta B A x; the low-rank part only if there is a rank."""
 
     def __init__(self, width: int, normalize: str | None, rank: int | None, kw: dict[str, Any]):
         super().__init__()

@@ -500,7 +500,7 @@ def save_pretrained(
 def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[Path]:
     """Return a temporary directory that replaces the model in ``directory``, as ``atomic_directory`` does.
 
-    Of the files there, the weights, relinear's loader and relinear's model card are removed unless written anew.
+    Of the files there, the weights, relinear's loader and relinear's model card are removed unless written again.
     """
     directory = Path(directory)
     names = [WEIGHTS, INDEX, *_shards(directory), f"{LOADER}.py"]

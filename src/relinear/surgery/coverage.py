@@ -35,11 +35,11 @@ class Left:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Linear parameters are those of matrices (and their biases) that multiply tokens' features, dense, as they were.
+    """Linear parameters: those of dense matrices, and their biases, that multiply tokens' features.
 
-    Embeddings, norms and convolutions are none of them; a head that is tied to the embedding counts as embedding.
+    Embeddings, norms and convolutions do not count, nor does a head that is tied to the embedding.
 
-    layers, parameters: what operators took the place of.
+    layers, parameters: what operators replaced.
     left: the rest, by reason.
     """
 
@@ -75,7 +75,7 @@ def dense_size(module: nn.Module) -> int:
 
 
 def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, str]) -> Coverage:
-    """Go through ``model`` and say of every linear map in it whether an operator stands there, and if not, why.
+    """Return which linear maps of ``model`` operators have replaced, and why not the others.
 
     Args:
         model: any module, also on the meta device.

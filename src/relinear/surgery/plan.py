@@ -64,7 +64,7 @@ class Plan:
         return "\n".join([*lines, *self.notes])
 
     def apply_(self) -> Summary:
-        """Carry the plan out. Every operator is built before the first is put in place, so a failure changes nothing.
+        """Apply the plan. Every operator is built before the first is put in place, so a failure changes nothing.
 
         Returns:
             The summary of the model, with the replaced layers' sizes before and after.

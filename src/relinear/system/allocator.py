@@ -10,7 +10,7 @@ _LARGEST = 2**31 - 1  # mallopt takes a C int
 
 @functools.cache
 def tune_allocator() -> dict[str, int]:
-    """Raise glibc's mmap and trim thresholds, so that freed activations are reused and not paged in anew.
+    """Raise glibc's mmap and trim thresholds, so that freed activations are reused and not paged in again.
 
     By default glibc maps every buffer above 128 KiB (up to 32 MiB, once it has adapted) afresh from the system and
     unmaps it when it is freed; each operation of a large model then pays for page faults, which can cost more than the

@@ -3,7 +3,7 @@
 1. The record is written first. It says ``"made_by": "relinear"``, by which task, from which settings.
 2. A folder is refused where a name that the task writes is there and no record of the task is. Other files are no
    obstacle.
-3. The same settings go on with what is there. Other settings are refused with what differs.
+3. The same settings resume. Other settings are refused with the list of differences.
 4. To overwrite is to rename: ``model`` becomes ``model.20261231-235959``.
 """
 
@@ -39,7 +39,7 @@ class RunFolder:
         record: the file name of its record.
         names: what else the task writes at the top of the folder.
         earlier_records: how to recognise records of 0.1 and 0.2, which lack ``made_by``: file -> its top-level keys.
-        may_differ: settings that may differ when the task goes on.
+        may_differ: settings that may differ when the task resumes.
         settings_of: takes from a record, of an earlier version too, its settings as this version writes them.
     """
 
@@ -91,7 +91,7 @@ class RunFolder:
         return record
 
     def check(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> dict[str, Any] | None:
-        """Return the record to go on with, None if the task begins; nothing is written.
+        """Return the record to resume from, None if the task begins; nothing is written.
 
         Args:
             settings: of the task, as JSON values.

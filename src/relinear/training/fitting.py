@@ -43,7 +43,7 @@ FREE: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint
 
 
 class NonFiniteLossError(ValueError):
-    """The loss, or a weight, became NaN, infinite or as good as that: training cannot go on."""
+    """Raised when the loss, or a weight, becomes NaN or infinite, or the loss explodes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,7 @@ def fit(
 ) -> TrainResult:
     """Train ``model`` in place.
 
-    Called again with the same settings and ``out_dir``, it goes on from the last checkpoint there.
+    Called again with the same settings and ``out_dir``, it resumes from the last checkpoint there.
 
     Args:
         model: any module that returns ``loss`` (in a dict-like output, or first in a tuple) for a batch, as Hugging
@@ -247,7 +247,7 @@ def fit(
 
     Raises:
         ValueError: if data or settings do not fit the model; if ``out_dir`` holds a fit with other settings, or files
-            of others under names that are written; if a part of the checkpoint to go on from is missing or changed
+            of others under names that are written; if a part of the checkpoint to resume from is missing or changed
             (before anything has changed).
         NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite, or grows a hundredfold; it names the
             last good checkpoint.
@@ -291,7 +291,7 @@ def rank_count() -> int:
 
 
 def allow_other_ranks_(folder: RunFolder, record: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Let a run go on with other ranks, and ``batch_size`` and ``accumulation`` to match.
+    """Let a run resume with other ranks, and ``batch_size`` and ``accumulation`` to match.
 
     Raises:
         ValueError: if the ranks would have other sequences in a step.

@@ -183,7 +183,7 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
 
 
 def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = False) -> RunFolder:
-    """Return the folder of a run. How ranks share the sequences of a step may change when an unfinished run goes on.
+    """Return the folder of a run. How ranks share the sequences of a step may change when a run resumes.
 
     Raises ValueError if the ranks would have other sequences in a step.
     """
@@ -215,7 +215,7 @@ def train(
 
     ``out_dir`` gets ``run.json`` (settings, machine, model, data, status, result), ``metrics.jsonl``,
     ``block_losses.npy`` (the loss of every validation block at the end), the trained model with its tokenizer in
-    ``model/``, and checkpoints while the run goes on. Started again with the same settings, a run
+    ``model/``, and checkpoints during the run. Started again with the same settings, a run
     that was killed continues from its last checkpoint to exactly the same result (on one thread, to the last bit), and
     one that had ended returns its result.
 

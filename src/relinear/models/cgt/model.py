@@ -363,7 +363,7 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
         Args:
             input_ids: (B, T).
             past_key_values, attention_mask, use_cache, logits_to_keep: as in GPT-2.
-            position_ids: (B, T) or (1, T); by default they go on from the cache, from 0 without one.
+            position_ids: (B, T) or (1, T); by default they continue those of the cache, or start at 0.
             inputs_embeds: (B, T, D + E), of both streams; (B, T, D), of x alone, with a frozen context.
             frozen_context: (B, E), the y that modulates every token, in place of the computed one; the y stream is then
                 not computed. Or (B, T, E), one for each token.
