@@ -31,7 +31,9 @@ def trained_size(name: str) -> int | None:
         return None
     number = name.removeprefix("bpe:").replace("_", "")
     if not number.isdecimal() or len(number) > 8 or not _SMALLEST_BPE <= int(number) <= _LARGEST_BPE:
-        raise ValueError(f"{name!r}: N of bpe:N is from {_SMALLEST_BPE} to {_LARGEST_BPE:,}, for instance bpe:8000")
+        raise ValueError(
+            f"{name!r}: N of bpe:N is at least {_SMALLEST_BPE} and at most {_LARGEST_BPE:,}, for instance bpe:8000"
+        )
     return int(number)
 
 

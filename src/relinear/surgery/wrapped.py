@@ -19,7 +19,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from relinear.contract.config import shown
 from relinear.contract.operator import Operator, embeds
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.config_record import make_record, parse_record, record_in_config
