@@ -224,4 +224,4 @@ def _section(run: Path) -> Section:
         return run_section(run)
     if analyses_blocks(run):
         return analyses_section(run)
-    raise FileNotFoundError(f"{run} holds nothing to report; give the --out of a command that has finished")
+    raise FileNotFoundError(f"{run} holds nothing to report, such as {RESULTS}; give the --out of a finished command")
