@@ -101,7 +101,7 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
         folder = model_folder(directory)
         options.find_model(folder, presets=False)
         return folder, None
-    with damaged_file_errors(record, "no record of a training run", "of a comparison, give runs/ENTRY/seed-N in it"):
+    with damaged_file_errors(record, "not a record of a training run", "of a comparison, give runs/ENTRY/seed-N in it"):
         settings = read_json(record)["settings"]["data"]
     if not (path / "model").is_dir():
         raise FileNotFoundError(f"{directory} holds no model: the run has not ended, or save_model was false")

@@ -55,7 +55,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
-    with damaged_file_errors(path, "no compression plan", "give the file, such as DIR/plan.json"):
+    with damaged_file_errors(path, "not a compression plan", "give the file, such as DIR/plan.json"):
         values = read_json(path)
         layers = dict(values["layers"])
         rows = {name: dict(layer) for name, layer in layers.items()}

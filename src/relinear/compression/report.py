@@ -152,7 +152,7 @@ def report_section(report: Mapping[str, Any]) -> Section:
     Raises:
         ValueError: where it lacks what a report has.
     """
-    with damaged_file_errors("this", "no report of a compression", "run the compression again"):
+    with damaged_file_errors("this", "not a report of a compression", "run the compression again"):
         values = {
             "report": report,
             "picture": _picture(report["layers"]),

@@ -177,7 +177,7 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
     path = out_dir / RUN
     if not path.exists():
         return None
-    with damaged_file_errors(path, "no record of a run", _ELSEWHERE):
+    with damaged_file_errors(path, "not a record of a run", _ELSEWHERE):
         record = read_json(path)
         return record | {"settings": dict(**record["settings"])}
 
