@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from relinear_cli.errors import exit_code
-from relinear_cli.main import COMMANDS, app, main
+from relinear_cli.main import COMMANDS, _format_warning, app, main
 
 # fast training: whoever gets as far as a step takes a few
 SMALL = [
@@ -568,3 +568,8 @@ def test_help_shows_the_defaults_and_choices_of_settings(capsys):
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "default: (relinear)" in shown
     assert "default: (32768)" in shown
+
+
+def test_a_warning_of_ours_is_one_line_without_its_place_in_the_source() -> None:
+    assert _format_warning("not read: a.md", UserWarning, "corpora.py", 56, None) == "warning: not read: a.md\n"
+    assert "corpora.py:56: DeprecationWarning" in _format_warning("old", DeprecationWarning, "corpora.py", 56, None)

@@ -265,6 +265,23 @@ def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
     assert errors[0] < errors[1], "a third kind gains"
 
 
+def test_kinds_whose_inputs_are_nearly_one_vector_are_told_apart() -> None:
+    x = [5 + 1e-4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    _, left = held_out(tuple((rows.T @ rows).double() / 64 for rows in x))  # of sums in float32
+    assert bool((left > 0).all())
+
+
+def test_fewer_tokens_than_inputs_and_one_of_enormous_size_are_no_obstacle() -> None:
+    """As the first token of a text has in many decoders: sums in float32 are then not positive definite."""
+    torch.manual_seed(0)
+    texts = torch.randn(2, 100, 600)
+    texts[:, 0] *= 1e4
+    moments = tuple((x.T @ x).double() / len(x) for x in texts)
+    share, left = held_out(moments)
+    assert 0 < share < 1
+    assert bool((left > 0).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_half_precision_holds_every_scale(dtype: torch.dtype, bits: int) -> None:

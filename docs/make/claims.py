@@ -118,7 +118,7 @@ def _overview() -> str:
         decisions.in_page(),
         "## What was planned, and what it changed",
         told["planned"],
-        table(told["plans"]["head"], told["plans"]["rows"]),
+        folded(f"Table of the {len(told['plans']['rows'])} plans", table(told["plans"]["head"], told["plans"]["rows"])),
         "Each page ends with the place of every equation in the code, its test, and where it differs.",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -10,7 +10,10 @@ from relinear_cli import options
 
 def command(
     recipe: Annotated[str | None, typer.Option(help="A YAML file, or a name such as `quick`.")] = None,
-    plan: Annotated[Path | None, typer.Option(exists=True, help="A plan; it takes no other settings.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(exists=True, help="A comparison written down before it runs; it takes no other settings."),
+    ] = None,
     operators: Annotated[
         list[str] | None,
         typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
@@ -19,7 +22,7 @@ def command(
         Literal["width", "parameters", "flops", "bytes"] | None,
         typer.Option(
             metavar="<width | parameters | flops | bytes>",
-            help="`width` keeps every entry as written, the others resize them, dense by its width.",
+            help="What all entries have alike: `width` resizes none; else operators are, and dense by its width.",
             show_default="width",
         ),
     ] = None,

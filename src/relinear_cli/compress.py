@@ -28,7 +28,7 @@ def command(
     reader: Annotated[
         Literal["relinear", "llama.cpp", "vllm"] | None,
         typer.Option(
-            "--for", help="Program that will run the model: its types and its bytes.", show_default="relinear"
+            "--for", help="Program that will run the model; it decides types and file.", show_default="relinear"
         ),
     ] = None,
     candidates: Annotated[
@@ -50,7 +50,7 @@ def command(
     ] = None,
     heal: Annotated[
         Literal["operators", "all"] | None,
-        typer.Option(help="What distillation trains.", show_default="operators"),
+        typer.Option(help="What distillation trains: new operators, or all.", show_default="operators"),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(exists=True, help="A plan to apply, such as an edited DIR/plan.json.")

@@ -6,6 +6,7 @@ takes torch and transformers with it, as it runs. So ``--help`` and completion a
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,7 +35,7 @@ _GROUPS = {
     "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "evaluate",
-    "Budget": "bits size keep reader batch steps tokens trials seeds widths base_width "
+    "Budget": "budget bits size keep reader batch steps tokens trials seeds widths base_width "
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only dry_run as_json report index static check",
     "Cases": "shapes dtypes modes passes inference_batches",
@@ -123,9 +124,11 @@ def _show_version(show: bool) -> None:
 def _root(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
 ) -> None:
-    """Swap the linear layers of any Hugging Face decoder for other operators, and measure what that changes.
+    """Replace the linear layers of Hugging Face decoders with other operators, and measure what that changes.
 
-    A first look, six operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
+    Six operators side by side on real text: `relinear compare --recipe quick --out runs/demo`
+
+    A smaller model for llama.cpp: `relinear compress MODEL --for llama.cpp --size 90MB`
 
     Every command takes `--import MODULE`, for operators of your own; those of installed packages are found by name.
     """
@@ -173,6 +176,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _invoke(sys.argv[1:] if arguments is None else arguments))
 
 
+_FORMATTED = warnings.formatwarning
+
+
+def _format_warning(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+    """Return a warning as a line of the terminal: where in the source it was raised says nothing to a user."""
+    if category is not UserWarning:
+        return _FORMATTED(message, category, filename, *place)
+    return f"warning: {message}\n"
+
+
 def run() -> None:
     """The entry point of the ``relinear`` script."""
+    warnings.formatwarning = _format_warning
     sys.exit(main())

@@ -33,7 +33,9 @@ def command(
     evaluate_on: Annotated[
         str | None, typer.Option(help="A second text, for `rotor`.", show_default="PyTorch's documentation")
     ] = None,
-    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2.", show_default="the paper's")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="A run of every entry for each, such as 0,1,2.", show_default="the paper's")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of the results.", show_default="runs/PAPER")] = None,
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
@@ -41,7 +43,7 @@ def command(
     executor: options.Executor = None,
     slurm: options.Slurm = None,
 ) -> None:
-    """Repeat the main tables of a paper, at a share of its budget; ends with a page, the paper compared with ours.
+    """Repeat a paper's main tables, small by default; ends with a page of the paper's numbers beside ours.
 
     It begins with what it will take. If it is killed, start the command again: it resumes.
 

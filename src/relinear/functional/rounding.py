@@ -15,6 +15,8 @@ _CLIPS = 12
 _COLUMNS = 32
 #: added to a moment, as a share of its mean diagonal
 _DAMPING = 1e-2
+#: drawn to its diagonal by this share, a moment that was summed in float32 over few tokens is positive definite
+_SUMMED = 1e-3
 #: shares that are tried by which moments are drawn to their diagonal
 SHRINKAGES = (0.02, 0.1, 0.2, 0.4, 0.7)
 #: parts of the rows that are changed one after another
@@ -187,7 +189,7 @@ def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     seen, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
     for known, moment, share in pairs:
         order = known.diagonal().argsort()
-        root = torch.linalg.cholesky(steadied(moment[order][:, order], 0, 1e-6)).float()
+        root = torch.linalg.cholesky(steadied(moment[order][:, order], _SUMMED, 1e-6)).float()
         seen.append((known[order][:, order], root, order, share))
     for shrinkage in SHRINKAGES:
         left = torch.zeros_like(total[0])
