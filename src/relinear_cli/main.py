@@ -179,10 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 _FORMATTED = warnings.formatwarning
 
 
-def _format_warning(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Return a warning as a line of the terminal: where in the source it was raised says nothing to a user."""
     if category is not UserWarning:
-        return _FORMATTED(message, category, filename, *place)
+        return _FORMATTED(message, category, filename, lineno, line)
     return f"warning: {message}\n"
 
 

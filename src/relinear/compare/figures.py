@@ -152,16 +152,15 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
             shown.append(Series(name=name, colour=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **look))
     rates = sorted({abscissa for series in shown for abscissa in series.x})
     ticks = {rate: f"{rate:.2g}" for rate in rates}
-    return (
-        [Panel(shown, Axis(title="learning rate", log=True, ticks=ticks), Axis(title=LOSS))] if len(rates) > 1 else []
-    )
+    bottom = Axis(title="learning rate", log=True, ticks=ticks)
+    return [Panel(shown, bottom, Axis(title=LOSS))] if len(rates) > 1 else []
 
 
 def _chosen_trials(record: Tuning) -> list[Trial]:
     """The short runs at the initialisation, warm-up and bits that were chosen; without any, the runs of full length."""
     trials = record["trials"] or record.get("full_length", {}).get("trials", [])
-    keys = ("initializer_range", "warmup_ratio", "bits")
-    chosen = {key: record[key] for key in keys if record.get(key) is not None}
+    tuned: Mapping[str, Any] = record
+    chosen = {key: tuned[key] for key in ("initializer_range", "warmup_ratio", "bits") if tuned.get(key) is not None}
     return [t for t in trials if all(t.get(key) == value for key, value in chosen.items())]
 
 
