@@ -72,7 +72,15 @@ def in_bytes(text, to, **changes):
 
 def test_a_run_is_judged_as_its_model_was_stored(text, tmp_path) -> None:
     settings = TrainSettings.load(small(text)["train"] | {"bits": 3})
-    result = train(settings, tmp_path / "run")
+    mine = tmp_path / "run" / "model" / "mine.txt"
+
+    def meanwhile(_) -> None:
+        mine.parent.mkdir(exist_ok=True)
+        mine.touch()
+
+    result = train(settings, tmp_path / "run", on_progress=meanwhile)
+    assert not mine.exists()  # but kept, under another name
+    assert len([*tmp_path.glob("run/model.*/mine.txt")]) == 1
     assert result.stored["bits"] == 3
     assert result.stored["bytes"] == (tmp_path / "run" / "model" / "model.safetensors").stat().st_size
     stored = relinear.from_pretrained(tmp_path / "run" / "model")
@@ -147,6 +155,8 @@ def test_operators_may_be_sized_in_place_of_widths() -> None:
         ({"match": {"by": "bytes", "to": "dense"}}, "match by bytes takes the size of the file"),
         ({"match": {"by": "parameters", "to": ["1KB", "2KB"]}}, "sizes of the file are for match by bytes"),
         ({"match": {"by": "bytes", "to": "1KB", "bits": [1, 4]}}, "bits"),
+        ({"match": {"by": "bytes", "to": ["1KB", 0]}}, "match.to: 0 is not a size of a file; write 500KB"),
+        ({"match": {"by": "bytes", "to": []}}, "match by bytes takes the size of the file"),
         ({"entries": {"dense": {"resize": "fixed"}}}, "entries.dense has resize: fixed, and match by bytes"),
         ({"budgets": [256, 512], "reference": "dense"}, "budgets or sizes, not both"),
     ],

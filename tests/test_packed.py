@@ -106,11 +106,13 @@ def test_what_cannot_be_stored_in_bits_is_refused_before_anything_is_written(tmp
     for bits, said in ((9, "bits must be at most 8, got 9"), (4.0, r"bits must be a whole number, got 4\.0")):
         with pytest.raises(ValueError, match=said):
             relinear.save_pretrained(model, tmp_path / "model", bits=bits)
-    adapted = get_peft_model(make_tiny_llama(), LoraConfig(target_modules=["q_proj"]))
+    lora, added = LoraConfig(target_modules=["q_proj"]), make_tiny_llama()
+    added.add_adapter(lora)
     with pytest.raises(ValueError, match=r"moments= is about rounding: give bits="):
         relinear.save_pretrained(model, tmp_path / "model", moments={})
-    with pytest.raises(ValueError, match="merge it first"):
-        relinear.save_pretrained(adapted, tmp_path / "model", bits=4)
+    for adapted in (get_peft_model(make_tiny_llama(), lora), added):
+        with pytest.raises(ValueError, match="merge it first"):
+            relinear.save_pretrained(adapted, tmp_path / "model", bits=4)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.weight: a weight is NaN"):

@@ -30,12 +30,12 @@ def _tokens(value: Any) -> Any:
 
 
 def _file_sizes(value: Any) -> Any:
-    """Return bytes written as 500KB, 1.5MiB or 1GB, or several of them; anything else as it stands."""
+    """Return bytes written as 500KB, 1.5MiB or 1GB, or several of them, rising; anything else as it stands."""
     if isinstance(value, list | tuple):
-        budgets = tuple(map(_file_sizes, value))
-        if wrong := [size for size in budgets if not isinstance(size, int)]:
+        file_sizes = list(map(_file_sizes, value))
+        if wrong := [size for size in file_sizes if not isinstance(size, int) or size < 1]:
             raise ValueError(f"{wrong[0]!r} is not a size of a file; write 500KB or 1.5MB")
-        return budgets
+        return tuple(sorted(set(file_sizes)))
     in_bytes = size_in_bytes(value) if isinstance(value, str) else None
     return value if in_bytes is None else round(in_bytes)
 
@@ -53,7 +53,6 @@ _ASCENDING = AfterValidator(lambda values: tuple(sorted(values)))
 _Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Unique, _ASCENDING]
 _Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Unique, _ASCENDING]
 _Tokens = Annotated[PositiveInt, BeforeValidator(_tokens)]
-_FileSizes = Annotated[tuple[PositiveInt, ...], Field(min_length=1), Unique, _ASCENDING]
 _Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1), Unique, _ASCENDING]
 
 
@@ -136,13 +135,13 @@ class Match(Settings):
     """
 
     by: Literal["width", "parameters", "flops", "bytes"] = "width"
-    to: Annotated[str | PositiveInt | _FileSizes | None, BeforeValidator(_file_sizes)] = None
+    to: Annotated[str | PositiveInt | tuple[int, ...] | None, BeforeValidator(_file_sizes)] = None
     tolerance: PositiveFloat = 0.02
     bits: _Bits = (3, 4, 6, 8)
 
     @model_validator(mode="after")
     def _has_a_size(self) -> Match:
-        if self.by == "bytes" and (self.to is None or isinstance(self.to, str)):
+        if self.by == "bytes" and (not self.to or isinstance(self.to, str)):
             raise ValueError("match by bytes takes the size of the file: --size 500KB, or to: 500KB")
         if self.by != "bytes" and isinstance(self.to, tuple):
             raise ValueError(f"sizes of the file are for match by bytes, not by {self.by}: --match bytes")

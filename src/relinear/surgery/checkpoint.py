@@ -39,7 +39,7 @@ from relinear.hf.model_layout import named_in
 from relinear.hf.model_source import locate_checkpoint
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.card import CARD, is_own_card, write_card
-from relinear.surgery.packed import GROUP, check_packable, packed_shape, packed_state, unpacking
+from relinear.surgery.packed import GROUP, SUFFIX, Unpack, check_packable, packed_shape, packed_state
 from relinear.surgery.saved_config import as_in_memory_
 from relinear.surgery.select import OWN_PREFIX
 from relinear.surgery.tied import swap_layer
@@ -142,7 +142,7 @@ class RelinearQuantizer(HfQuantizer):
         """Rename weights if the saved class names its body differently, and turn packed integers into floats."""
         saved, prefix, packed = _saved_prefix(model), model.base_model_prefix, self.quantization_config.packed
         renaming = [WeightRenaming(rf"^{saved}\.", f"{prefix}.")] if saved and prefix and saved != prefix else []
-        unpack = [unpacking(packed["bits"])] if packed else []
+        unpack = [WeightConverter(rf"\{SUFFIX}$", "", [Unpack(packed["bits"])])] if packed else []
         self._steps = [*unpack, *renaming]
         return [*unpack, *super().update_weight_conversions(weight_conversions, model), *renaming]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps
 
 from relinear.contract.config import IntRange, check_value
 from relinear.contract.modes import evaluating
@@ -158,13 +158,8 @@ class Unpack(ConversionOps):
         return {full_layer_name: unpacked(stored, self.bits, wanted.shape).to(wanted.dtype)}
 
 
-def unpacking(bits: int) -> WeightConverter:
-    """Return the step by which transformers loads packed parameters."""
-    return WeightConverter(rf"\{SUFFIX}$", "", [Unpack(bits)])
-
-
 def check_packable(model: Any, bits: Any) -> None:
-    """Raise ValueError unless ``bits`` are 2 to 8, or if ``model`` is a PEFT model, which saves its adapters alone."""
+    """Raise ValueError unless ``bits`` are 2 to 8, or if ``model`` has adapters of PEFT, and saves them alone."""
     check_value("bits", bits, Annotated[int, IntRange(2, 8)])
-    if unwrapped(model) is not model:
+    if unwrapped(model) is not model or getattr(model, "_hf_peft_config_loaded", False):  # by model.add_adapter
         raise ValueError("bits store a whole model, and of a PEFT model the adapter is saved: merge it first")

@@ -1,6 +1,5 @@
 """A whole training run from its settings: model, surgery, data, training, and a directory of results."""
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -285,7 +284,9 @@ def train(
             folder.write(**facts | {"status": "failed", "error": str(error), "diverged": diverged})
             raise
         if settings.bits is not None:
-            result = _store_in_bits(model, data, settings, result)
+            with tempfile.TemporaryDirectory() as passing:
+                target = folder.take("model") if settings.save_model else Path(passing)
+                result = _store_in_bits(model, data, settings, result, target)
         elif settings.save_model:
             checkpoint.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
         folder.write(**facts | {"status": "done", "result": result.to_dict()})
@@ -298,19 +299,15 @@ def train(
 _SAMPLES = 64
 
 
-def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult) -> TrainResult:
-    """``result`` of a run with the loss of the model as it is stored in ``settings.bits``."""
-    out_dir: Any = result.out_dir
+def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult, target: Path) -> TrainResult:
+    """``result`` of a run with the loss of the model as it is stored, in ``settings.bits``, in ``target``."""
     indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
     samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in indices)
     with on_threads(settings.threads):
         moments = gradient_moments(model, samples)
-    with contextlib.nullcontext(out_dir) if settings.save_model else tempfile.TemporaryDirectory() as home:
-        target = Path(home) / "model"
         checkpoint.save_pretrained(model, target, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
-        size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
-        read = checkpoint.from_pretrained(target)
-    loss = evaluate(read, data, settings, out_dir)
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    loss = evaluate(checkpoint.from_pretrained(target), data, settings, Path(str(result.out_dir)))
     stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
     return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
 
