@@ -27,7 +27,7 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Raised by ``to_dense`` of an operator that is not a context-free linear map.
+    """Say that an operator is not a context-free linear map; ``to_dense`` raises it.
 
     HDPL's SiLU path and gates that read x are examples. ``relinear.fold_`` leaves such operators in place.
 
