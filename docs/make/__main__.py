@@ -20,6 +20,7 @@ import claims
 import effects
 import equal_bytes
 import evidence
+import file_sizes
 import forest
 import measured
 from relinear.contract.operator import OperatorConfig
@@ -79,6 +80,8 @@ def pages() -> dict[Path, str]:
             found[DOCS / "pictures" / f"budgets-{paper}-{theme}.svg"] = budgets.picture(theme, paper)
         for name in equal_bytes.PICTURES:
             found[DOCS / "pictures" / f"{name}-{theme}.svg"] = equal_bytes.picture(theme, name)
+        for name in file_sizes.PICTURES:
+            found[DOCS / "pictures" / f"{name}-{theme}.svg"] = file_sizes.picture(theme, name)
         for kind in effects.FIGURES:
             found[DOCS / "pictures" / f"{effects.file_name(kind)}-{theme}.svg"] = effects.picture(theme, kind)
     for page in sorted((DOCS / "operators").glob("*.md")):
