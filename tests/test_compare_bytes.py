@@ -133,10 +133,14 @@ def test_several_sizes_are_a_comparison_each_and_two_figures(text, tmp_path) -> 
     assert (tmp_path / "plots" / "sizes.svg").is_file()
 
 
-def test_the_size_that_is_planned_is_that_of_the_file(tmp_path) -> None:
-    settings = TrainSettings(model_overrides=WIDTH, operators={"q_proj": "hdpl:rank=4,blocks=8"}, bits=6)
-    relinear.save_pretrained(build_model(settings, VOCABULARY), tmp_path, bits=6)
-    assert measure_size(settings, VOCABULARY).bytes == (tmp_path / "model.safetensors").stat().st_size
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_size_that_is_planned_is_that_of_the_file(tied, tmp_path) -> None:
+    overrides = WIDTH | {"tie_word_embeddings": tied}
+    settings = TrainSettings(model_overrides=overrides, operators={"q_proj": "hdpl:rank=4,blocks=8"}, bits=6)
+    model, size = build_model(settings, VOCABULARY), measure_size(settings, VOCABULARY)
+    relinear.save_pretrained(model, tmp_path, bits=6)
+    assert size.bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_operators_may_be_sized_in_place_of_widths() -> None:

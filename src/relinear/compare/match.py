@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from transformers.initialization import no_init_weights
 
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import OperatorConfig
@@ -54,7 +53,7 @@ def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
         ValueError: if the model is unknown or cannot take the operators.
     """
     on_meta = torch.device("meta") if settings.model in preset_names() else contextlib.nullcontext()
-    with on_meta, no_init_weights(), warnings.catch_warnings():  # what is trained warns of its own
+    with on_meta, warnings.catch_warnings():  # of sizes that are only tried; what is trained warns of its own
         warnings.simplefilter("ignore")
         return build_model(settings, vocab_size)
 
