@@ -158,7 +158,7 @@ def test_edits_of_gates_nest_reach_generation_and_are_refused_where_wrong() -> N
     wrong = {
         "down_proj.modulator.chanel": "channel",
         "down_proj.outputs": "known|mean",
-        "down_proj.modulator.channel": "must be 32",
+        "down_proj.modulator.channel": "must end in 32",
     }
     for pattern, message in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -74,7 +74,7 @@ def test_tune_allocator_is_idempotent():
         ({"betas": [0.9, 1.5]}, r"betas must lie in \[0, 1\)"),
         ({"steps": 5, "warmup_steps": 5}, "warmup_steps=5 must be below steps=5"),
         ({"compile": "fast"}, "compile: expected true, false or 'reduce-overhead', got 'fast'"),
-        ({"compile": "reduce-overhead", "accumulation": 2}, "CUDA graphs.* accumulation=2 adds them up"),
+        ({"compile": "reduce-overhead", "accumulation": 2}, "CUDA graphs.* accumulation=2 would be wrong"),
         ({"schedule": "linear"}, "schedule must be one of 'onecycle', 'cosine', 'noam' or 'constant'"),
         ({"operators": {"q_proj": "low_rnk:rank=3"}}, "unknown operator kind 'low_rnk'; did you mean 'low_rank'"),
         ({"operators": {"q_proj": {"kind": "low_rank", "rnk": 3}}}, "unknown setting 'rnk'; did you mean 'rank'"),

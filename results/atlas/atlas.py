@@ -197,7 +197,8 @@ def cost_panels(record: Mapping[str, Any]) -> list[Panel]:
         nothing = sum(layer["nothing"] for layer in layers) / len(layers)
         values = [value for one in series for value in one.y if value > 0] + [nothing]
         bounds = min(values) / 1.5, max(values) * 1.5
-        axes = Axis("share of parameters", bounds=(0, 1.02)), Axis("nats per token", log=True, bounds=bounds)
+        bottom = Axis(title="share of parameters", bounds=(0, 1.02))
+        axes = bottom, Axis(title="nats per token", log=True, bounds=bounds)
         panels.append(Panel(series, *axes, [Guide(x=1, text="dense"), Guide(y=nothing)], wanted))
     return panels
 

@@ -18,7 +18,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from relinear.data.tokenizers import byte_tokenizer
 
-HERE = Path(__file__).parent
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 256, "initializer_range": 0.1}
 QWEN = {"num_experts": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
@@ -76,9 +75,10 @@ def main() -> None:
     ]
     lines += [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}", *rows, ""]
     lines += [
-        "`python results/compress/experts.py` makes this page. Random weights say nothing about what a budget costs."
+        "Made by `python results/compress/experts.py > results/compress/experts.md`. Random weights say nothing about "
+        "what a budget costs."
     ]
-    (HERE / "experts.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
