@@ -26,19 +26,37 @@ ROWS = 64
 FEWEST_RECOMPUTED = 1 << 17
 
 
-def lowered(x: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Cast the tensors as autocast does for a matrix product (double precision stays); return them without it."""
+def lowered(x: Tensor, *tensors: Any) -> tuple[Any, ...]:
+    """Cast floats as autocast does for a matrix product (double precision stays); return all without it."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, *tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *tensors))
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (x, *tensors)
+    )
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """Switch autocast off for the block, after ``lowered`` has cast the tensors."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def on_rows(function: Any, forward: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
+    """Apply an autograd function of a matrix (N, I) to x (..., I), as autocast asks; return (..., O).
+
+    Args:
+        function: a subclass of ``torch.autograd.Function``.
+        forward: its forward pass, for calls without a graph.
+        arguments: those after the matrix.
+    """
+    run = function.apply if torch.is_grad_enabled() else forward
+    cast = lowered(x.reshape(-1, x.shape[-1]), *arguments)
+    with without_autocast(x):
+        y = run(*cast)
+    return y.view(*x.shape[:-1], y.shape[1])
 
 
 def save(ctx: Any, inputs: Sequence[Any], *results: Tensor | None) -> None:

@@ -9,14 +9,13 @@ that of memory.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.autograd import differentiable_as, lowered, save, without_autocast
+from relinear.kernels.autograd import differentiable_as, on_rows, save
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_traced, is_transformed
 
@@ -100,13 +99,7 @@ def _sliced_forward(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
     return block_product(hadamard(x) if mixed else x, blocks)
 
 
-def _sliced(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
-    rows, blocks = lowered(x.reshape(-1, x.shape[-1]), blocks)
-    run: Any = _Stage.apply if torch.is_grad_enabled() else _sliced_forward
-    with without_autocast(x):
-        return run(rows, blocks, mixed).view(*x.shape[:-1], -1)
-
-
+_sliced = functools.partial(on_rows, _Stage, _sliced_forward)
 stage = dispatch(Implementation("on slices", slices_unsupported, _sliced), otherwise="reference")(_stage)
 
 

@@ -5,14 +5,14 @@ Between the factors every block meets every block, so that two permutations copy
 
 # Legend: N tokens, I in, O out, K blocks, S = ceil(O / K), R rank of a sub-block
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
 from relinear.functional import monarch as reference
 from relinear.functional.block_diagonal import zero_padded
-from relinear.kernels.autograd import differentiable_as, lowered, save, without_autocast
+from relinear.kernels.autograd import differentiable_as, on_rows, save
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Implementation, dispatch
 
@@ -55,11 +55,5 @@ class _Monarch(torch.autograd.Function):
         return to_x, to_right, to_left, None, grad.sum(0) if need[4] else None
 
 
-def _sliced(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
-    rows, *parameters = lowered(x.reshape(-1, x.shape[-1]), right, left, bias)
-    run: Any = _Monarch.apply if torch.is_grad_enabled() else _forward
-    with without_autocast(x):
-        return run(rows, *parameters[:2], out_features, parameters[2]).view(*x.shape[:-1], out_features)
-
-
+_sliced = functools.partial(on_rows, _Monarch, _forward)
 monarch = dispatch(Implementation("on slices", slices_unsupported, _sliced), otherwise="reference")(reference.monarch)

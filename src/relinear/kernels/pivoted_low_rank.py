@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from relinear.functional import pivoted_low_rank as reference
-from relinear.kernels.autograd import differentiable_as, lowered, save, without_autocast
+from relinear.kernels.autograd import differentiable_as, on_rows, save
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: numbers from which the scattered sum takes longer than the calls of ours
@@ -45,10 +45,7 @@ def _unsupported(call: Call) -> str:
 
 
 def _gathered(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
-    rows, mix = lowered(x.reshape(-1, x.shape[-1]), mix)
-    with without_autocast(x):
-        z = _Latent.apply(rows, order, mix)
-    return torch.nn.functional.linear(z.view(*x.shape[:-1], len(mix)), up, bias)
+    return torch.nn.functional.linear(on_rows(_Latent, _latent, x, order, mix), up, bias)
 
 
 pivoted_low_rank = dispatch(Implementation("gradient gathered", _unsupported, _gathered), otherwise="reference")(
