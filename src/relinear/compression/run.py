@@ -4,7 +4,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,15 +117,17 @@ def compress(
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
     check_compressible(model, resolved.sequence_length)
-    with (
-        separate_experts(model),
-        nullcontext(unreached(model, targets)) as out_of_reach,
-        nullcontext(replaceable(model, resolved, targets, exclude)) as modules,
-        tempfile.TemporaryDirectory() as temporary,
-        nullcontext() if run_folder is None else run_folder.open(resolved.measured, overwrite=overwrite) as record,
-        os_errors_named(folder := Path(temporary) if run_folder is None else run_folder.path),
-        evaluating(model),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(separate_experts(model))
+        out_of_reach = unreached(model, targets)
+        modules = replaceable(model, resolved, targets, exclude)
+        if run_folder is None:
+            folder, record = Path(stack.enter_context(tempfile.TemporaryDirectory())), None
+        else:
+            folder = run_folder.path
+            record = stack.enter_context(run_folder.open(resolved.measured, overwrite=overwrite))
+        stack.enter_context(os_errors_named(folder))
+        stack.enter_context(evaluating(model))
 
         def report_progress(stage: str, done: int, total: int) -> None:
             on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
