@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import svg
-from measured import folded, read, signed, table
+from evidence import Row
+from measured import folded, read, signed, table, with_interval
 
 __all__ = ["PICTURES", "in_page", "picture"]
 
@@ -119,22 +120,18 @@ def _described() -> str:
     return f"Gaps to dense in nats per byte at equal file size, below zero is better. {'; '.join(told)}."
 
 
-def _verdict(gap: Mapping[str, Any]) -> str:
-    if gap["high"] < 0:
-        return "ahead of dense"
-    return "behind dense" if gap["low"] > 0 else "inconclusive"
-
-
 def in_page() -> str:
     """Pictures and table of the page of claims."""
     rows = []
     for size in _sizes():
         for entry in _by_loss(size):
             loss, gap, stored = entry["validation_loss"], entry["gap"], entry["stored"]
-            interval = f"{signed(gap['mean'], 3)} [{signed(gap['low'], 3)}, {signed(gap['high'], 3)}]" if gap else "–"
             made = f"{entry['parameters'] / 1e6:.2f} M in {stored['bits']} bits, {stored['bytes']:,} bytes"
-            cells = [f"{size['title']}, {_named(entry)}", f"{loss['mean']:.3f} ± {loss['std']:.3f}", interval, made]
-            rows.append([*cells, f"**{_verdict(gap)}**" if gap else "–"])
+            cells = [f"{size['title']}, {_named(entry)}", f"{loss['mean']:.3f} ± {loss['std']:.3f}", "–", made, "–"]
+            if gap:
+                row = Row(_named(entry), "dense", gap["values"], error=gap["standard_error"])
+                cells[2], cells[4] = with_interval(gap), f"**{row.verdict}**"
+            rows.append(cells)
     head = ["file, structure", "loss", "gap to dense [95 %]", "parameters and file", "verdict"]
     alt = {
         "file-sizes": _described(),
