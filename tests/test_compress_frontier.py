@@ -14,7 +14,7 @@ from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
 from relinear.compression.evaluation import observe
 from relinear.compression.report import write_page
-from relinear.contract.operator import linear_features
+from relinear.contract.linear_layers import linear_features
 
 LOW = {"candidates": ("low_rank",)}
 

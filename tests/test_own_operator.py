@@ -156,7 +156,7 @@ FITS = """
 import torch
 from relinear import OperatorConfig
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.operator import linear_of
+from relinear.contract.linear_layers import linear_of
 from relinear.contract import plugins
 
 torch.manual_seed(0)

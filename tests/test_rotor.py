@@ -13,7 +13,7 @@ import relinear
 from conftest import mostly_slow
 from relinear import clifford
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.operator import linear_of
+from relinear.contract.linear_layers import linear_of
 from relinear.functional.rotor import branch_permutation, from_windows, to_windows
 from relinear.operators.sandwich_sum import SandwichSum
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import relinear
-from relinear.contract.operator import dense_weight
+from relinear.contract.linear_layers import dense_weight
 from relinear.operators.low_rank import LowRankLinear
 from relinear.surgery.patterns import patterns_of
 from relinear.surgery.states import flat_states, load_states_, replace_with_states_

@@ -19,7 +19,8 @@ from relinear.compression import CompressSettings
 from relinear.compression.corpus import read_elsewhere
 from relinear.compression.evaluation import read
 from relinear.contract.calibration_statistics import CalibrationStatistics
-from relinear.contract.operator import OperatorConfig, dense_weight, linear_features, linear_of
+from relinear.contract.linear_layers import dense_weight, linear_features, linear_of
+from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 

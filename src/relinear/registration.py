@@ -7,8 +7,8 @@ import relinear.models.cgt  # the configuration, to transformers' Auto classes
 import relinear.models.heads
 import relinear.operators
 import relinear.residual
-import relinear.surgery.checkpoint  # the loader of checkpoints with operators in them, to transformers
 import relinear.surgery.layer_bias
+import relinear.surgery.rebuild  # the loader of checkpoints with operators in them, to transformers
 import relinear.surgery.separate_experts
 import relinear.training.distill  # noqa: F401
 from relinear.surgery import wrapped

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from relinear import LowRank, Operator, OperatorConfig
 from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
-from relinear.contract.operator import linear_of
+from relinear.contract.linear_layers import linear_of
 
 __all__ = [
     "BlockedConfig",

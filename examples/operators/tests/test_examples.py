@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from relinear import LowRank
 from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
-from relinear.contract.operator import linear_of
+from relinear.contract.linear_layers import linear_of
 from relinear.testing import Case, OperatorConformance
 
 

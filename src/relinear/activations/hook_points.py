@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.operator import Operator, is_replaceable, linear_features
+from relinear.contract.linear_layers import linear_features
+from relinear.contract.operator import Operator, is_replaceable
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 
 if TYPE_CHECKING:

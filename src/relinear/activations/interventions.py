@@ -26,7 +26,7 @@ from relinear.activations.hook_points import (
     hook_points,
 )
 from relinear.contract.config import nearest, shown
-from relinear.contract.operator import check_model
+from relinear.contract.input_checks import check_model
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:

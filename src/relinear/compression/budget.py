@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from relinear.contract.operator import OperatorConfig, linear_features
+from relinear.contract.linear_layers import linear_features
+from relinear.contract.operator import OperatorConfig
 from relinear.surgery.summary import module_parameters
 
 

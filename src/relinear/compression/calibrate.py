@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from relinear.compression.checksums import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compression.layerwise import LayerByLayer
 from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.contract.linear_layers import linear_features
 from relinear.contract.modes import frozen, watching
-from relinear.contract.operator import linear_features
 from relinear.distill.record import fingerprint_of
 from relinear.surgery.tied import tied_head
 from relinear.system.allocator import release_freed_memory

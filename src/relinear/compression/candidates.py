@@ -21,7 +21,8 @@ from relinear.compression.calibrate import Calibration, Statistics
 from relinear.compression.plan import CompressPlan, LayerPlan, check_fittable
 from relinear.compression.readers import READERS
 from relinear.compression.task import Task
-from relinear.contract.operator import OperatorConfig, dense_bias, dense_weight, linear_features, linear_of
+from relinear.contract.linear_layers import dense_bias, dense_weight, linear_features, linear_of
+from relinear.contract.operator import OperatorConfig
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, replace_with_states_
 from relinear.system.version import __version__

@@ -11,7 +11,8 @@ from torch import nn
 from relinear.compression.budget import at_half_precision, stored_bytes
 from relinear.contract.attachment import attachments
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.operator import NotLinearError, embeds, is_conv1d, linear_features
+from relinear.contract.linear_layers import embeds, is_conv1d, linear_features
+from relinear.contract.operator import NotLinearError
 from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from relinear.compression.export import check_stock
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.operator import OperatorConfig, linear_features, plain_linear
+from relinear.contract.folding import plain_linear
+from relinear.contract.linear_layers import linear_features
+from relinear.contract.operator import OperatorConfig
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
 

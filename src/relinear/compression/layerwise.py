@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.contract.linear_layers import row_scale
 from relinear.contract.modes import frozen
-from relinear.contract.operator import row_scale
 from relinear.distill.record import first_call
 from relinear.hf.model_layout import decoder_layers
 from relinear.hf.next_token_check import rounding_bound

@@ -16,7 +16,8 @@ from relinear.compression.budget import Budget, size_of, stored_bytes
 from relinear.compression.export import check_packable, export_compressed_tensors, packs
 from relinear.compression.gguf import check_gguf, export_gguf, header_bytes
 from relinear.compression.settings import CompressSettings
-from relinear.contract.operator import OperatorConfig, linear_features
+from relinear.contract.linear_layers import linear_features
+from relinear.contract.operator import OperatorConfig
 
 #: bytes of GGUF's blocks of 32 weights
 _GGUF_BLOCKS = {"Q4_0": 18, "IQ4_NL": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}

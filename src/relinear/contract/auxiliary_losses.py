@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.contract.config import shown
-from relinear.contract.operator import check_model, named_operators
+from relinear.contract.input_checks import check_model
+from relinear.contract.operator import named_operators
 
 _NO_LOSS = (
     "the auxiliary losses of the operators are in no loss, as the model was given no labels. If the loss is computed "

@@ -66,3 +66,15 @@ def mark_initialized_(part: nn.Module) -> None:
     if not any(tensor.is_meta for tensor in part.state_dict(keep_vars=True).values()):
         for module in part.modules():
             setattr(module, INITIALIZED, True)
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
+
+
+def swap_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Exchange the hooks of a layer and of its replacement, so that hooks stay where they were registered.
+
+    Their handles stay valid.
+    """
+    for name in _HOOKS:
+        source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self
@@ -17,8 +16,18 @@ from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
 from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
-from relinear.contract.config import Config, Count, check_value, shown
+from relinear.contract.config import Config, Count, check_value
 from relinear.contract.inference import CachingModule
+from relinear.contract.input_checks import check_features, check_finite
+from relinear.contract.linear_layers import (
+    dense_bias,
+    dense_weight,
+    is_conv1d,
+    is_stock_linear,
+    linear_features,
+    linear_of,
+    row_scale,
+)
 from relinear.contract.modules import outermost
 from relinear.contract.parameter_roles import ParamRole, StatedFans
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
@@ -375,6 +384,11 @@ def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
     return outermost(model, lambda module: isinstance(module, Operator))
 
 
+def is_replaceable(module: Any) -> bool:
+    """Return whether ``module`` can be replaced by an operator: it is a stock linear layer, or an operator."""
+    return isinstance(module, Operator) or is_stock_linear(module)
+
+
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an operator's ``forward`` with a check of the input's type and width."""
 
@@ -385,170 +399,10 @@ def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if self.num_embeddings is not None and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
                 rows = self.rows(x)
                 return rows if self.row_scale == 1 else rows * rows.new_full((), self.row_scale)
-            _refuse_features(x, self.in_features, self)
+            check_features(x, self.in_features, self)
         return forward(self, x)
 
     # torch.compile counts recompilations per code object: with one for all operators they would share one limit.
     wrapper: Any = checked
     wrapper.__code__ = wrapper.__code__.replace(co_qualname=forward.__qualname__)
     return checked
-
-
-def check_features(x: Any, width: int, layer: nn.Module) -> None:
-    """Raise ValueError unless ``x`` is a floating-point tensor (..., width); the message names ``layer``."""
-    if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != width or not x.is_floating_point():
-        _refuse_features(x, width, layer)
-
-
-def _refuse_features(x: Any, width: int, layer: Any) -> None:
-    if isinstance(x, torch.fx.Proxy):
-        return  # stands for a tensor of unknown shape that torch.fx traces
-    name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
-    kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
-    if not isinstance(x, Tensor):
-        got = shown(x)
-    elif not x.is_floating_point():
-        got = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
-    else:
-        got = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
-    layer_name = f"{name} ({kind})" if name else kind
-    raise ValueError(f"{layer_name}: expected a floating-point tensor of shape (..., {width}), got {got}")
-
-
-def check_model(model: Any, user: str) -> None:
-    """Raise ValueError, on behalf of the function ``user``, unless ``model`` is an ``nn.Module``."""
-    if isinstance(model, nn.Module):
-        return
-    hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
-    raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
-
-
-def check_finite(module: nn.Module, name: str = "") -> None:
-    """Raise ValueError if a parameter of ``module``, which is called ``name``, holds NaN or infinite values."""
-    for key, parameter in module.named_parameters(name):
-        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
-            raise ValueError(f"{key} holds values that are not finite: load the model again, or restore its checkpoint")
-
-
-_CONV1D = "transformers.pytorch_utils.Conv1D"
-#: transformers' own linear layers, by name, so that the contract does not import it
-_STOCK = (_CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
-
-
-def _class_name(module: Any) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def is_conv1d(module: Any) -> bool:
-    """Return whether ``module`` is GPT-2's transposed linear."""
-    return _class_name(module) == _CONV1D
-
-
-def is_replaceable(module: Any) -> bool:
-    """Return whether ``module`` can be replaced: exactly nn.Linear, one of transformers' ``_STOCK``, or an operator.
-
-    Other subclasses of nn.Linear cannot: they may compute something else.
-    """
-    return type(module) is nn.Linear or _class_name(module) in _STOCK or isinstance(module, Operator)
-
-
-#: transformers' embeddings that multiply rows by a number, and do nothing else
-_SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
-
-
-def is_embedding(module: Any) -> bool:
-    """Return whether ``module`` gives rows of its matrix (out_features, in_features), times ``row_scale``."""
-    known = type(module) is nn.Embedding or _SCALED.fullmatch(_class_name(module)) is not None
-    return known and module.max_norm is None
-
-
-def row_scale(module: Any) -> float:
-    """Return the factor by which ``module`` scales the rows of its matrix: 1 except for scaled embeddings."""
-    if isinstance(module, Operator):
-        return module.row_scale
-    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None)) if is_embedding(module) else 1.0
-    return 1.0 if scale is None else float(scale)
-
-
-def embeds(module: Any) -> bool:
-    """Return whether rows of ``module`` are looked up by token ids: an nn.Embedding or its replacement."""
-    return getattr(module, "num_embeddings", None) is not None
-
-
-def linear_features(module: Any) -> tuple[int, int]:
-    """Return (in_features, out_features) of an nn.Linear, a Conv1D, an operator or (as a head's) an nn.Embedding."""
-    if is_embedding(module):
-        return module.embedding_dim, module.num_embeddings
-    if is_conv1d(module):
-        return int(module.weight.shape[0]), int(module.weight.shape[1])
-    return int(module.in_features), int(module.out_features)
-
-
-def dense_weight(module: Any) -> Tensor:
-    """Return the (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
-    if isinstance(module, Operator):
-        return module.to_dense()
-    if is_conv1d(module):
-        return module.weight.T
-    if isinstance(module, nn.Linear) or is_embedding(module):
-        return module.weight
-    raise ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
-
-
-@torch.no_grad()
-def plain_linear(operator: Operator) -> nn.Module:
-    """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
-
-    Raises:
-        NotLinearError: if the operator has no matrix, has one per token, or has an offset that its layer cannot hold.
-    """
-    if operator.config.conditioned:
-        raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
-    reference = next(operator.parameters())
-    weight, bias = operator.dense_weight_and_bias()
-    if weight.ndim != 2:
-        raise NotLinearError(f"{operator.config.kind} has one matrix per token")
-    if bias is not None and operator.bias is None:
-        raise NotLinearError(f"{operator.config.kind} has an offset that the bias-free layer it replaced cannot hold")
-    linear: Any
-    kw: Any = {"device": reference.device, "dtype": reference.dtype}
-    if operator.replaces_conv1d:
-        from transformers.pytorch_utils import Conv1D
-
-        linear, weight = Conv1D(operator.out_features, operator.in_features).to(**kw), weight.T
-    elif operator.num_embeddings is not None:
-        extra = {"padding_idx": None, "embed_scale": operator.row_scale} if operator.row_scale != 1 else {}
-        linear = operator.embedding_class(operator.num_embeddings, operator.in_features, **extra).to(**kw)
-    else:
-        linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
-    linear.weight.copy_(weight)
-    if getattr(linear, "bias", None) is not None:
-        linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
-    return linear.train(operator.training).requires_grad_(reference.requires_grad)
-
-
-def dense_bias(module: Any) -> Tensor | None:
-    """Return the bias that goes with ``dense_weight``, or None."""
-    return module.dense_bias() if isinstance(module, Operator) else getattr(module, "bias", None)
-
-
-def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a frozen nn.Linear that shares the memory of ``weight`` (O, I) and ``bias`` (O,)."""
-    outputs, inputs = weight.shape
-    linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return linear
-
-
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
-
-
-def swap_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Exchange the hooks of a layer and of its replacement, so that hooks stay where they were registered.
-
-    Their handles stay valid.
-    """
-    for name in _HOOKS:
-        source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]

@@ -10,16 +10,8 @@ from pydantic import InstanceOf
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
-from relinear.contract.operator import (
-    Init,
-    Operator,
-    OperatorConfig,
-    dense_bias,
-    dense_weight,
-    is_conv1d,
-    linear_features,
-    named_operators,
-)
+from relinear.contract.linear_layers import dense_bias, dense_weight, is_conv1d, linear_features
+from relinear.contract.operator import Init, Operator, OperatorConfig, named_operators
 from relinear.contract.parameter_roles import ParamRole
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.contract.modules import INITIALIZED, mark_initialized_
-from relinear.contract.operator import Operator, swap_hooks
+from relinear.contract.modules import INITIALIZED, mark_initialized_, swap_hooks
+from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 
 

@@ -10,7 +10,8 @@ import torch
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import nearest, shown
-from relinear.contract.operator import is_replaceable, linear_features
+from relinear.contract.linear_layers import linear_features
+from relinear.contract.operator import is_replaceable
 from relinear.hf.config_record import sync_record
 from relinear.hf.model_source import locate_checkpoint
 from relinear.models.heads import HeadBias

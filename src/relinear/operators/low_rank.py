@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import Count, check_fits, register
-from relinear.contract.operator import Operator, OperatorConfig, dense_weight, linear_features
+from relinear.contract.linear_layers import dense_weight, linear_features
+from relinear.contract.operator import Operator, OperatorConfig
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.dense import Dense
 

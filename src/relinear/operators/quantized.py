@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.config import Count, IntRange, register
-from relinear.contract.operator import Operator, OperatorConfig, ParamRole, dense_weight
+from relinear.contract.linear_layers import dense_weight
+from relinear.contract.operator import Operator, OperatorConfig, ParamRole
 from relinear.functional import quantized as reference
 from relinear.functional.rounding import (
     Grid,

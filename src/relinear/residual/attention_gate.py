@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, factory_kwargs_like
 from relinear.contract.config import register
-from relinear.contract.operator import check_features, is_replaceable, linear_features
+from relinear.contract.input_checks import check_features
+from relinear.contract.linear_layers import linear_features
+from relinear.contract.operator import is_replaceable
 from relinear.hf.model_layout import SubBlock, sub_blocks
 
 _GATE = "relinear_gate"

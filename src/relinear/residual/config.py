@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, attachments
-from relinear.contract.operator import swap_hooks
+from relinear.contract.modules import swap_hooks
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 from relinear.hf.model_layout import SubBlock, sub_blocks
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.config import register
-from relinear.contract.operator import Operator, is_conv1d
+from relinear.contract.linear_layers import is_conv1d
+from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.model_layout import SubBlock, decoder, sub_blocks
 from relinear.residual.config import ResidualConfig, without_norm

@@ -7,7 +7,7 @@ from torch import nn
 from relinear.contract import plugins
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import nearest, shown
-from relinear.contract.operator import check_model
+from relinear.contract.input_checks import check_model
 from relinear.hf.config_record import refuse_quantized, sync_record
 from relinear.residual.attention_gate import SDPAGate
 from relinear.residual.config import ResidualConfig

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.operator import Operator, embeds, is_replaceable, linear_features
+from relinear.contract.linear_layers import embeds, linear_features
+from relinear.contract.operator import Operator, is_replaceable
 from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_adapters_own, reader_of_weight
 
 _TIED = "tied to the embedding"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from relinear.contract.config import nearest, shown
-from relinear.contract.operator import check_model
+from relinear.contract.input_checks import check_model
 from relinear.surgery.patterns import listed, matches
 
 

@@ -7,7 +7,8 @@ from peft import LoraConfig
 from peft.tuners import lora
 from torch import nn
 
-from relinear.contract.operator import Operator, is_conv1d
+from relinear.contract.linear_layers import is_conv1d
+from relinear.contract.operator import Operator
 
 #: settings of ``init_lora_weights`` that need no weight of the layer
 _INITS = (True, False, "gaussian")

@@ -11,8 +11,10 @@ from torch import nn
 from relinear.activations.shared_context import check_conditioned
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import check_choice, shown
+from relinear.contract.input_checks import check_finite, check_model
+from relinear.contract.linear_layers import linear_features
 from relinear.contract.modules import train_new_parameters, unwrapped, warn_adapters_omit
-from relinear.contract.operator import Init, Operator, OperatorConfig, check_finite, check_model, linear_features
+from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.config_record import refuse_quantized, sync_record
 from relinear.surgery.coverage import warn_of_gaps

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.config import layer_indices, shown
+from relinear.contract.linear_layers import is_embedding
 from relinear.contract.modules import BASE_LAYER, stock_name, unwrapped
-from relinear.contract.operator import Operator, is_embedding, is_replaceable
+from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import layer_finder, output_head
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches, no_match
 

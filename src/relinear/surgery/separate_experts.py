@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.contract.attachment import AttachmentConfig, forget_
 from relinear.contract.config import register
-from relinear.contract.operator import linear_of
+from relinear.contract.linear_layers import linear_of
 from relinear.hf.config_record import sync_record
 from relinear.hf.initialization import swap_module
 from relinear.surgery.plan import attach_

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from relinear.contract.input_checks import check_model
+from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.modules import outermost
-from relinear.contract.operator import Operator, check_model, embeds, is_replaceable, linear_features
+from relinear.contract.operator import Operator, is_replaceable
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 from relinear.surgery.tied import TiedHead
 from relinear.system.text import columns

@@ -19,13 +19,14 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import is_peft_available
 
-from relinear.contract.operator import Operator, embeds
+from relinear.contract.linear_layers import embeds
+from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.config_record import make_record, parse_record, record_in_config
 from relinear.hf.initialization import initialize_
 from relinear.hf.vocabulary import token_tables
-from relinear.surgery.checkpoint import RelinearConfig, rebuild_
 from relinear.surgery.lora import lora_on_operators_
+from relinear.surgery.rebuild import RelinearConfig, rebuild_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
 from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import untie_config_

@@ -1,7 +1,7 @@
 """Format values for messages."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -63,3 +63,10 @@ def requirement(fault: str, shown: str, limits: Mapping[str, Any]) -> str | None
     if share and (share[2] or limits.get("lt", limits.get("le")) == 1) and 1 < float(share[1]) <= 100:
         text += f"; for {float(share[1]):g} % write {float(share[1]) / 100:g}"
     return text
+
+
+def some_names(names: Iterable[str], count: int = 6) -> str:
+    """Return the first ``count`` of ``names`` in order, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(map(cut, names[:count])) + more

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from relinear.contract.operator import Operator, is_conv1d, is_replaceable
+from relinear.contract.linear_layers import is_conv1d
+from relinear.contract.operator import Operator, is_replaceable
 from relinear.contract.parameter_roles import ParamRole, StatedFans
 from relinear.hf.model_layout import output_head
 from relinear.models import ReadoutScale

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from relinear.contract.attachment import attachments
 from relinear.contract.config import shown
-from relinear.contract.operator import NotLinearError, named_operators, plain_linear
+from relinear.contract.folding import plain_linear
+from relinear.contract.operator import NotLinearError, named_operators
 from relinear.models.cgt.config import CGTRegressionConfig
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression

@@ -1,0 +1,40 @@
+"""An operator multiplied out: the stock layer that it stands for."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from relinear.contract.operator import NotLinearError, Operator
+
+
+@torch.no_grad()
+def plain_linear(operator: Operator) -> nn.Module:
+    """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
+
+    Raises:
+        NotLinearError: if the operator has no matrix, has one per token, or has an offset that its layer cannot hold.
+    """
+    if operator.config.conditioned:
+        raise NotLinearError(f"{operator.config.kind} depends on the context of each token")
+    reference = next(operator.parameters())
+    weight, bias = operator.dense_weight_and_bias()
+    if weight.ndim != 2:
+        raise NotLinearError(f"{operator.config.kind} has one matrix per token")
+    if bias is not None and operator.bias is None:
+        raise NotLinearError(f"{operator.config.kind} has an offset that the bias-free layer it replaced cannot hold")
+    linear: Any
+    kw: Any = {"device": reference.device, "dtype": reference.dtype}
+    if operator.replaces_conv1d:
+        from transformers.pytorch_utils import Conv1D
+
+        linear, weight = Conv1D(operator.out_features, operator.in_features).to(**kw), weight.T
+    elif operator.num_embeddings is not None:
+        extra = {"padding_idx": None, "embed_scale": operator.row_scale} if operator.row_scale != 1 else {}
+        linear = operator.embedding_class(operator.num_embeddings, operator.in_features, **extra).to(**kw)
+    else:
+        linear = nn.Linear(operator.in_features, operator.out_features, bias is not None, **kw)
+    linear.weight.copy_(weight)
+    if getattr(linear, "bias", None) is not None:
+        linear.bias.zero_() if bias is None else linear.bias.copy_(bias)
+    return linear.train(operator.training).requires_grad_(reference.requires_grad)

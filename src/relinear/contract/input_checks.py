@@ -1,0 +1,44 @@
+"""Check what is given to operators and to functions that take a model; messages name the layer or the function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relinear.contract.config import Config, shown
+
+
+def check_features(x: Any, width: int, layer: nn.Module) -> None:
+    """Raise ValueError unless ``x`` is a floating-point tensor (..., width); the message names ``layer``."""
+    if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != width or not x.is_floating_point():
+        _refuse_features(x, width, layer)
+
+
+def _refuse_features(x: Any, width: int, layer: Any) -> None:
+    if isinstance(x, torch.fx.Proxy):
+        return  # stands for a tensor of unknown shape that torch.fx traces
+    name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
+    kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
+    if not isinstance(x, Tensor):
+        got = shown(x)
+    elif not x.is_floating_point():
+        got = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
+    else:
+        got = f"shape {tuple(x.shape)}" if x.ndim else "a tensor without dimensions"
+    layer_name = f"{name} ({kind})" if name else kind
+    raise ValueError(f"{layer_name}: expected a floating-point tensor of shape (..., {width}), got {got}")
+
+
+def check_model(model: Any, user: str) -> None:
+    """Raise ValueError, on behalf of the function ``user``, unless ``model`` is an ``nn.Module``."""
+    if isinstance(model, nn.Module):
+        return
+    hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
+    raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
+
+
+def check_finite(module: nn.Module, name: str = "") -> None:
+    """Raise ValueError if a parameter of ``module``, which is called ``name``, holds NaN or infinite values."""
+    for key, parameter in module.named_parameters(name):
+        if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
+            raise ValueError(f"{key} holds values that are not finite: load the model again, or restore its checkpoint")

@@ -1,0 +1,87 @@
+"""Linear layers as a model has them, stock ones and operators: what they are, their sizes, matrix and bias."""
+
+# Legend: I in_features, O out_features
+
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+#: transformers' own linear layers, by name, so that the contract does not import it
+_STOCK = (_CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
+
+
+def _class_name(module: Any) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def is_conv1d(module: Any) -> bool:
+    """Return whether ``module`` is GPT-2's transposed linear."""
+    return _class_name(module) == _CONV1D
+
+
+def is_stock_linear(module: Any) -> bool:
+    """Return whether ``module`` is exactly nn.Linear or one of transformers' ``_STOCK``.
+
+    Other subclasses of nn.Linear are not: they may compute something else.
+    """
+    return type(module) is nn.Linear or _class_name(module) in _STOCK
+
+
+#: transformers' embeddings that multiply rows by a number, and do nothing else
+_SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
+
+
+def is_embedding(module: Any) -> bool:
+    """Return whether ``module`` gives rows of its matrix (out_features, in_features), times ``row_scale``."""
+    known = type(module) is nn.Embedding or _SCALED.fullmatch(_class_name(module)) is not None
+    return known and module.max_norm is None
+
+
+def row_scale(module: Any) -> float:
+    """Return the factor by which ``module`` scales the rows of its matrix: 1 except for scaled embeddings."""
+    if hasattr(module, "row_scale"):
+        return module.row_scale
+    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None)) if is_embedding(module) else 1.0
+    return 1.0 if scale is None else float(scale)
+
+
+def embeds(module: Any) -> bool:
+    """Return whether rows of ``module`` are looked up by token ids: an nn.Embedding or its replacement."""
+    return getattr(module, "num_embeddings", None) is not None
+
+
+def linear_features(module: Any) -> tuple[int, int]:
+    """Return (in_features, out_features) of an nn.Linear, a Conv1D, an operator or (as a head's) an nn.Embedding."""
+    if is_embedding(module):
+        return module.embedding_dim, module.num_embeddings
+    if is_conv1d(module):
+        return int(module.weight.shape[0]), int(module.weight.shape[1])
+    return int(module.in_features), int(module.out_features)
+
+
+def dense_weight(module: Any) -> Tensor:
+    """Return the (out_features, in_features) matrix of an nn.Linear, a Conv1D or an operator that has one."""
+    if hasattr(module, "to_dense"):
+        return module.to_dense()
+    if is_conv1d(module):
+        return module.weight.T
+    if isinstance(module, nn.Linear) or is_embedding(module):
+        return module.weight
+    raise ValueError(f"expected nn.Linear, Conv1D or a relinear operator, got {type(module).__name__}")
+
+
+def dense_bias(module: Any) -> Tensor | None:
+    """Return the bias that goes with ``dense_weight``, or None."""
+    return module.dense_bias() if hasattr(module, "dense_bias") else getattr(module, "bias", None)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Return a frozen nn.Linear that shares the memory of ``weight`` (O, I) and ``bias`` (O,)."""
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear

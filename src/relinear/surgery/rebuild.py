@@ -1,0 +1,252 @@
+"""Rebuild the operators of a checkpoint before transformers loads its weights.
+
+transformers lets a third party rebuild layers through a registered quantizer; nothing is quantized here. The settings
+travel in ``config.json`` under ``quantization_config``, the weights in safetensors.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from relinear.contract.attachment import AttachmentConfig, attachments
+from relinear.contract.config import UnknownKindError, nearest, shown
+from relinear.contract.linear_layers import is_embedding
+from relinear.contract.operator import OperatorConfig, is_replaceable, named_operators
+from relinear.hf.config_record import FORMAT_VERSION, METHOD, sync_record
+from relinear.hf.model_layout import named_in
+from relinear.hf.vocabulary import token_tables
+from relinear.surgery.packed import GROUP, SUFFIX, Unpack, packed_shape
+from relinear.surgery.saved_config import as_in_memory_
+from relinear.surgery.select import OWN_PREFIX
+from relinear.surgery.stored_tensors import TensorForm, stored_forms
+from relinear.surgery.tied import swap_layer
+from relinear.system.text import some_names
+
+_T = TypeVar("_T")
+_KEYS = {"quant_method", "format_version", "operators", "attachments"}
+
+
+def check_record(values: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``values`` are not a record of operators and attachments that this relinear reads."""
+    missing, unknown = _KEYS - set(values), set(values) - _KEYS - {"packages", "packed"}
+    if unknown:
+        raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
+    if missing:
+        raise ValueError(f"relinear checkpoint: missing keys {sorted(missing)} in quantization_config")
+    version, operators, attached = (values[key] for key in ("format_version", "operators", "attachments"))
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is an int to Python
+        raise ValueError(f"relinear checkpoint: format {shown(version)}; this version reads 1 to {FORMAT_VERSION}")
+    if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
+        raise ValueError("relinear checkpoint: 'operators' must be a mapping and 'attachments' a list")
+    if (packed := values.get("packed")) not in (None, *(packed_record(bits) for bits in range(2, 9))):
+        raise ValueError(f"relinear checkpoint: packed must be like {packed_record(4)}, got {shown(packed)}")
+    try:
+        for setting in operators.values():
+            OperatorConfig.from_dict(setting)
+        for setting in attached:
+            AttachmentConfig.from_dict(setting)
+    except UnknownKindError as error:
+        raise ValueError(f"relinear checkpoint: {error}{_needed(values.get('packages'))}") from None
+
+
+def packed_record(bits: int) -> dict[str, int]:
+    """Return the entry of a record for parameters that are stored as integers."""
+    return {"bits": bits, "group": GROUP}
+
+
+@register_quantization_config(METHOD)
+class RelinearConfig(QuantizationConfigMixin):
+    """The record of a model's operators and attachments, checked on reading."""
+
+    operators: Mapping[str, Any]
+    attachments: Iterable[Any]
+    packed: Mapping[str, int] | None = None
+
+    def __init__(self, **values: Any) -> None:
+        check_record(values)
+        vars(self).update({key: value for key, value in values.items() if key != "packages" or value})
+
+
+def _needed(packages: Any) -> str:
+    """Return which packages a checkpoint needs, and what to do."""
+    if not isinstance(packages, Mapping) or not packages:
+        return ""
+    lines = []
+    for kind, origin in packages.items():
+        facts = {key: str(value) for key, value in origin.items()} if isinstance(origin, Mapping) else {}
+        package = facts.get("package")
+        source = f"{package} {facts.get('version', '')}".strip() if package else f"the module {facts.get('module')}"
+        lines.append(f"{shown(kind)} is of {source}")
+    return (
+        f". It was saved with operators of other packages: {', '.join(lines)}. Install them, or name their modules in "
+        "RELINEAR_IMPORT or with relinear --import"
+    )
+
+
+@register_quantizer(METHOD)
+class RelinearQuantizer(HfQuantizer):
+    """Rebuild operators on the meta-device skeleton, and check the loaded weights against them."""
+
+    quantization_config: RelinearConfig
+
+    def __init__(self, quantization_config: RelinearConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise ValueError("operators come with a checkpoint; to add them, load the model, then relinear.replace_")
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Clear the record, and what only the file needs, from the config before anything reads it.
+
+        Heads build their body from the config, but the model is rebuilt as a whole.
+        """
+        as_in_memory_(config)
+        del config.quantization_config
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        rebuild_(model, self.quantization_config)
+        if files := kwargs.get("checkpoint_files"):
+            _check_own_weights(model, self, files)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from relinear.surgery.parallel import plan_for_transformers_
+
+            plan_for_transformers_(model)
+        return model
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """Rename weights if the saved class names its body differently, and turn packed integers into floats."""
+        saved, prefix, packed = _saved_prefix(model), model.base_model_prefix, self.quantization_config.packed
+        renaming = [WeightRenaming(rf"^{saved}\.", f"{prefix}.")] if saved and prefix and saved != prefix else []
+        unpack = [WeightConverter(rf"\{SUFFIX}$", "", [Unpack(packed["bits"])])] if packed else []
+        self._steps = [*unpack, *renaming]
+        return [*unpack, *super().update_weight_conversions(weight_conversions, model), *renaming]
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, operator in named_operators(model):
+            wrong = operator.problem_with_values(operator.state_dict())
+            if wrong is not None:
+                raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
+        # A later save uses this class's names, and floats.
+        model._weight_conversions = [step for step in model._weight_conversions if step not in self._steps]
+        # An ordinary model again: floats may be cast, Trainer may train it, and save_pretrained writes the record.
+        self.remove_quantization_config(model)
+        model.config._is_quantized = False
+        sync_record(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    is_trainable = is_qat_trainable = is_compileable = True  # type: ignore[assignment]
+
+
+def _saved_as(model: Any) -> str:
+    """Return the name of the class whose checkpoint ``model`` was loaded from; by default its own."""
+    names = getattr(getattr(model, "config", None), "architectures", None)
+    return str(names[0]) if names else type(model).__name__
+
+
+def _saved_prefix(model: Any) -> str:
+    """Return the name of the body in the saved class; "" if it has none or is unknown."""
+    return getattr(getattr(transformers, _saved_as(model), None), "base_model_prefix", "")
+
+
+def has_another_head(model: Any) -> bool:
+    """Return whether ``model`` is of another class than the saved one."""
+    return _saved_as(model) != type(model).__name__
+
+
+def _layer_of(model: Any, name: str) -> nn.Module | None:
+    """Return the layer ``name``; None if it belongs to a head for another task, which ``model`` does not have."""
+    layer = named_in(model, name)
+    if layer is not None and (is_replaceable(layer) or is_embedding(layer)):
+        return layer
+    bodies = tuple(f"{prefix}." for prefix in (_saved_prefix(model), getattr(model, "base_model_prefix", "")) if prefix)
+    if bodies and not name.startswith(bodies) and has_another_head(model):
+        return None
+    known = [key for key, module in model.named_modules() if is_replaceable(module)]
+    raise ValueError(
+        f"the checkpoint has an operator at {shown(name)}, but {type(model).__name__} has no linear layer there; "
+        f"{nearest(name, known)}"
+    )
+
+
+def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
+    """Put the recorded attachments, then the operators, into a model that is still as its class builds it.
+
+    Parts with their own config and record may have been rebuilt already; they are left alone.
+
+    Raises:
+        ValueError: if a recorded layer does not exist in ``model`` or cannot take its operator.
+    """
+    present = [*attachments(model)]
+    for values in settings.attachments:
+        setting = AttachmentConfig.from_dict(values)
+        needed = setting.for_part(model) if has_another_head(model) else setting
+        if needed in present:
+            present.remove(needed)
+        elif needed is not None:
+            needed.apply_(model)
+    modules = list(model.named_modules(remove_duplicate=False))
+    for name, values in settings.operators.items():
+        source, config = _layer_of(model, name), OperatorConfig.from_dict(values)
+        if source is not None and getattr(source, "config", None) != config:
+            aliases = [alias for alias, module in modules if module is source]
+            swap_layer(model, aliases, source, config.convert(source))
+    sync_record(model)
+
+
+def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
+    """Return ``stored`` under the names that ``model`` uses: transformers stores some models under other names."""
+    steps = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    expected, prefix = model.state_dict(), model.base_model_prefix
+    named = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, _ = rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:  # as transformers does: the pattern meant another key
+            name = key
+        named[name] = stored[key]
+    return named
+
+
+def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str]) -> None:
+    """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
+
+    What else is missing or unknown (a fresh head for another task, say) is left to transformers, and so are tables of
+    another vocabulary (not of another kind), which a caller may ask to reinitialise (``ignore_mismatched_sizes``).
+    """
+    tables = {id(table.weight) for table in token_tables(model)}
+    of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
+    prefixes = [name + "." for name, _ in named_operators(model)]
+    prefixes += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
+    named = _named_as_in_model(model, quantizer, stored_forms(files))
+    stored = {key: tensor for key, tensor in named.items() if key.startswith(tuple(prefixes))}
+    expected = {
+        k: TensorForm.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(prefixes))
+    }
+    if packed := quantizer.quantization_config.packed:  # integers of the right size are what they unpack to
+        stored |= {
+            key: tensor
+            for key, tensor in expected.items()
+            if len(tensor.shape) > 1 and stored.get(key) == (packed_shape(tensor.shape, packed["bits"]), "integers")
+        }
+    missing = expected.keys() - stored.keys() - set(getattr(model, "all_tied_weights_keys", {}))
+    unknown = stored.keys() - expected.keys()
+    common = expected.keys() & stored.keys()
+    differ = [key for key in common if not stored[key].fits(expected[key], any_shape=key in of_tokens)]
+    other = [f"{key} {stored[key]} for {expected[key]}" for key in differ]
+    problems = {"missing": missing, "unknown": unknown, "of another shape or kind": other}
+    if any(problems.values()):
+        parts = "; ".join(f"{problem} {some_names(keys)}" for problem, keys in problems.items() if keys)
+        raise ValueError(
+            f"the checkpoint does not fit its own record of operators (quantization_config in config.json): {parts}"
+        )

@@ -1,0 +1,55 @@
+"""Tensors in the files of a checkpoint: their names, shapes and types, from the heads of the files."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from relinear.system.files import os_errors_named, read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorForm(NamedTuple):
+    """Shape and number type of a tensor, stored in a checkpoint or required by a model."""
+
+    shape: tuple[int, ...]
+    kind: str
+
+    @classmethod
+    def of(cls, shape: Iterable[int], dtype: Any) -> "TensorForm":
+        """``dtype`` as torch or the head of a file calls it: torch.bfloat16, BF16, F8_E4M3, I64, ..."""
+        letter = str(dtype).removeprefix("torch.").lower().lstrip("b")[0]
+        return cls(tuple(map(int, shape)), {"f": "floats", "c": "complex numbers"}.get(letter, "integers"))
+
+    def fits(self, other: "TensorForm", any_shape: bool) -> bool:
+        """Return whether a stored tensor of this form can be loaded into one of the ``other``."""
+        return self.kind == other.kind and (any_shape or self.shape == other.shape)
+
+    def __str__(self) -> str:
+        return f"{self.shape} of {self.kind}"
+
+
+def stored_forms(files: Iterable[str | Path]) -> dict[str, TensorForm]:
+    """Return the shapes and types of all tensors in the files, from their headers."""
+    tensors: dict[str, TensorForm] = {}
+    for file in files:
+        if not str(file).endswith(".safetensors"):
+            raise ValueError(f"{file}: relinear loads weights from safetensors only")
+        try:
+            with os_errors_named(file), safe_open(file, "np") as stored:
+                parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  it is not a mapping
+                tensors |= {key: TensorForm.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
+    return tensors
+
+
+def shards_of(directory: Path) -> list[str]:
+    """Return the files that the index of a saved model lists; none without a readable index."""
+    try:
+        names = set(read_json(directory / INDEX)["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
+    return sorted(name for name in names if isinstance(name, str) and name == Path(name).name)
