@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import relinear
-from relinear.bench import peers
 from relinear.bench.operators import Case, bench_case
 from relinear.bench.report import _layers
 from relinear.bench.run import BenchSettings, of_runs, slower
@@ -18,35 +18,18 @@ from relinear_cli.main import main
 CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")
 
 
-#: what a peer's published form does not do: outputs from 64 inputs
-REFUSED = {
-    "HDPL as grouped Conv1d": {172},
-    "Monarch as two products": {172},
-    "rotor as dense sandwich": {172, 256},
-}
-
-
-@pytest.mark.parametrize("name", peers.PEERS)
-@pytest.mark.parametrize("out_features", [64, 172, 256])
-def test_peers_have_the_contract_of_a_layer_or_say_why_not(name, out_features):
-    build = peers.PEERS[name][1]
-    if out_features in REFUSED.get(name, ()):
-        with pytest.raises(ValueError, match=r"need|divisible"):
-            build(64, out_features)
-    else:
-        assert build(64, out_features)(torch.randn(3, 64)).shape == (3, out_features)
-
-
-def test_contenders_that_are_wrong_are_reported_and_the_others_timed(monkeypatch):
+def test_contenders_that_are_wrong_are_reported_and_the_others_timed():
     class Random(nn.Linear):
         def forward(self, x):
             return torch.randn(x.shape[0], self.out_features, dtype=x.dtype)
 
     wrong = {"short": lambda i, o: nn.Linear(i, o - 1), "random": Random}
-    for name, build in wrong.items():
-        monkeypatch.setitem(peers.PEERS, name, ("low_rank", build))
-    low_rank = ("low_rank", relinear.LowRank(rank=4))
-    measured = {row["contender"]: row for row in bench_case(CASE, [low_rank], peers=wrong, rounds=3)}
+    broken = [
+        (name, SimpleNamespace(build=lambda i, o, bias, build=build: build(i, o))) for name, build in wrong.items()
+    ]
+    measured = {
+        row["contender"]: row for row in bench_case(CASE, [("low_rank", relinear.LowRank(rank=4)), *broken], rounds=3)
+    }
     assert "shape (5, 85)" in measured["short"]["error"]
     assert "relative error" in measured["random"]["error"]
     for name in ("dense", "low_rank"):
@@ -59,9 +42,9 @@ def test_contenders_that_are_wrong_are_reported_and_the_others_timed(monkeypatch
 
 @pytest.mark.slow
 def test_command(tmp_path, capfd):
-    few = ["-o", "rotor", "-o", "low_rank:rank=4", "--tokens", "3", "--modes", "eager", "--rounds", "3", "--no-untuned"]
+    few = ["-o", "rotor", "-o", "low_rank:rank=4", "--tokens", "3", "--modes", "eager", "--rounds", "3"]
     arguments = ["bench", *few, "--shapes", "64x64"]
-    arguments += ["--no-peers", "--passes", "forward", "--dtypes", "fp32", "--no-for-inference"]
+    arguments += ["--passes", "forward", "--dtypes", "fp32", "--no-for-inference"]
     assert main([*arguments, "--out", str(tmp_path / "as_it_is")]) == 0
     assert "without relinear.for_inference_" in capfd.readouterr().out
     found = json.loads((tmp_path / "as_it_is" / "bench.json").read_text())
@@ -119,7 +102,7 @@ def test_slower_is_beyond_what_either_run_varies_by():
 @pytest.mark.slow
 def test_a_run_is_checked_against_a_recorded_one(tmp_path, capfd):
     common = ["bench", "-o", "low_rank:rank=4", "--shapes", "16x16", "--tokens", "3", "--modes", "eager", "--dtypes",
-              "fp32", "--passes", "forward", "--rounds", "3", "--no-untuned", "--no-peers"]  # fmt: skip
+              "fp32", "--passes", "forward", "--rounds", "3"]  # fmt: skip
     assert main([*common, "--out", str(tmp_path / "once")]) == 0
     assert main(["bench", "--check", str(tmp_path / "once")]) == 2
     assert "--repeats 5" in capfd.readouterr().err
@@ -132,7 +115,7 @@ def test_a_run_is_checked_against_a_recorded_one(tmp_path, capfd):
             row["ratio_maximum"] = slowest
         path.write_text(json.dumps(record))
         capfd.readouterr()
-        again = ["bench", "--check", str(path), "--no-untuned", "--no-peers", "--out", str(tmp_path / "now")]
+        again = ["bench", "--check", str(path), "--out", str(tmp_path / "now")]
         assert main(again) == code
         assert ("nothing is slower" in capfd.readouterr().out) == (code == 0)
     assert [row["contender"] for row in json.loads((tmp_path / "now" / "bench.json").read_text())["rows"]] == [

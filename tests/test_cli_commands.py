@@ -79,7 +79,7 @@ FIELDS = {
     "train": (TrainSettings, "model data.data data.tokenizer steps batch_size learning_rate seed"),
     "distill": (DistillSettings, "tokens epochs learning_rate loss target seed"),
     "compress": (CompressSettings, "reader tokens heal_tokens heal evaluate"),
-    "bench": (BenchSettings, "shapes tokens dtypes modes rounds repeats for_inference peers untuned"),
+    "bench": (BenchSettings, "shapes tokens dtypes modes rounds repeats for_inference"),
 }
 
 

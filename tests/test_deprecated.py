@@ -8,9 +8,11 @@ import relinear.operators.low_rank
 from conftest import make_tiny_llama
 from relinear.activations import Patch, intervene
 from relinear.activations.hook_points import HasHookPoints
+from relinear.bench.run import BenchSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.testing import Case
 from relinear.training import Progress, fit
+from relinear.training.settings import TrainSettings
 from train_helpers import FIT, FIT_DATA
 
 
@@ -44,6 +46,13 @@ def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() ->
     with pytest.warns(DeprecationWarning, match="lossless_config"):
         case = Case(config=layer.config, exact=relinear.LowRank(rank=16))
     assert case.lossless_config == relinear.LowRank(rank=16)
+
+
+def test_settings_of_the_version_before_load_under_their_old_names_and_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="model_start has a new name: model_init"):
+        assert TrainSettings.load({"model_start": "torch"}).model_init == "torch"
+    recorded = BenchSettings().model_dump(mode="json")
+    assert BenchSettings.upgraded(recorded | {"peers": True, "untuned": False}) == recorded
 
 
 def test_a_module_with_taps_is_read_through_its_hooks() -> None:

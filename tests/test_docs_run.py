@@ -62,7 +62,7 @@ CUTS = {
     "replicate": ["--dry-run"],
     "analyze": ["--sequences", "8", "--length", "64"],
     "explore": ["--sequences", "4", "--length", "32", "--effects", "1", "--static", "explored.html"],
-    "bench": ["--rounds", "3", "--no-peers", "--no-untuned"],
+    "bench": ["--rounds", "3"],
     "compress": ["--tokens", "512"],
     "distill": ["--tokens", "256", "--set", "validation_tokens=256"],
 }

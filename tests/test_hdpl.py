@@ -305,7 +305,7 @@ def test_the_authors_recipe_is_what_their_code_does() -> None:
     assert tokens["baseline-1b"] == tokens["hybrid-1b"] == 1_310_720_000
     for run in runs.values():
         assert (run.max_grad_norm, run.min_lr_ratio, run.decay_embeddings) == (0, 0, True)
-        assert run.model_start == "torch"
+        assert run.model_init == "torch"
         assert (run.learning_rate, run.warmup, run.weight_decay, run.betas) == (8e-4, 1000, 0.1, (0.9, 0.95))
     (operator,) = runs["hybrid"].operators.values()
     assert (operator["rank"], operator["blocks"], operator["beta"], operator["init"]) == (128, 8, 0.001, "authors")

@@ -130,7 +130,7 @@ def test_every_command_knows_an_installed_operator(written, installed, tmp_path)
     entries = json.loads((tmp_path / "runs" / "compare" / "results.json").read_text())["entries"]
     assert [entry["name"] for entry in entries] == ["dense", "two_thin", "low_rank"]
     assert "Comparison: two_thin" in (tmp_path / "runs" / "compare" / "report.html").read_text(encoding="utf-8")
-    one = "--shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward --rounds 3 --no-peers --no-untuned"
+    one = "--shapes 32x32 --tokens 1 --dtypes fp32 --modes eager --passes forward --rounds 3"
     assert "two_thin:rank=4" in command(f"bench --operator two_thin:rank=4 {one} --out runs/bench")
     small = "--keep 0.8 --tokens 512 --allow-slower"
     command(f"compress runs/dense/model --data books --candidates two_thin {small} --out runs/small")

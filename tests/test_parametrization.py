@@ -117,8 +117,8 @@ def test_rates_of_operators_and_of_the_model_around_them():
 @pytest.mark.parametrize("start", ["config", "torch"])
 def test_the_start_of_a_preset(start):
     """Standard deviations at four times the base width, in units of the standard start at the base width."""
-    base = build_model(at_width(64, model_start=start))
-    wide = build_model(at_width(256, model_start=start))
+    base = build_model(at_width(64, model_init=start))
+    wide = build_model(at_width(256, model_init=start))
     for (name, narrow), (_, found) in zip(base.named_parameters(), wide.named_parameters(), strict=True):
         factor = {"embed_tokens": 1, "lm_head": 1 / 4, "layernorm": 1, "norm": 1}.get(name.split(".")[-2], 1 / 2)
         factor = 1 if "layernorm" in name else factor

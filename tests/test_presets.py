@@ -173,9 +173,9 @@ def test_drawn_as_torch_draws_it():
 
 
 def test_a_run_may_start_from_torchs_own_weights(tmp_path):
-    ours, stock = (build_model(TrainSettings(model="tiny", model_start=start)) for start in ("torch", "config"))
+    ours, stock = (build_model(TrainSettings(model="tiny", model_init=start)) for start in ("torch", "config"))
     assert torch.equal(ours.get_input_embeddings().weight, ours.lm_head.weight)
     assert not torch.equal(stock.get_input_embeddings().weight, ours.get_input_embeddings().weight)
     stock.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model_start='torch' is for presets"):
-        train(TrainSettings(model=str(tmp_path), model_start="torch"), tmp_path / "run")
+    with pytest.raises(ValueError, match="model_init='torch' is for presets"):
+        train(TrainSettings(model=str(tmp_path), model_init="torch"), tmp_path / "run")

@@ -137,17 +137,29 @@ def _warn_renamed(cls: type, old: str, new: str, stacklevel: int) -> None:
 
 
 #: class of settings -> key of 0.2 -> its name now
-RENAMED_SETTINGS = {"CompressSettings": {"menu": "candidates"}}
+RENAMED_SETTINGS = {"CompressSettings": {"menu": "candidates"}, "TrainSettings": {"model_start": "model_init"}}
 
 
-def with_new_keys(settings: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def with_new_keys(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` for the class ``settings`` with keys of 0.2 under their new names; warns of each."""
-    renamed = {old: new for old, new in RENAMED_SETTINGS[settings].items() if old in values and new not in values}
+    known = [RENAMED_SETTINGS[base.__name__] for base in settings.__mro__ if base.__name__ in RENAMED_SETTINGS]
+    renamed = {old: new for names in known for old, new in names.items() if old in values and new not in values}
     for old, new in renamed.items():
         warnings.warn(
             f"the setting {old} has a new name: {new}; the old one works for one version", DeprecationWarning, 2
         )
     return {renamed.get(key, key): value for key, value in values.items()}
+
+
+#: class of settings -> keys that records of earlier versions hold and that are gone
+REMOVED_SETTINGS = {"BenchSettings": ("peers", "untuned")}
+
+
+def without_removed(settings: type, values: Any) -> Any:
+    """Return ``values``, a record of the class ``settings``, without the keys that are gone."""
+    removed = REMOVED_SETTINGS.get(settings.__name__, ())
+    gone = removed and isinstance(values, Mapping)
+    return {key: value for key, value in values.items() if key not in removed} if gone else values
 
 
 #: column of results of 0.1 and 0.2 -> its name now

@@ -45,12 +45,6 @@ def command(
     for_inference: Annotated[
         bool | None, typer.Option(help="Keep what is computed from weights.", show_default="--for-inference")
     ] = None,
-    peers: Annotated[
-        bool | None, typer.Option(help="Also time peers: PEFT's adapters, published forms.", show_default="--peers")
-    ] = None,
-    untuned: Annotated[
-        bool | None, typer.Option(help="Also time without the allocator's thresholds raised.", show_default="--untuned")
-    ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="How often each contender takes its turn.", show_default="11")
     ] = None,
@@ -67,8 +61,8 @@ def command(
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
-    A contender whose output is off is reported and not timed. The last column is without the allocator's thresholds
-    raised. Inference is that of relinear.for_inference_, unless --no-for-inference asks for weights read at every call.
+    A contender whose output is off is reported and not timed. Inference is that of relinear.for_inference_, unless
+    --no-for-inference asks for weights read at every call.
 
     With --model, training steps, prefill and decoding of a stock model, with and without each --operator, which may
     say where it goes: PATTERN=KIND:KEY=VALUE.
@@ -99,7 +93,8 @@ def command(
         _whole_models(chosen, operators or [], out, overwrite)
         return
     recorded = None if check is None else read_record(check)
-    settings = BenchSettings.load({} if recorded is None else recorded["settings"], "the record").updated(**chosen)
+    asked = {} if recorded is None else BenchSettings.upgraded(recorded["settings"])
+    settings = BenchSettings.load(asked, "the record").updated(**chosen)
     result = _layers(settings, out, overwrite)
     if recorded is not None:
         _report_slower(recorded, result)

@@ -39,7 +39,7 @@ _GROUPS = {
     "epochs max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only dry_run as_json report index static check",
     "Cases": "shapes dtypes modes passes inference_batches",
-    "Speed": "threads workers executor partition slurm on_disk rounds repeats for_inference peers untuned",
+    "Speed": "threads workers executor partition slurm on_disk rounds repeats for_inference",
 }
 
 

@@ -1,1 +1,1 @@
-"""Operators and models on the clock, against dense layers and named peers in the same process."""
+"""Operators and models on the clock, against dense layers in the same process."""

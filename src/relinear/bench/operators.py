@@ -1,4 +1,4 @@
-"""Single layers on the clock: operators and peers against dense nn.Linear, and what this machine can do at best."""
+"""Single layers on the clock: operators against dense nn.Linear, and what this machine can do at best."""
 
 # Legend: I in_features, O out_features, N tokens
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context
-from relinear.bench.peers import PEERS
 from relinear.contract.inference import for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.system.timing import Timing, interleave, peak_memory
@@ -144,11 +143,10 @@ def bench_case(
     case: Case,
     operators: Sequence[tuple[str, OperatorConfig]],
     *,
-    peers: Iterable[str] = (),
     roofline: Roofline | None = None,
     rounds: int = 15,
 ) -> list[dict[str, Any]]:
-    """Measure dense, the operators and the peers in one case, taking turns in this process.
+    """Measure dense and the operators in one case, taking turns in this process.
 
     A contender that cannot be built at this size, or whose output is off, is reported with ``error`` and not timed.
 
@@ -161,7 +159,6 @@ def bench_case(
     failed = []
     builders: dict[str, Callable[[int, int], nn.Module]] = {DENSE: functools.partial(nn.Linear, bias=False)}
     builders |= {name: functools.partial(config.build, bias=False) for name, config in operators}
-    builders |= {name: PEERS[name][1] for name in peers}
     for name, build in builders.items():
         torch.manual_seed(0)
         try:
@@ -169,7 +166,7 @@ def bench_case(
             errors[name] = _relative_error(module, case)
             if not errors[name] <= TOLERANCES[case.dtype]:
                 raise ValueError(f"relative error {errors[name]:.2g} exceeds {TOLERANCES[case.dtype]:.2g}")
-        except (ValueError, ImportError) as error:
+        except ValueError as error:
             failed.append(_row(name, case, None, parameters=0, relative_error=errors.get(name), error=str(error)))
             continue
         modules[name] = module

@@ -47,10 +47,10 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Table:
-    head = ["layer", "shape", "dtype", "mode", "pass", "tokens", "time / dense", "quartiles", "untuned allocator"]
+    head = ["layer", "shape", "dtype", "mode", "pass", "tokens", "time / dense", "quartiles"]
     shown = []
     for row in rows:
-        low, high, untuned = (row.get(key) for key in ("ratio_low", "ratio_high", "ratio_untuned"))
+        low, high = row.get("ratio_low"), row.get("ratio_high")
         ratio = row.get("ratio")
         failed = "not timed" if row.get("error") else "–"
         cells = [
@@ -62,7 +62,6 @@ def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Ta
             Cell(f"{row['tokens']:,}", row["tokens"]),
             Cell(failed if ratio is None else f"{ratio:.3f}", ratio, title=row.get("error") or ""),
             Cell("–" if low is None or high is None else f"{low:.3f} to {high:.3f}", low),
-            Cell("–" if untuned is None else f"{untuned:.3f}", untuned),
         ]
         shown.append(Row(cells, row["contender"], palette[row["contender"]]))
     return Table(head, shown, (0, 1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""A whole benchmark: every case in one child process a setting of the allocator, then JSON, a table and a plot.
+"""A whole benchmark: every case in one child process a run, then JSON, a table and a plot.
 
 And a benchmark against a recorded one: what became slower by more than either varies.
 """
@@ -20,7 +20,6 @@ import torch
 from pydantic import AfterValidator, Field
 
 from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, measure_roofline, phase_of
-from relinear.bench.peers import PEERS
 from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
@@ -73,8 +72,6 @@ class BenchSettings(Settings):
         modes: of "eager" and "compiled".
         passes: of "forward" and "step".
         for_inference: let layers keep what they compute from weights, in inference.
-        peers: also time named peers: PEFT's adapters, published forms.
-        untuned: also time eager layers without the allocator's thresholds raised.
         rounds: how often each contender takes its turn.
         repeats: runs of the whole bench, each in a process of its own, for a record that ``--check`` reads.
         threads: of torch; all cores by default.
@@ -87,8 +84,6 @@ class BenchSettings(Settings):
     modes: tuple[Mode, ...] = get_args(Mode)
     passes: tuple[Pass, ...] = get_args(Pass)
     for_inference: bool = True
-    peers: bool = True
-    untuned: bool = True
     rounds: int = Field(default=11, ge=3)
     repeats: int = Field(default=1, ge=1)
     threads: Threads | None = None
@@ -118,17 +113,15 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
     ]
     for number, case in enumerate(todo):
         print(f"{number}/{len(todo)}  {case}", flush=True)  # read by _child
-        # Peers are written for eager float32 and bfloat16 alike; compiled they would measure the compiler.
-        peers = PEERS if settings.peers and case.mode == "eager" else ()
-        rows += bench_case(case, operators, peers=peers, roofline=roofs[case.dtype], rounds=settings.rounds)
+        rows += bench_case(case, operators, roofline=roofs[case.dtype], rounds=settings.rounds)
     return {"roofline": [dataclasses.asdict(roof) for roof in roofs.values()], "rows": rows}
 
 
-def _child(settings: BenchSettings, *, tuned: bool, on_progress: ProgressCallback) -> dict[str, Any]:
+def _child(settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
     """``_measure`` in a process of its own: thresholds of the allocator cannot be taken back once they are set."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(int(tuned)), str(out)]
+        command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(out)]
         # the profiler behind peak memory tells of every start and stop unless it is asked not to
         environment = {"KINETO_LOG_LEVEL": "99", **os.environ, **worker_environment()}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -159,7 +152,7 @@ def run_bench(
     Returns:
         what ``bench.json`` holds: settings, machine, allocator, roofline, and a row for every contender in every case,
         with ``ratio`` (time to dense in the same round, median; of several runs the median, with ``ratio_minimum`` and
-        ``ratio_maximum``) and ``ratio_untuned`` (the same without the allocator's thresholds raised).
+        ``ratio_maximum``).
 
     Raises:
         ValueError: if ``out_dir`` holds something else, or a benchmark with other settings; nothing has run then.
@@ -180,14 +173,8 @@ def run_bench(
 
 
 def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
-    runs = [_child(settings, tuned=True, on_progress=on_progress) for _ in range(settings.repeats)]
-    tuned: dict[str, Any] = {**runs[0], "rows": of_runs([run["rows"] for run in runs])}
-    if settings.untuned and "eager" in settings.modes:
-        plain = _child(settings.updated(peers=False, modes=("eager",)), tuned=False, on_progress=on_progress)
-        ratios = {key_of(row): row.get("ratio") for row in plain["rows"]}
-        for row in tuned["rows"]:
-            row["ratio_untuned"] = ratios.get(key_of(row))
-    result = folder.write(**tuned)
+    runs = [_child(settings, on_progress) for _ in range(settings.repeats)]
+    result = folder.write(**runs[0] | {"rows": of_runs([run["rows"] for run in runs])})
     from relinear.bench.report import draw_layers
 
     for name in folder.names[1:]:
@@ -273,7 +260,6 @@ def _as_text(row: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    _settings, _tuned, _out = sys.argv[1:]
-    _allocator = tune_allocator() if _tuned == "1" else {}
-    _result = _measure(BenchSettings.model_validate_json(_settings))
-    write_json(_out, _result | {"allocator": _allocator})
+    _settings, _out = sys.argv[1:]
+    _allocator = tune_allocator()
+    write_json(_out, _measure(BenchSettings.model_validate_json(_settings)) | {"allocator": _allocator})

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import Batch, Seed, Settings, size_in_bytes
-from relinear.deprecated import with_new_keys
 from relinear.distill.settings import check_whole_blocks
 
 #: bits of a weight where no budget is given: the least that every reader stores with its scales
@@ -80,7 +79,7 @@ class CompressSettings(Settings):
     def _a_budget(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        options = with_new_keys(cls.__name__, values)
+        options = dict(values)
         if all(options.get(budget) is None for budget in ("keep", "bits", "size")):
             options["bits"] = BITS
         return options

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from relinear.contract.config import nearest, readable, shown
+from relinear.deprecated import with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -54,6 +55,7 @@ class Settings(BaseModel):
     @classmethod
     def _known_keys(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
+            values = with_new_keys(cls, values)
             unknown = [str(key) for key in values if key not in cls.model_fields]
             if unknown:
                 faults = (f"unknown setting {shown(key)}; {nearest(key, cls.model_fields)}" for key in unknown)
@@ -80,11 +82,11 @@ class Settings(BaseModel):
     def upgraded(cls, saved: Any) -> Any:
         """Return settings that an earlier version wrote (``model_dump(mode="json")``), as this version writes them.
 
-        Missing settings take their defaults, so that runs of different versions can be compared. Settings that this
-        version cannot read are returned unchanged, and so differ from all others.
+        Missing settings take their defaults, and those that are gone are left out, so that runs of different versions
+        can be compared. Settings that this version cannot read are returned unchanged, and so differ from all others.
         """
         try:
-            return cls.load(saved).model_dump(mode="json")
+            return cls.load(without_removed(cls, saved)).model_dump(mode="json")
         except ValueError:
             return saved
 

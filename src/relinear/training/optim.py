@@ -166,7 +166,7 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
     Args:
         model: a fresh Hugging Face model.
         ratio: its width over the base width; at 1 nothing changes.
-        start: how it was drawn, as ``TrainSettings.model_start``: at one standard deviation for all widths,
+        start: how it was drawn, as ``TrainSettings.model_init``: at one standard deviation for all widths,
             or within 1 / sqrt(fan-in), biases and embeddings too.
     """
     if ratio == 1:

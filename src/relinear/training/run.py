@@ -62,7 +62,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     _check_model_matches_data(model, settings, vocab_size)
     ratio = width_ratio(model, settings)
     if locate_model(settings.model) == "preset":
-        scale_stock_(model, ratio, settings.model_start)
+        scale_stock_(model, ratio, settings.model_init)
     if ratio != 1:
         check_readout(model, ratio)
     stock: set[torch.Tensor] = set(model.parameters())
@@ -82,7 +82,7 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
     if locate_model(name) == "preset":
         overrides = {} if vocab_size is None else {"vocab_size": vocab_size}
         model = from_preset(name, **overrides | settings.model_overrides)
-        if settings.model_start == "torch":
+        if settings.model_init == "torch":
             draw_as_torch_(model)
         return model
     model = checkpoint.from_pretrained(name)
@@ -97,8 +97,8 @@ def _check_model(settings: TrainSettings) -> None:
         with torch.device("meta"):
             _check_memory(build_model(settings))
         return
-    if settings.model_overrides or settings.model_start != "config":
-        setting = "model_overrides" if settings.model_overrides else f"model_start={settings.model_start!r}"
+    if settings.model_overrides or settings.model_init != "config":
+        setting = "model_overrides" if settings.model_overrides else f"model_init={settings.model_init!r}"
         raise ValueError(f"{setting} is for presets, and {name!r} is none; {nearest(name, preset_names())}")
     try:
         with checkpoint.reading_config(name):

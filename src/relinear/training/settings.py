@@ -166,7 +166,7 @@ class TrainSettings(FitSettings):
     Attributes:
         model: a preset, the directory of a saved model, or a Hub name.
         model_overrides: fields of a preset's config. ``vocab_size`` follows the tokenizer unless it is given here.
-        model_start: how a preset's own weights are drawn: "config", as transformers draws them, with the config's
+        model_init: how a preset's own weights are drawn: "config", as transformers draws them, with the config's
             ``initializer_range``; "torch", as in code that leaves linear layers as torch makes them and gives the
             embeddings the weights of the head (the HDPL paper's does), see ``relinear.models.draw_as_torch_``.
         operators: pattern -> operator setting, as a mapping with ``kind`` or as text (``"hdpl:rank=128,blocks=8"``);
@@ -186,7 +186,7 @@ class TrainSettings(FitSettings):
     eval_start_tokens: PositiveInt | None = 65_536
     model: str = "tiny"
     model_overrides: dict[str, Any] = Field(default_factory=dict)
-    model_start: Literal["config", "torch"] = "config"
+    model_init: Literal["config", "torch"] = "config"
     operators: dict[str, Annotated[dict[str, Any] | None, _read(OperatorConfig)]] = Field(default_factory=dict)
     layers: tuple[int, ...] | None = None
     exclude: Patterns = ()
