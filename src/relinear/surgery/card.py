@@ -1,6 +1,7 @@
 """The model card: ``README.md`` beside a checkpoint says what is in it and how it is loaded."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ from torch import nn
 
 from relinear.contract.attachment import attachments
 from relinear.contract.operator import named_operators
-from relinear.contract.plugins import packages_of
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_text
 
@@ -16,9 +16,9 @@ CARD = "README.md"
 _LINE = "<!-- Written by relinear, and again whenever this model is saved. Remove this line to keep your changes. -->"
 
 
-def write_card(model: Any, directory: Path) -> None:
-    """Write ``README.md`` into ``directory``."""
-    write_text(directory / CARD, _card(model))
+def write_card(model: Any, record: Mapping[str, Any], directory: Path) -> None:
+    """Write ``README.md`` into ``directory``; ``record`` is that of the model's ``config.json``."""
+    write_text(directory / CARD, _card(model, record))
 
 
 def is_own_card(path: Path) -> bool:
@@ -26,7 +26,7 @@ def is_own_card(path: Path) -> bool:
     return path.is_file() and _LINE in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _card(model: Any) -> str:
+def _card(model: Any, record: Mapping[str, Any]) -> str:
     name = _base_model(model)
     causal = type(model).__name__.endswith("ForCausalLM")
     front = ["library_name: transformers", "tags:", "- relinear"]
@@ -34,8 +34,7 @@ def _card(model: Any) -> str:
     front += ["pipeline_tag: text-generation"] if causal else []
     origin = f"[{name}](https://huggingface.co/{name})" if name else f"a `{type(model).__name__}`"
     lines = ["---", *front, "---", _LINE, "", f"# {origin} with layers of relinear", ""]
-    configs = [*(operator.config for _, operator in named_operators(model)), *attachments(model)]
-    packages = {source["package"] for source in packages_of(configs).values() if "package" in source}
+    packages = {source["package"] for source in record.get("packages", {}).values() if "package" in source}
     lines += [*_table(model), "", *_loading_section(causal, sorted(packages)), ""]
     return "\n".join(lines)
 

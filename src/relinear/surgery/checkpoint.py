@@ -21,7 +21,6 @@ from relinear.hf.config_record import (
     FORMAT_VERSION,
     LOADER,
     METHOD,
-    make_record,
     parse_record,
     record_in_config,
     sync_record,
@@ -202,6 +201,7 @@ def save_pretrained(
         kwargs |= {"state_dict": packed_state(model, bits, moments), "save_original_format": False}
     with model_directory(directory) as temporary:
         sync_record(model)
+        recorded = record_in_config(model.config)
         if tokenizer is not None:
             for name, token in _special_tokens(model.config, model, tokenizer).items():
                 setattr(model.config, name, token)
@@ -209,7 +209,7 @@ def save_pretrained(
         if bits is not None:
             config = copy.copy(model.config)
             none = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": {}, "attachments": []}
-            config.quantization_config = (make_record(model) or none) | {"packed": packed_record(bits)}
+            config.quantization_config = (recorded or none) | {"packed": packed_record(bits)}
             config.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
@@ -218,8 +218,8 @@ def save_pretrained(
                 tokens = _special_tokens(model.generation_config, model, tokenizer)
                 write_json(generation, read_json(generation) | tokens)
         card = Path(directory) / CARD
-        if make_record(model) is not None and (is_own_card(card) or not card.exists()):
-            write_card(model, temporary)
+        if recorded is not None and (is_own_card(card) or not card.exists()):
+            write_card(model, recorded, temporary)
     return Path(directory)
 
 

@@ -142,8 +142,9 @@ def plan(
         if config is None:
             left[target.name] = "mapped to None"
         else:
-            _check_target(model, target, config, init)
-            replacements.append(Replacement(target, config, *linear_features(target.module)))
+            shape = linear_features(target.module)
+            _check_target(model, target, config, shape, init)
+            replacements.append(Replacement(target, config, *shape))
     return Plan(model, tuple(replacements), init, left, tuple(_notes(model, replacements, init)))
 
 
@@ -243,7 +244,7 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     sync_record(model)
 
 
-def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init: Init) -> None:
+def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shape: tuple[int, int], init: Init) -> None:
     if not target.name:
         raise ValueError(f"the model itself is a linear layer; call {type(config).__name__}().convert(linear, {init=})")
     head = tied_head(model, target.module)
@@ -265,7 +266,7 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, init
     if init == "from_weight":
         check_finite(target.module, target.name)
     try:
-        config.check_shape(*linear_features(target.module))
+        config.check_shape(*shape)
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
     check_rows(config, target.module, target.name)
