@@ -77,9 +77,9 @@ def options_in(printed):
 #: command -> its settings, and the fields that have an option; the option is the last part of the name
 FIELDS = {
     "train": (TrainSettings, "model data.data data.tokenizer steps batch_size learning_rate seed"),
-    "distill": (DistillSettings, "tokens epochs learning_rate loss target seed"),
+    "distill": (DistillSettings, "tokens learning_rate seed"),
     "compress": (CompressSettings, "reader tokens heal_tokens heal evaluate"),
-    "bench": (BenchSettings, "shapes tokens dtypes modes rounds repeats for_inference"),
+    "bench": (BenchSettings, "shapes tokens dtypes modes rounds repeats"),
 }
 
 
@@ -333,7 +333,6 @@ def test_bench_of_whole_models(capfd, tmp_path):
     rows = json.loads((tmp_path / "inference" / "models.json").read_text())["rows"]
     cases = [(row["phase"], row["batch_size"]) for row in rows if row["variant"] == "dense"]
     assert cases == [("prefill", 1), ("prefill", 3), ("decode", 1), ("decode", 3)]
-    assert all(row["for_inference"] for row in rows)
     assert "batch 3" in (tmp_path / "inference" / "report.html").read_text()
 
 

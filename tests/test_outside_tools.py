@@ -163,14 +163,14 @@ def test_adapters_beside_operators(case: Case, lora, tmp_path) -> None:
     peft = pytest.importorskip("peft")
     base = model_with(case)
     source, before = copy.deepcopy(base), logits(base)
-    model = peft.get_peft_model(base, relinear.surgery.lora_on_operators_(lora("q_proj", "up_proj"))).eval()
+    model = peft.get_peft_model(base, lora("q_proj", "up_proj")).eval()
     assert relative(logits(model), before) < 1e-6
     trained_step(model)
     assert all(name in str([n for n, _ in model.named_parameters()]) for name in ("q_proj.lora_A", "up_proj.lora_A"))
     trained = logits(model)
     assert relative(trained, before) > 1e-4
     model.save_pretrained(tmp_path)
-    settings = relinear.surgery.lora_on_operators_(peft.LoraConfig.from_pretrained(tmp_path))
+    settings = peft.LoraConfig.from_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(source, tmp_path, config=settings)
     assert relative(logits(again), trained) < 1e-6
     with pytest.raises(ValueError, match="leave it beside the operator"):
@@ -213,7 +213,7 @@ def test_adapters_keep_the_operators_dtype_losses_and_roles(lora) -> None:
     model = make_tiny_llama().bfloat16()
     relinear.replace_(model, {"up_proj": relinear.Transponder(base=relinear.HDPL(rank=6, beta=0.5))})
     roles = model.model.layers[0].mlp.up_proj.param_roles()
-    settings = relinear.surgery.lora_on_operators_(lora(r".*up_proj\.base"))
+    settings = lora(r".*up_proj\.base")
     model = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).train()
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     model(input_ids=IDS)
@@ -231,7 +231,7 @@ def test_terms_of_an_adapted_base_leave_padding_out(lora, kept: bool) -> None:
     relinear.replace_(model, {"up_proj": relinear.Transponder(base=operator)})
     stock = copy.deepcopy(model).train()
     settings = lora(".*q_proj", modules_to_save=["up_proj.base"]) if kept else lora(r".*up_proj\.base")
-    adapted = peft.get_peft_model(model, relinear.surgery.lora_on_operators_(settings)).train()
+    adapted = peft.get_peft_model(model, settings).train()
     labels = IDS.clone()
     labels[0, 3:] = -100
     losses = []
@@ -276,9 +276,7 @@ def test_adapters_that_an_operator_cannot_take(lora) -> None:
         model = make_tiny_llama()
         relinear.replace_(model, {"up_proj": relinear.LowRank(rank=4)})
         with pytest.raises(ValueError, match=f"{words}.*LowRankLinear has none"):
-            peft.get_peft_model(model, relinear.surgery.lora_on_operators_(lora("up_proj", "down_proj", **values)))
-    with pytest.raises(ValueError, match=r"expected a peft.LoraConfig.*got IA3Config"):
-        relinear.surgery.lora_on_operators_(peft.IA3Config())
+            peft.get_peft_model(model, lora("up_proj", "down_proj", **values))
 
 
 @pytest.mark.parametrize("source", ["tokens", "embeddings"])

@@ -18,7 +18,7 @@ _HOMES = {
     "relinear.models": "preset_names",
     "relinear.residual": "DeepNorm LaurelLR LaurelPA LaurelRW LayerNormScaling PostLN ReZero SDPAGate SecondEmbedding "
     "residual_ residual_methods",
-    "relinear.surgery": "lora_on_operators_ placement placement_names train_only_",
+    "relinear.surgery": "placement placement_names train_only_",
     "relinear.system.allocator": "tune_allocator",
     "relinear.training": "LatentMoments read_moments",
 }
@@ -152,7 +152,7 @@ def with_new_keys(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 #: class of settings -> keys that records of earlier versions hold and that are gone
-REMOVED_SETTINGS = {"BenchSettings": ("peers", "untuned")}
+REMOVED_SETTINGS = {"BenchSettings": ("for_inference", "peers", "untuned"), "ModelBenchSettings": ("for_inference",)}
 
 
 def without_removed(settings: type, values: Any) -> Any:

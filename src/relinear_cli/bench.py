@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _PASSES = "<forward | step | prefill | decode>,..."  # blanks: it is folded at them
+_INFERENCE = "inference after relinear.for_inference_: layers keep what they compute from their weights"
 _SHAPES = "2048->2048, 512->2048, 512->1376"
 
 
@@ -42,9 +43,6 @@ def command(
         str | None,
         typer.Option(metavar="<eager|compiled>,...", help="How layers run.", show_default="eager,compiled"),
     ] = None,
-    for_inference: Annotated[
-        bool | None, typer.Option(help="Keep what is computed from weights.", show_default="--for-inference")
-    ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="How often each contender takes its turn.", show_default="11")
     ] = None,
@@ -61,8 +59,8 @@ def command(
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
-    A contender whose output is off is reported and not timed. Inference is that of relinear.for_inference_, unless
-    --no-for-inference asks for weights read at every call.
+    A contender whose output is off is reported and not timed. Inference is that after
+    relinear.for_inference_.
 
     With --model, training steps, prefill and decoding of a stock model, with and without each --operator, which may
     say where it goes: PATTERN=KIND:KEY=VALUE.
@@ -122,7 +120,7 @@ def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, An
     }
     print("\n".join(sorted(failed)))
     if "forward" in settings.passes:
-        print(f"forward: {_inference(settings.for_inference)}")
+        print(f"forward: {_INFERENCE}")
     roofs = (f"{r['dtype']} {r['gemm'] / 1e9:.0f} GFLOP/s, {r['copy'] / 1e9:.1f} GB/s" for r in result["roofline"])
     print(f"machine: {', '.join(roofs)}")
     page = write_page(out / "report.html", [section])
@@ -166,14 +164,6 @@ def _whole_models(chosen: dict[str, Any], operators: list[str], out: Path, overw
     section = models_section(result)
     print_table(next(block for block in section.blocks if isinstance(block, Table)))
     if set(settings.passes) - {"step"}:
-        print(f"prefill and decode: {_inference(settings.for_inference)}")
+        print(f"prefill and decode: {_INFERENCE}")
     print("speed is relative to the stock model, above 1 is faster")
     print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [section])}")
-
-
-def _inference(cached: bool) -> str:
-    return (
-        "inference after relinear.for_inference_: layers keep what they compute from their weights"
-        if cached
-        else "inference that reads the weights at every call, without relinear.for_inference_"
-    )

@@ -1,7 +1,7 @@
 """``relinear distill``: fit operators to layers of a pretrained model."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -22,26 +22,7 @@ def command(
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on.", show_default="65536")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over them.", show_default="1")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate (Adam).", show_default="0.01")] = None,
-    loss: Annotated[
-        Literal["mse", "cosine", "kl"] | None,
-        typer.Option(help="Loss on a layer's outputs, or `kl` on the final logits.", show_default="mse"),
-    ] = None,
-    target: Annotated[
-        Literal["layer", "original"] | None,
-        typer.Option(help="Give what the layer gives, or what it gave in the original model.", show_default="layer"),
-    ] = None,
-    joint: Annotated[
-        bool | None, typer.Option("--joint", help="Then train the operators of a decoder layer together.")
-    ] = None,
-    bias: Annotated[bool | None, typer.Option("--bias", help="Give layers without a bias one.")] = None,
-    retrain: Annotated[
-        str | None, typer.Option(help="Pattern of layers behind the replaced ones to train again, such as `o_proj`.")
-    ] = None,
-    on_disk: Annotated[
-        bool | None, typer.Option("--on-disk", help="Keep recorded activations in files rather than in memory.")
-    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of parameters and token order.", show_default="0")] = None,
     threads: options.Threads = None,
     overrides: options.Overrides = None,

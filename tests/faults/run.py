@@ -78,7 +78,7 @@ def _arguments() -> dict[str, list[str]]:
         "tune": ["compare", "--recipe", "tune.yaml", *out],
         "compare, sizes": ["compare", "--recipe", "scale.yaml", *out],
         "distill": [
-            *("distill", "model", "-r", "v_proj=low_rank:rank=2", *text, *out, "--tokens", "128", "--epochs", "1"),
+            *("distill", "model", "-r", "v_proj=low_rank:rank=2", *text, *out, "--tokens", "128", "--set", "epochs=1"),
             *("--set", "validation_tokens=64", "--set", "sequence_length=32", "--threads", "1"),
         ],
         "compress": ["compress", "base", "--keep", "0.9", *text, *out, *sizes, "--no-evaluate"],

@@ -44,7 +44,6 @@ class ModelBenchSettings(Settings):
         dtypes: "fp32" and "bf16", which is autocast for "step" and weights otherwise.
         sequence_length: tokens per sequence, for "step" and "prefill".
         batch_size, inference_batches: sequences at once in training, and in prefill and decoding.
-        for_inference: prefill and decode after ``relinear.for_inference_``.
         rounds: how often each variant takes its turn.
         threads: of torch; None leaves its choice.
     """
@@ -56,7 +55,6 @@ class ModelBenchSettings(Settings):
     sequence_length: int = Field(default=512, ge=2)
     batch_size: PositiveInt = 1
     inference_batches: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)
-    for_inference: bool = True
     rounds: PositiveInt = 7
     threads: Threads | None = None
 
@@ -119,7 +117,7 @@ def bench_models(
                 optimizer = torch.optim.AdamW(model.train().parameters(), lr=_LEARNING_RATE, fused=True)
                 calls[name] = training_step(model, ids, optimizer, None if dtype == torch.float32 else dtype)
             else:
-                for_inference_(model.to(dtype).eval(), settings.for_inference)
+                for_inference_(model.to(dtype))
                 calls[name] = _inference(model, ids, phase, new_tokens, compiled)
         timings = interleave(calls, "dense", rounds=settings.rounds, min_seconds=0.0, warmup=2, on_round=on_round)
     tokens = batch_size * (new_tokens if phase == "decode" else settings.sequence_length)
@@ -132,7 +130,6 @@ def bench_models(
             "batch_size": batch_size,
             "dtype": str(dtype).removeprefix("torch."),
             "compiled": compiled,
-            "for_inference": phase != "step" and settings.for_inference,
             "parameters": parameters[name],
             "tokens_per_second": tokens / timing.seconds,
             "speedup": 1 / timing.ratio,

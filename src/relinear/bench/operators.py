@@ -59,8 +59,7 @@ class Case:
     """One cell of the table: all but the contender.
 
     Args:
-        phase: "forward" (inference) or "step" (with backward).
-        for_inference: whether inference is that of ``relinear.for_inference_``.
+        phase: "forward" (inference after ``relinear.for_inference_``) or "step" (with backward).
     """
 
     in_features: int
@@ -69,13 +68,11 @@ class Case:
     dtype: torch.dtype
     mode: str
     phase: str
-    for_inference: bool = True
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        inference = " (for_inference_)" if self.phase == "forward" and self.for_inference else ""
         shape = f"{self.in_features} -> {self.out_features}, {self.tokens} tokens"
-        return f"{shape}, {dtype}, {self.mode}, {self.phase}{inference}"
+        return f"{shape}, {dtype}, {self.mode}, {self.phase}"
 
 
 def phase_of(row: Mapping[str, Any]) -> str:
@@ -98,7 +95,7 @@ def _in_context(values: Tensor | None, dtype: torch.dtype) -> contextlib.Abstrac
 @torch.no_grad()
 def _relative_error(module: nn.Module, case: Case) -> float:
     """Return the error of the forward against a float64 copy, which a contender must pass before it is timed."""
-    for_inference_(module.eval(), case.for_inference)
+    for_inference_(module)
     x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
     values = _context_values([module], x.shape[0])
     with _in_context(values, case.dtype):
@@ -115,7 +112,7 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
     x = torch.randn(case.tokens, case.in_features).to(case.dtype)
     run = torch.compile(module, dynamic=False) if case.mode == "compiled" else module
     if case.phase == "forward":
-        for_inference_(module.eval(), case.for_inference)
+        for_inference_(module)
 
         return torch.no_grad()(lambda: run(x))
     module.train()

@@ -71,7 +71,6 @@ class BenchSettings(Settings):
         dtypes: of the computation, "fp32" and "bf16".
         modes: of "eager" and "compiled".
         passes: of "forward" and "step".
-        for_inference: let layers keep what they compute from weights, in inference.
         rounds: how often each contender takes its turn.
         repeats: runs of the whole bench, each in a process of its own, for a record that ``--check`` reads.
         threads: of torch; all cores by default.
@@ -83,7 +82,6 @@ class BenchSettings(Settings):
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     modes: tuple[Mode, ...] = get_args(Mode)
     passes: tuple[Pass, ...] = get_args(Pass)
-    for_inference: bool = True
     rounds: int = Field(default=11, ge=3)
     repeats: int = Field(default=1, ge=1)
     threads: Threads | None = None
@@ -107,10 +105,7 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []
     every = itertools.product(map(_shape, settings.shapes), dtypes, settings.modes, settings.passes, settings.tokens)
-    todo = [
-        Case(*shape, tokens, dtype, mode, phase, settings.for_inference and phase == "forward")
-        for shape, dtype, mode, phase, tokens in every
-    ]
+    todo = [Case(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in every]
     for number, case in enumerate(todo):
         print(f"{number}/{len(todo)}  {case}", flush=True)  # read by _child
         rows += bench_case(case, operators, roofline=roofs[case.dtype], rounds=settings.rounds)

@@ -25,7 +25,6 @@ from relinear.contract.wrapper import Wrapper
 from relinear.hf.config_record import make_record, parse_record, record_in_config
 from relinear.hf.initialization import initialize_
 from relinear.hf.vocabulary import token_tables
-from relinear.surgery.lora import lora_on_operators_
 from relinear.surgery.rebuild import RelinearConfig, rebuild_
 from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
 from relinear.surgery.select import is_adapted
@@ -71,14 +70,17 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:
-    """Create an adapter; on an operator, the one for a whole operator (``lora_on_operators_``)."""
+    """Create an adapter; on an operator, ``OperatorLora``: PEFT adapts nn.Linear and a few other classes."""
     base = target.get_base_layer() if is_adapted(target) else target
     if isinstance(base, Operator):
         if embeds(base):
             raise ValueError(
                 f"{base.name_in_model} is an embedding that is an operator, on which no LoRA goes; leave it out"
             )
-        config = lora_on_operators_(copy.copy(config))
+        from relinear.surgery.lora_layer import OperatorLora
+
+        config = copy.copy(config)
+        config._register_custom_module({Operator: OperatorLora})
     return original(config, adapter_name, target, **kwargs)
 
 
