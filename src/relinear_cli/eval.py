@@ -67,7 +67,7 @@ def command(
 
 
 def _print(results: dict[str, Any], as_json: bool) -> None:
-    """The figures of every task, in a line each or as JSON."""
+    """Print the figures of every task, in a line each or as JSON."""
     if as_json:
         # JSON has no NaN (a deviation over one example, in lm-eval) and no infinity: null
         values = json.loads(json.dumps(results, default=str), parse_constant=lambda name: None)

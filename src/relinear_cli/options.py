@@ -95,7 +95,7 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
 def prepare_process(
     threads: int | None = None, *, models: Iterable[str] = (), texts: Iterable[DataSettings] = (), presets: bool = True
 ) -> None:
-    """Ready a process that is going to compute: look for what it names, set its threads, tune the allocator.
+    """Prepare a process that computes: find its models and texts, set its threads, tune the allocator.
 
     Raises:
         ValueError, OSError: for models (which may be ``presets``) and texts that are not there.
@@ -119,7 +119,7 @@ def prepare_process(
 
 
 def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
-    """``PATTERN=KIND:KEY=VALUE`` texts as the mapping that recipes hold; a bare setting means "all-linear".
+    """Return ``PATTERN=KIND:KEY=VALUE`` texts as the mapping of a recipe; a bare setting means "all-linear".
 
     Raises:
         ValueError: if a text has not this form, or a pattern comes twice.
@@ -148,7 +148,7 @@ def operator_mapping(texts: list[str]) -> dict[str, Any]:
 
 
 def parse_layers(text: str | None) -> list[int] | None:
-    """``"0,3,8-11"`` as a list of layer indices; None for all.
+    """Return ``"0,3,8-11"`` as a list of layer indices; None for all.
 
     Raises:
         ValueError: if a part is neither a number nor a range.
@@ -199,7 +199,7 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
 
 
 def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool = True) -> Any:
-    """The tokenizer that the user named, or the one that was saved with ``model``; ``separates`` as it is loaded.
+    """Return the tokenizer that the user named, or the model's own; ``separates`` as in ``load_tokenizer``.
 
     Raises:
         ValueError: if there is none; says that one can be named.
@@ -219,7 +219,7 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 
 
 def find_model(name: str, *, presets: bool = True) -> str:
-    """``models.locate_model``; a damaged directory, or a Hub name without a network, is refused at once."""
+    """Run ``models.locate_model``, and refuse a damaged directory, or a Hub name without a network, at once."""
     from relinear.data.sources import hub_in_reach
     from relinear.models import is_cached, locate_model, missing_directory
     from relinear.surgery.checkpoint import check_files
@@ -240,7 +240,7 @@ def corpus_of(data: str, text_column: str | None) -> DataSettings:
 
 
 def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any] = int) -> list[Any] | None:
-    """``"0,1,2"``, given as ``option``, as a list; None for none. Raises ValueError if a part is no such number."""
+    """Return ``"0,1,2"``, the value of ``option``, as a list; None for None. Raises ValueError for other texts."""
     from relinear.contract.config import shown
 
     try:

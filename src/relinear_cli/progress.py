@@ -55,7 +55,7 @@ class _Bars:
 
 
 def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
-    """A callback that shows work in ``view``, and how long the rest takes: as stated, else at the pace so far."""
+    """Return a callback that shows work in ``view``, and the remaining time: as stated, else at the pace so far."""
     began: dict[str, float] = {}
 
     def show(now: Progress) -> None:

@@ -172,7 +172,7 @@ def held_out_samples(data: DataSettings, count: int) -> Samples:
 
 
 def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
-    """(N, T) token ids from the validation text, taken in turn from the middles of its first documents.
+    """Return token ids (N, T) of the validation text, taken in turn from the middles of its first documents.
 
     Each sequence begins with what the tokenizer puts before every text. Of a mixture the sources come in turn. Of a
     task there are samples that no run is trained or evaluated on, of the task's own length.

@@ -171,6 +171,6 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
-    """(T,): the largest change of every token, relative to the largest value."""
+    """Return the largest change of every token, relative to the largest value: (T,)."""
     scale = before.abs().max().clamp_min(torch.finfo(before.dtype).tiny)
     return ((after - before).abs().amax(dim=1) / scale).float()

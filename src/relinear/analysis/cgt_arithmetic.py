@@ -78,7 +78,7 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
 
 
 def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> float:
-    """Share of answers that are right for the best guess from the query's two numbers alone, without any example.
+    """Return the share of answers that the best guess from the query's two numbers alone gets right.
 
     The best guess is the answer that most coefficients give. Whole coefficients are all tried; of real ones the guess
     is made from ``draws`` and its share counted among as many others.

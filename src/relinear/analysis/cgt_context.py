@@ -55,7 +55,7 @@ def spectrum(y: Tensor) -> Tensor:
 
 
 def neighbours(vectors: Tensor, classes: Sequence[int]) -> tuple[float, float]:
-    """Share of texts whose nearest other text, by cosine, is of their class; and what it is for random vectors."""
+    """Return the share of texts whose nearest other text, by cosine, is of their class; and that of random vectors."""
     labels, unit = torch.as_tensor(classes), F.normalize(vectors.double(), dim=-1)
     nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1)
     counts = labels.bincount().double()

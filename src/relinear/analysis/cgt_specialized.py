@@ -84,7 +84,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> Result:
-    """Losses on the second halves of texts by where y is from, and the tokens that the y of a source makes likelier.
+    """Return losses on second halves of texts by the origin of y, and the tokens that a source's y makes likelier.
 
     The learned constant is fitted on the first half of the texts, everything is measured on the others.
     """

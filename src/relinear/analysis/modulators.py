@@ -181,7 +181,7 @@ def _shown_channels(record: GateRecord) -> dict[str, Any]:
 
 
 def _spaced(count: int, most: int) -> list[int]:
-    """At most ``most`` of ``count`` places, evenly, the first and the last among them."""
+    """Return at most ``most`` of ``count`` indices, evenly spaced, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist()
 
 

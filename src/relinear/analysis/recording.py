@@ -24,7 +24,7 @@ def gated_operators(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """For every sequence in turn: {operator's name: {"basis": (T, R), "output": (T, O)}}, in float32, in eval mode.
+    """Yield for every sequence {operator's name: {"basis": (T, R), "output": (T, O)}}, in float32, in eval mode.
 
     Args:
         model: a model with gated operators and its context manager.

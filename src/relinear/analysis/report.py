@@ -62,7 +62,7 @@ def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
 
 
 def _with_pictures(blocks: Sequence[Block], folder: Path) -> list[Block]:
-    """Those of ``blocks`` that have something to show: the picture of a stem stands at the first of its charts."""
+    """Return the ``blocks`` that have something to show, with a stem's picture at the first of its charts."""
     page_blocks: list[Block] = []
     seen: set[str] = set()
     for block in blocks:

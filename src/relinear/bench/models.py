@@ -149,7 +149,7 @@ def run_model_bench(
     allocator: Mapping[str, int] | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> dict[str, Any]:
-    """``bench_models`` in every combination, written to ``models.json`` in ``out_dir``.
+    """Run ``bench_models`` in every combination; write ``models.json`` into ``out_dir``.
 
     Operators that read a context get a context manager of the width that they ask for.
 

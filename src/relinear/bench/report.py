@@ -33,7 +33,7 @@ def layers_section(values: Mapping[str, Any], image: str | None = None) -> Secti
 
 
 def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Which layer is the fastest at the most tokens, in the median of its cases, and how many beat dense there."""
+    """Say which layer is the fastest at the most tokens, in the median of its cases, and how many beat dense there."""
     timed = [row for row in rows if row.get("ratio")]
     if not timed:
         return "Nothing was timed."

@@ -54,7 +54,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def read_by(read: Callable[[str], Any]) -> AfterValidator:
-    """Have a text be one that can be read, and stay as it is."""
+    """Check that ``read`` accepts a text, and keep the text."""
     return AfterValidator(lambda text: [text, read(text)][0])
 
 
@@ -113,7 +113,7 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
 
 
 def _child(settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
-    """``_measure`` in a process of its own: thresholds of the allocator cannot be taken back once they are set."""
+    """Run ``_measure`` in a process of its own: thresholds of the allocator cannot be taken back once they are set."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(out)]

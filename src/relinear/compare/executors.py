@@ -180,7 +180,7 @@ class SlurmJob:
         return self.processes.call(self.function, *self.arguments)
 
     def checkpoint(self) -> Any:
-        """Called by submitit when the time is up or the job is preempted."""
+        """Queue the job again; submitit calls this when the time is up or the job is preempted."""
         from submitit.helpers import DelayedSubmission
 
         self.processes.end()

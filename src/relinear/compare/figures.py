@@ -19,7 +19,7 @@ LOSS = "validation loss (nats per token)"
 
 
 def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
-    """Validation loss against training tokens, mean over seeds, with the band from the lowest to the highest seed.
+    """Draw validation loss against training tokens: the mean over seeds, and the band from lowest to highest.
 
     ``ngram`` (of ``results.json``) is a horizontal line: the loss of n-grams with as many tokens.
     """
@@ -110,7 +110,7 @@ def _spot(entry: Entry, palette: Colours, number: int, x: float, what: str) -> S
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other point beats in both coordinates (smaller is better), from left to right."""
+    """Return indices of points that no other beats in both coordinates (smaller is better), from left to right."""
     front: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: points[i]):
         if not front or points[i][1] < points[front[-1]][1]:
@@ -157,7 +157,7 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
 
 
 def _chosen_trials(record: Tuning) -> list[Trial]:
-    """The short runs at the initialisation, warm-up and bits that were chosen; without any, the runs of full length."""
+    """Return the short runs at the chosen initialisation, warm-up and bits; without any, the runs of full length."""
     trials = record["trials"] or record.get("full_length", {}).get("trials", [])
     tuned: Mapping[str, Any] = record
     chosen = {key: tuned[key] for key in ("initializer_range", "warmup_ratio", "bits") if tuned.get(key) is not None}
@@ -230,7 +230,7 @@ def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str]) -> li
 
 
 def mean_curve(entry: Entry) -> list[tuple[float, float, float, float]]:
-    """(tokens, mean, lowest, highest validation loss) at every step that all seeds have evaluated."""
+    """Return (tokens, mean, lowest, highest validation loss) at every step that all seeds have evaluated."""
     by_step = grouped(
         (point["step"], (point["tokens"], loss))
         for run in entry["runs"]
@@ -266,7 +266,7 @@ def _wider(low: float, high: float) -> tuple[float, float]:
 
 
 def _tokens(title: str, last: float) -> Axis:
-    """From 0 to ``last``, in round numbers."""
+    """Return an axis from 0 to ``last``, in round numbers."""
     step = 10 ** math.floor(math.log10(max(last, 1))) / 2
     step *= next(factor for factor in (1, 2, 4, 10) if last / (step * factor) < 7)
     ticks = [step * i for i in range(int(last / step) + 1)]

@@ -102,7 +102,7 @@ def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> 
 
 
 def too_small(gaps: Mapping[str, Gap]) -> list[str]:
-    """Entries whose gap is less than four paired standard errors of the evaluation: its noise may be what is seen."""
+    """Return entries whose gap is below four paired standard errors of the evaluation, and may be its noise."""
     return [
         name
         for name, gap_of_entry in gaps.items()

@@ -69,7 +69,7 @@ def measure_size(settings: TrainSettings, vocab_size: int | None) -> Size:
 def matched(
     settings: TrainSettings, vocab_size: int | None, *, by: str, target: int, resizing: str, tolerance: float, name: str
 ) -> tuple[TrainSettings, Size]:
-    """``settings`` resized so that the model comes as near to ``target`` as it can.
+    """Resize ``settings`` so that the model comes as near to ``target`` as it can.
 
     Args:
         settings: as written.
@@ -134,7 +134,7 @@ def _operator_sizes(
 
 
 def _shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[tuple[int, int]]]:
-    """The different (in, out) of the layers that each pattern replaces."""
+    """Return the distinct (in, out) shapes of the layers that each pattern replaces."""
     replacements = plan(
         skeleton(settings.updated(operators={}), vocab_size),
         settings.mapping,
@@ -151,7 +151,7 @@ def _shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[t
 
 
 def scaled_operators(settings: TrainSettings, vocab_size: int | None, scale: float) -> dict[str, Any]:
-    """``settings.operators`` at ``scale`` times their sizes, for the model's own; one without a size stays as it is."""
+    """Return ``settings.operators`` at ``scale`` times their sizes; an operator without a size stays unchanged."""
     operators: dict[str, Any] = dict(settings.operators)
     for pattern, shape_list in _shapes(settings, vocab_size).items():
         config = settings.mapping[pattern]
@@ -161,7 +161,7 @@ def scaled_operators(settings: TrainSettings, vocab_size: int | None, scale: flo
 
 
 def _scaled(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
-    """The setting at ``scale`` times its size that every layer of the pattern can take."""
+    """Return the config at ``scale`` times its size that every layer of the pattern can take."""
     reasons = []
     for shape in shapes:
         candidate = config.scaled(*shape, scale)
@@ -239,7 +239,7 @@ def config_of_preset(settings: TrainSettings, name: str) -> Any:
 
 
 def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
-    """``settings`` with the model, whose ``config`` is given, at another width; its MLP grows or shrinks with it."""
+    """Return ``settings`` with the model at another width, to which its MLP is scaled; ``config`` is the model's."""
     overrides = dict(settings.model_overrides) | {"hidden_size": width}
     overrides.pop("n_embd", None)
     inner = _inner(config)
@@ -298,7 +298,7 @@ def plan_comparison(
         return [Planned(name, settings_by_name[name], size_by_name[name], None) for name in recipe.entries]
 
     def at(target: int, reference: str | None = None) -> list[Planned]:
-        """Every entry at the size ``target``, which the entry ``reference``, if given, has."""
+        """Return every entry at the size ``target``, which is that of the entry ``reference``, if given."""
         planned = []
         for name, entry in recipe.entries.items():
             settings, size, mismatch = settings_by_name[name], size_by_name[name], 0.0 if name == reference else None
@@ -327,7 +327,7 @@ def plan_comparison(
 
 
 def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback) -> Planned:
-    """An entry in all bits in which some width (or scale of its operators) gives a file of the size that is asked."""
+    """Plan an entry in all bits for which some width (or scale of operators) gives a file of the requested size."""
     base, resizing = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
     match, target, candidates, refused = recipe.match, recipe.file_sizes[-1], list[Planned](), list[ValueError]()
     for bits in match.bits:
@@ -345,7 +345,7 @@ def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_pro
 
 
 def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[int | None, str | None]:
-    """The number that entries were matched to (None if they were not), and the entry that it is taken from."""
+    """Return the number that entries were matched to (None if they were not), and the entry that it is taken from."""
     match = recipe.match
     if match.by == "bytes":
         return recipe.file_sizes[-1], None

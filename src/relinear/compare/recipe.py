@@ -48,7 +48,7 @@ def _one_line(error: MarkedYAMLError) -> str:
 
 
 def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
-    """``["a.b=1e-3", ...]`` as {"a.b": 0.001}; values are read as YAML, so lists and mappings work too.
+    """Return ``["a.b=1e-3", ...]`` as {"a.b": 0.001}; values are read as YAML, so lists and mappings work too.
 
     Raises:
         ValueError: if one has no ``=``, an empty key or a value that is not YAML.

@@ -253,7 +253,7 @@ ANALYSED = {
 
 
 def _analysed(run: Path, measure: str) -> Cell:
-    """The cell of a measure of ``ANALYSED``; a dash if the analysis is not there, or says nothing of this model."""
+    """Return the cell of a measure of ``ANALYSED``; a dash if there is no analysis, or none of this model."""
     name, keys, template = ANALYSED[measure]
     path = run / "analysis" / f"{name}.json"
     value: Any = read_values(path) if path.is_file() else {}

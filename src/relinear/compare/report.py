@@ -193,7 +193,7 @@ def _changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def _paired(first: EntryResult, second: EntryResult) -> tuple[float, float | None]:
-    """By how much ``first`` has the lower loss, and half of the 95 % interval over seeds; None for one seed."""
+    """Return by how much ``first`` has the lower loss, and half of the 95 % interval over seeds; None for one seed."""
     pairs = zip(first["validation_loss"]["values"], second["validation_loss"]["values"], strict=False)
     return second["validation_loss"]["mean"] - first["validation_loss"]["mean"], half_width([b - a for a, b in pairs])
 

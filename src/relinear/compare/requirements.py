@@ -102,7 +102,7 @@ def _runs_of(recipe: CompareSettings, planned: Planned) -> Iterator[_Runs]:
 
 
 def _time(runs: Sequence[_Runs], vocabulary: int | None, at_once: int) -> str:
-    """How long all take, by steps of the first dense model and of the first with operators."""
+    """Estimate the time of all runs from steps of the first dense model and of the first with operators."""
     if vocabulary is None:
         return "not estimated: inputs are vectors"
     known: dict[bool, tuple[float, int]] = {}
@@ -137,7 +137,7 @@ def _text(settings: TrainSettings) -> str:
 
 
 def _disk(runs: Sequence[tuple[TrainSettings, Size, int]], at_once: int) -> str:
-    """Models that are kept, and while it runs checkpoints with the optimiser's states."""
+    """Estimate the disk for models that are kept and, while it runs, for checkpoints with optimiser states."""
     saved_bytes = sum(count * 4 * size.parameters for settings, size, count in runs if settings.save_model) + 5e6
     largest = max(size.parameters for _, size, _ in runs)
     return f"about {number(saved_bytes + 12 * largest * at_once)}B while it runs, {number(saved_bytes)}B after"

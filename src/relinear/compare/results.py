@@ -37,7 +37,7 @@ from relinear.training.trainer import SteadySampler
 
 
 def _statistic(values: list[float]) -> Statistic:
-    """Mean and sample standard deviation (None for a single value)."""
+    """Return mean and sample standard deviation (None for a single value)."""
     std = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "std": std, "values": values}
 
@@ -89,7 +89,7 @@ def entry_result(
 
 
 def _mean_stored(stored: list[Stored]) -> Stored | None:
-    """How the models of all seeds were stored, with the mean of their losses before; None if they were not."""
+    """Return how the models of all seeds were stored, with their mean loss before; None if they were not."""
     if not stored:
         return None
     return {**stored[0], "loss_before": statistics.fmean(each["loss_before"] for each in stored)}
@@ -103,13 +103,13 @@ def seed_run(seed: int, result: Any, losses: np.ndarray) -> SeedRun:
 
 
 def _stated(config: Config) -> str:
-    """A setting with its defaults, which matter to a reader as much as what was changed."""
+    """Return a setting with its defaults, which matter to a reader as much as what was changed."""
     values = {key: value for key, value in config.to_dict().items() if key != "kind" and value is not None}
     return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
 
 def _curve(rows: list[dict[str, Any]]) -> list[Point]:
-    """One point per step: training loss, validation loss, or both."""
+    """Return one point per step: training loss, validation loss, or both."""
     points: dict[int, Any] = {}
     for row in rows:
         point = points.setdefault(row["step"], {"step": row["step"], "tokens": row["tokens"]})
@@ -241,7 +241,7 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
 
 
 def _tried(tuning: Tuning) -> int:
-    """Number of tuning's runs, short or of full length; a run that appears in both lists counts once."""
+    """Count the runs of tuning, short or of full length; a run that appears in both lists counts once."""
     rows = [*tuning.get("trials", ()), *tuning.get("full_length", {}).get("trials", ())]
     return len({tuple(sorted(row.items())) for row in rows})
 
@@ -377,7 +377,7 @@ def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[
 def with_choices(
     entries: Mapping[str, dict[str, Any]], chosen: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, Any]]:
-    """Entries with the ``learning_rate`` and, where they were tuned, the initialisation and the warm-up of each."""
+    """Return entries with the ``learning_rate`` and, where tuned, the initialisation and the warm-up of each."""
     rows = {}
     for name, entry in entries.items():
         if (choice := chosen.get(name)) is None:

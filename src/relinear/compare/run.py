@@ -188,7 +188,7 @@ class _Choice(NamedTuple):
 
 
 def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
-    """``settings`` at a learning rate and, unless it is None, an initialisation."""
+    """Return ``settings`` at a learning rate and, unless it is None, an initialisation."""
     overrides = dict(settings.model_overrides)
     if initializer_range is not None:
         overrides["initializer_range"] = initializer_range
@@ -196,7 +196,7 @@ def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | 
 
 
 def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
-    """``settings`` with a warm-up of that share of the steps, or as it is written."""
+    """Return ``settings`` with a warm-up of that share of the steps; None leaves it unchanged."""
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
 
 
@@ -361,7 +361,7 @@ class _Comparison:
         return read_json(path) if path.is_file() else []
 
     def _next_lower_rate(self, name: str, choice: _Choice) -> _Choice:
-        """``choice``, or that at the next lower rate of those tried at which no final run has diverged."""
+        """Return ``choice``, or the next lower rate that was tried and at which no final run has diverged."""
         rejected, rate, diverged = self._rejected(name), choice.settings.learning_rate, []
         tuning = choice.tuning
         if tuning is None or rate not in rejected:

@@ -253,7 +253,7 @@ def _interval(values: np.ndarray) -> tuple[float, float] | None:
 
 
 def _crossing(entry_fits: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
-    """Where (and whether) two fits meet in the range that both have points in, and their gaps at its ends."""
+    """Return where (and whether) two fits meet in their common range, and their gaps at its ends."""
     middle, replicated = (crossing(*fits, low, high) for fits in zip(entry_fits, other, strict=True))
     inside = replicated[np.isfinite(replicated)]
     gaps = {}

@@ -41,7 +41,7 @@ def _file_sizes(value: Any) -> Any:
 
 
 def _or_default(default: Any) -> BeforeValidator:
-    """``true`` for a default, ``false`` for None."""
+    """Read ``true`` as a default, ``false`` as None."""
     return BeforeValidator(lambda value: {True: default, False: None}[value] if isinstance(value, bool) else value)
 
 
@@ -115,7 +115,7 @@ class Entry(Settings):
 
     @property
     def resizing(self) -> str:
-        """``resize`` with its default filled in."""
+        """Return ``resize`` with its default filled in."""
         return self.resize or ("operator" if self.operator or any(self.operators.values()) else "fixed")
 
 
@@ -266,7 +266,7 @@ class CompareSettings(Settings):
 
     @classmethod
     def upgraded(cls, saved: Any) -> Any:
-        """As in every other settings, but for the default of ``train.steps``: None with another budget."""
+        """Return settings of an earlier version, in which ``train.steps`` may be the default beside another budget."""
         train = saved.get("train") if isinstance(saved, Mapping) else None
         if not isinstance(train, Mapping):
             return super().upgraded(saved)
@@ -344,7 +344,7 @@ class CompareSettings(Settings):
 
     @property
     def ngram_order(self) -> int | None:
-        """``ngram`` with "auto" filled in."""
+        """Return ``ngram`` with "auto" filled in."""
         if task_of(self.train.data.data) is not None:
             return None
         if self.ngram != "auto":

@@ -98,6 +98,6 @@ def _tabular(table: Table, columns: Iterable[int]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """``text`` with LaTeX's own characters escaped, and signs of numbers in mathematics."""
+    """Return ``text`` with LaTeX's own characters escaped, and signs of numbers in mathematics."""
     escaped = "".join(_ESCAPES.get(character, character) for character in text)
     return re.sub(r"(?<![\w.}-])[+-]\d[\d.]*", r"$\g<0>$", escaped)

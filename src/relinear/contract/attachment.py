@@ -110,7 +110,7 @@ class ResidualHooks:
         self.x: Tensor | None = None
 
     def save_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook, with keywords, of the module that reads x."""
+        """Save x, as a forward pre-hook with keywords of the module that reads it."""
         self.x = args[0] if args else kwargs["hidden_states"]
 
     def pop_input(self) -> Tensor:
@@ -120,11 +120,11 @@ class ResidualHooks:
         return x
 
     def replace_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Forward hook of the module that returns y."""
+        """Replace y, as a forward hook of the module that returns it."""
         return apply_to_output(module, output, self.pop_input(), getattr(self.owner, self.name))
 
     def replace_input(self, module: nn.Module, args: tuple) -> tuple[Any, ...]:
-        """Forward pre-hook of the module that reads y."""
+        """Replace y, as a forward pre-hook of the module that reads it."""
         return (getattr(self.owner, self.name)(self.pop_input(), args[0]), *args[1:])
 
     def __getstate__(self) -> dict[str, Any]:

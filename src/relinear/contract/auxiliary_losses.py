@@ -83,7 +83,7 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
-    """(..., T - 1) or (..., T): True at labels that count; None without labels."""
+    """Return (..., T - 1) or (..., T), True at labels that count; None without labels."""
     labels, ready = inputs.get("labels"), inputs.get("shift_labels")
     if ready is not None or labels is None:
         return None if ready is None else ready != IGNORED_LABEL

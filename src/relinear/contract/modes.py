@@ -33,7 +33,7 @@ def same_modes(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """``with evaluating(model): ...`` runs in evaluation mode, then gives every module its own mode back."""
+    """Evaluate within the block, then give every module its own mode back."""
     with same_modes(model):
         model.eval()
         yield
@@ -41,7 +41,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """``with frozen(model): ...`` runs without gradients of its parameters, then gives each its own flag back."""
+    """Freeze all parameters within the block, then give each its own flag back."""
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.requires_grad_(False)
     try:
@@ -55,7 +55,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 def watching(
     modules: Iterable[tuple[str, nn.Module]], see: Callable[[str, nn.Module, tuple, Any], None]
 ) -> Iterator[None]:
-    """``with watching(modules, see): ...`` calls ``see(name, module, args, output)`` after each of their forwards."""
+    """Call ``see(name, module, args, output)`` after each forward of ``modules`` within the block."""
     handles = [module.register_forward_hook(functools.partial(see, name)) for name, module in modules]
     try:
         yield

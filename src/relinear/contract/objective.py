@@ -57,7 +57,7 @@ class GuidedTraining(nn.Module):
         self.terms: dict[str, Tensor] = {}
 
     def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
-        """``{"loss", "logits"}`` for a batch; weighted for accumulation when ``num_items_in_batch`` is given."""
+        """Return ``{"loss", "logits"}`` of a batch; weighted for accumulation if ``num_items_in_batch`` is given."""
         if not self.training:
             output = self.model(**batch, use_cache=False)
             return {"loss": output.loss, "logits": output.logits}

@@ -24,7 +24,7 @@ _CHECKED_BLOCKS = 256
 
 
 def cache_folder(setting: Path | None = None) -> Path:
-    """``setting``, else ``$RELINEAR_CACHE``, else ``~/.cache/relinear``."""
+    """Return ``setting``, else ``$RELINEAR_CACHE``, else ``~/.cache/relinear``."""
     return Path(setting or os.environ.get("RELINEAR_CACHE") or user_cache() / "relinear").expanduser()
 
 

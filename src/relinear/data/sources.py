@@ -215,7 +215,7 @@ class _Errors(logging.Handler):
 
 
 def _load(name: str, settings: DataSettings, key: Any, config: str | None = None, **options: Any) -> dict[str, Any]:
-    """``datasets.load_dataset`` without its bars; streamed where only the first documents are wanted.
+    """Call ``datasets.load_dataset`` without its progress bars; stream if only the first documents are wanted.
 
     Args:
         name: of a builder or data set.

@@ -26,7 +26,7 @@ _BATCH_CHARACTERS = 2_000_000
 
 
 def trained_size(name: str) -> int | None:
-    """N of a tokenizer setting ``bpe:N``; None for any other setting."""
+    """Return N of a tokenizer setting ``bpe:N``; None for any other setting."""
     if not name.startswith("bpe:"):
         return None
     number = name.removeprefix("bpe:").replace("_", "")
@@ -210,7 +210,7 @@ def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]
 
 @contextlib.contextmanager
 def whole_texts(tokenizer: Any) -> Iterator[Any]:
-    """The tokenizer's backend (None for a slow one), truncating and padding nothing."""
+    """Return the tokenizer's backend (None for a slow one), set to truncate and pad nothing."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         yield None

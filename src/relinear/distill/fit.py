@@ -224,7 +224,7 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> F
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Within the block ``model`` has ``modules`` under their names (aliases included in the mapping)."""
+    """Put ``modules`` into ``model`` under their names for the length of the block (the mapping includes aliases)."""
     before = {name: model.get_submodule(name) for name in modules}
     try:
         _put(model, modules)

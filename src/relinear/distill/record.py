@@ -170,7 +170,7 @@ def record(
     folder: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Recording]:
-    """``with record(...) as recording: ...`` runs ``model`` over ``blocks`` and records the inputs of ``modules``.
+    """Run ``model`` over ``blocks`` and record the inputs of ``modules``, for the length of a ``with`` block.
 
     Each pass stops after the last of them. What was recorded is there until the block ends.
 

@@ -101,7 +101,7 @@ def distill_section(report: Mapping[str, Any]) -> Section:
 
 
 def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
-    """A row per layer, for the page and for printing; joint errors where the layers were trained together, too."""
+    """Return a row per layer, for the page and for printing, with joint errors if layers were trained together."""
     error, rows = "KL (nats)" if loss == "kl" else "error", []
     errors = {"start_error": f"start {error}", "error": error, "cosine": "cosine"}
     if any(fit.get("joint_error") is not None for fit in layers):

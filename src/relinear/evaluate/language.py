@@ -230,7 +230,7 @@ def _check_positive(**values: int | None) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """Eval mode without gradients, with weights that stay; gives the model's device and puts everything back."""
+    """Evaluate within the block, without gradients and with weights that stay; give the model's device."""
     with evaluating(model), torch.no_grad(), caching_for_inference(model):
         yield next(model.parameters()).device
 

@@ -149,7 +149,7 @@ def _moved(subject: Subject, whole: Tensor, without: Tensor) -> dict[str, Any]:
 
 
 def divergence(before: Tensor, after: Tensor) -> float:
-    """KL(before || after) in nats."""
+    """Return KL(before || after) in nats."""
     before, after = before.double().clamp_min(1e-30), after.double().clamp_min(1e-30)
     return max(0.0, float((before * (before.log() - after.log())).sum()))
 

@@ -73,7 +73,7 @@ def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[
 
 
 def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
-    """Up to ``count`` units, taken from all hook points in turn, those of the largest spread at their point first."""
+    """Return up to ``count`` units from all hook points in turn, those of the largest spread at their point first."""
     std = subject.index.tensors["std"]
     units: list[tuple[int, str, int]] = []
     for facts in subject.index.hook_points.values():

@@ -186,7 +186,7 @@ def _is_address(name: str) -> bool:
 
 
 def make_server(subjects: Sequence[Subject], host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
-    """A server of the page on ``subjects``, listening; ``serve_forever`` answers, ``server_address`` says where it is.
+    """Return a server of the page on ``subjects``; ``serve_forever`` answers at its ``server_address``.
 
     Args:
         subjects: one model, or two side by side.

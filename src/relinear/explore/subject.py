@@ -187,7 +187,7 @@ class Subject:
 
     @contextlib.contextmanager
     def _running(self, interventions: Mapping[str, Intervention]) -> Iterator[None]:
-        """The model as it is run here: in eval mode, without a graph, under the interventions."""
+        """Run the model within the block in eval mode, without a graph, under the interventions."""
         intervened = intervene(self.model, interventions) if interventions else contextlib.nullcontext()
         with torch.no_grad(), evaluating(self.model), intervened:
             yield

@@ -50,7 +50,7 @@ class HeadBias(_OnHead):
 
 
 def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Forward pre-hook of the head: what it reads, times the factor, so that a bias of the head stays as it is."""
+    """Scale what the head reads, as a forward pre-hook, so that a bias of the head stays unchanged."""
     return (args[0] * getattr(head, SCALE), *args[1:])
 
 

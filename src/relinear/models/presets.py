@@ -225,7 +225,7 @@ def locate_model(name: str, *, presets: bool = True) -> Literal["preset", "direc
 
 
 def model_folder(name: str) -> str:
-    """The folder of the model in the directory of a run (of ``train`` or ``distill``); any other name as it is."""
+    """Return the folder of the model in a run's directory (``train``, ``distill``); any other name unchanged."""
     path = Path(name).expanduser()
     inside = path / "model"
     # os.path: a name that is too long for a file is not an error here

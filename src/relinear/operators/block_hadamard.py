@@ -37,7 +37,7 @@ class BlockHadamardLinear(Operator):
         )
 
     def reset_parameters(self) -> None:
-        """Blocks with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
+        """Draw blocks with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
         for index, stage in enumerate(self.blocks):
             # The transform spreads the energy of the real inputs over the padded width of the first stage.
             padding = 1.0 if index or not self.config.mix_input else stage.shape[0] * stage.shape[2] / self.in_features

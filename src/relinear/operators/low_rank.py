@@ -31,7 +31,7 @@ class RankLinear(Operator):
     config: RankConfig
 
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
-        """Become the product of factors (R, I) and (O, R), whatever their dtype."""
+        """Set the factors to (R, I) and (O, R), whatever their dtype."""
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:
@@ -62,7 +62,7 @@ class LowRankLinear(RankLinear):
         self.up = nn.Parameter(torch.empty(self.out_features, self.config.rank, **kw))
 
     def reset_parameters(self) -> None:
-        """Both factors with variance 1 / fan-in, so that unit-variance inputs give unit-variance outputs; zero bias."""
+        """Draw both factors with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
         nn.init.normal_(self.down, std=1 / math.sqrt(self.in_features))
         nn.init.normal_(self.up, std=1 / math.sqrt(self.config.rank))
         self.zero_bias_()

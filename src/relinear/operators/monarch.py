@@ -42,7 +42,7 @@ class MonarchLinear(Operator):
         return () if self.config.rank is None else ("right",)
 
     def reset_parameters(self) -> None:
-        """Both factors with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
+        """Draw both factors with variance 1 / fan-in: unit-variance inputs give unit-variance outputs; zero bias."""
         for factor in (self.right, self.left):
             nn.init.normal_(factor, std=1 / math.sqrt(factor.shape[2]))
         self.zero_bias_()

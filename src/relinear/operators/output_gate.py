@@ -30,7 +30,7 @@ class _Gate(HasHookPoints, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 0.02, as the projections of a Llama: gates near 1/2."""
+        """Draw with standard deviation 0.02, as the projections of a Llama: gates near 1/2."""
         nn.init.normal_(self.weight, std=0.02)
 
     def hook_sizes(self) -> dict[str, int]:

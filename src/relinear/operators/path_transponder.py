@@ -16,7 +16,7 @@ _NAME = "relinear_modulator"
 
 
 def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of a sub-block: scale what it returns by gates of what it reads."""
+    """Scale what a sub-block returns by gates of what it reads, as a forward hook."""
     return apply_to_output(module, output, args[0] if args else kwargs["hidden_states"], getattr(module, _NAME))
 
 

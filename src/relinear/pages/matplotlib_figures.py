@@ -119,7 +119,7 @@ def _rows(panel: Panel) -> list[str]:
 
 
 def _legend(figure: Any, grid: Sequence[Any], panels: Sequence[Panel]) -> None:
-    """One for all panels, at the right: of what has no label of its own."""
+    """Draw one legend for all panels, at the right, of what has no label of its own."""
     handles: dict[str, Any] = {}
     for axes, panel in zip(grid, panels):
         if panel.legend:

@@ -82,7 +82,7 @@ def _perplexity(loss: float) -> str:
 
 
 def _fitted(sections: Sequence[Section], room: int) -> list[Section]:
-    """The sections with what there is room for: figures first, then pictures, which are the same for no script."""
+    """Return the sections with what there is room for: figures first, then pictures for readers without scripts."""
     lists = [list(section.blocks) for section in sections]
     for part, blocks in itertools.product(("panel", "image"), lists):
         for index, block in enumerate(blocks):

@@ -63,7 +63,7 @@ class ReZero(ResidualConfig):
 
 
 def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:
-    """Forward hook of a norm: its output times ``relinear_scale``."""
+    """Scale the output of a norm by ``relinear_scale``, as a forward hook."""
     return output * norm.relinear_scale
 
 

@@ -54,7 +54,7 @@ class Coverage:
         return self.parameters + sum(entry.parameters for entry in self.left)
 
     def share(self, parameters: int) -> float:
-        """``parameters`` as a share of the total."""
+        """Return ``parameters`` as a share of the total."""
         return parameters / self.total if self.total else 0.0
 
     def __str__(self) -> str:

@@ -129,7 +129,7 @@ def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | No
 
 
 def _half(value: Tensor) -> Tensor:
-    """``value`` in 16 bits: in float16, which is finer, if that holds it."""
+    """Return ``value`` in 16 bits: in float16, which is finer, if that holds it."""
     if not value.is_floating_point() or value.element_size() <= 2:
         return value
     half = value.half()

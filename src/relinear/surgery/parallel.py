@@ -28,7 +28,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def plan_for_transformers_(model: Any) -> None:
-    """Have ``tp_plan`` of ``from_pretrained`` split the operators alone, as layers around them take and give all."""
+    """Let ``tp_plan`` of ``from_pretrained`` split the operators alone: layers around them are whole on every rank."""
     from transformers.distributed import tensor_parallel as theirs
 
     class Style(theirs.TensorParallelLayer):  # for every layer of a name, of which some may be no operators
@@ -71,7 +71,7 @@ class OperatorParallel(ParallelStyle):
 
 
 def _run(module: nn.Module, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """``forward`` of a tensor that every rank has; so are what it returns and what it notes."""
+    """Run ``forward`` on a tensor that every rank has; every rank also has the output and the recorded losses."""
     with _Replicated(mesh):
         y = forward(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
     for part in module.modules():

@@ -56,7 +56,7 @@ class SavedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        """The stock config that ``config_dict`` describes, with the record of operators in its quantization_config.
+        """Return the stock config that ``config_dict`` describes, with the record of operators in quantization_config.
 
         Raises:
             ValueError: if the record of operators is gone, or the type of the model underneath is unknown.

@@ -32,7 +32,7 @@ class ExpertLayers(nn.Module):
         fused.to("meta")
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(N, D) weighted sums over each token's experts, whose numbers and weights are (N, K)."""
+        """Return weighted sums (N, D) over each token's experts, whose numbers and weights are (N, K)."""
         (fused,) = self._fused
         activation, output = fused._apply_gate if fused.has_gate else fused.act_fn, torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
@@ -67,7 +67,7 @@ def _layer(fused: Any, name: str, number: int) -> nn.Linear:
 
 
 def _is_fused(module: Any) -> bool:
-    """Whether ``module`` is one of transformers' with nothing but tensors of experts, in a layout that it states."""
+    """Return whether ``module`` is of transformers and holds nothing but tensors of experts, in a layout it states."""
     if not hasattr(module, "_apply_gate") or getattr(module, "has_post_expert_norm", True):
         return False
     names = {name + end for name in _names(module) for end in ("", "_bias")[: 1 + module.has_bias]}
@@ -109,7 +109,7 @@ def fuse_experts_(model: nn.Module) -> None:
 
 @contextmanager
 def separate_experts(model: nn.Module) -> Iterator[None]:
-    """Within the block experts are layers; they are one tensor again afterwards, unless one of them was replaced."""
+    """Make experts layers within the block, and one tensor again afterwards, unless one of them was replaced."""
     fused = any(map(_is_fused, model.modules()))
     if fused:
         attach_(model, SeparateExperts())

@@ -140,7 +140,7 @@ def _states_flops(module: Any) -> bool:
 
 
 def module_flops(module: Any) -> int:
-    """Forward FLOPs a token of a linear layer, an operator, or an attached part that states them."""
+    """Return forward FLOPs per token of a linear layer, an operator, or an attached part that states them."""
     if embeds(module):
         return 0  # rows are looked up; the product, if there is one, is the head's
     if _states_flops(module):

@@ -36,7 +36,7 @@ class TiedHead(nn.Module):
         return self.table.flops_per_token()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., V) logits of (..., D)."""
+        """Return the logits (..., V) of hidden states (..., D)."""
         product = self.table.forward(x)  # hooks on the embedding, as of noise for its rows, are not the head's
         return product if self.bias is None else product + self.bias
 
@@ -68,7 +68,7 @@ def tied_head(model: Any, table: nn.Module) -> Any:
 
 
 def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any) -> None:
-    """``swap_module``; a head that is tied to ``source`` is tied to ``target``, too."""
+    """Replace ``source`` by ``target`` (``swap_module``), and tie the head that was tied to it to ``target``."""
     head = tied_head(model, source)
     swap_module(model, names, source, target)
     if head is None:
@@ -88,7 +88,7 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
 
 
 def untie_config_(model: Any) -> None:
-    """Where embedding and head are no longer tied, as after PEFT merged a copy of one, model and config say so."""
+    """Untie model and config if embedding and head are no longer tied, as after PEFT merged a copy of one."""
     model = unwrapped(model)
     head = output_head(model)
     if isinstance(head, TiedHead):

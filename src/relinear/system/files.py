@@ -59,7 +59,7 @@ def _open_to(mode: int) -> int:
 
 @contextlib.contextmanager
 def atomic_directory(path: str | Path, last: str = "config.json", superseded: Iterable[str] = ()) -> Iterator[Path]:
-    """A temporary directory whose files take their places in ``path`` when the block ends without an error.
+    """Give a temporary directory whose files are moved into ``path`` if the block ends without an error.
 
     A directory that is not there yet appears in one step, whole. In one that is there, files of the same names are
     replaced (a link itself, never what it leads to) and all others stay.
@@ -113,7 +113,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def sync_files(directory: Path) -> None:
-    """Have every file in ``directory`` on the disk: renaming is only all-or-nothing for data that has reached it."""
+    """Write every file in ``directory`` through to the disk: renaming is atomic only for data that has reached it."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -220,7 +220,7 @@ def tensor_digest(tensors: Mapping[str, Any], about: Mapping[str, Any] = Mapping
 
 
 def write_manifest(directory: str | Path, **facts: Any) -> None:
-    """Note the size and the SHA-256 of every file below ``directory`` in its ``manifest.json``, with further facts."""
+    """Write the size and SHA-256 of every file below ``directory`` into its ``manifest.json``, with further facts."""
     directory = Path(directory)
     parts = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
     files = {path.relative_to(directory).as_posix(): fingerprint(path) for path in parts}

@@ -36,7 +36,7 @@ def is_first_rank() -> bool:
 
 @contextlib.contextmanager
 def on_threads(count: int | None) -> Iterator[None]:
-    """Within the block torch computes on ``count`` CPU threads, then on as many as before; None changes nothing."""
+    """Compute on ``count`` CPU threads within the block, then on as many as before; None changes nothing."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

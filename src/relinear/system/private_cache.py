@@ -28,7 +28,7 @@ def check_private(path: str | Path) -> Path:
 
 
 def check_all_private(folder: str | Path) -> Path:
-    """``check_private`` of ``folder`` and of all in it: it may have been open to others before."""
+    """Run ``check_private`` on ``folder`` and all in it, as it may have been open to others before."""
     folder = check_private(folder)
     for part in folder.rglob("*"):
         check_private(part)
@@ -36,7 +36,7 @@ def check_all_private(folder: str | Path) -> Path:
 
 
 def private_folder(folder: str | Path) -> Path:
-    """``folder``, made if need be, once ``check_private`` has passed it. Raises PermissionError otherwise."""
+    """Return ``folder``, made if need be, once ``check_private`` has passed it; raise PermissionError otherwise."""
     folder = check_private(folder)
     for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
         missing.mkdir(mode=0o755, exist_ok=True)

@@ -61,7 +61,7 @@ class RunFolder:
 
     @property
     def record_path(self) -> Path:
-        """Where the record is."""
+        """Return the path of the record."""
         return self.path / self.names[0]
 
     def read(self) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def cut(text: str, limit: int = 400) -> str:
-    """``text`` without its middle if it is longer than ``limit`` characters, which the rest is not."""
+    """Return ``text``, with its middle left out if it is longer than ``limit`` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2 - 4]} [...] {text[4 - limit // 2 :]}"
 
 

@@ -69,14 +69,14 @@ def gradients(module: nn.Module, x: Tensor, context: Tensor | None, run=call) ->
 
 
 def assert_close(actual, expected, tolerance: float) -> None:
-    """Relative error in the Frobenius norm."""
+    """Check the relative error in the Frobenius norm."""
     assert actual.shape == expected.shape
     scale = expected.double().norm().item()
     assert (actual.double() - expected.double()).norm().item() <= tolerance * max(scale, 1e-3)
 
 
 def assert_same_gradients(actual: dict, expected: dict, tolerance: float) -> None:
-    """The same parameters have gradients, and these are close."""
+    """Check that the same parameters have gradients, and that these are close."""
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (actual[name] is None) == (gradient is None), name

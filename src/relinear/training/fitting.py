@@ -129,7 +129,7 @@ def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
 
 @contextlib.contextmanager
 def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
-    """The model as training wants it, and afterwards as it was: threads, precision, checkpointing, compilation."""
+    """Set threads, precision, checkpointing and compilation of the model for training, and restore them afterwards."""
     from transformers.utils import logging
 
     use_cache = getattr(getattr(model, "config", None), "use_cache", None)
@@ -323,7 +323,7 @@ def fit_in_folder(
     on_progress: ProgressCallback = no_progress,
     collate: Callable | None = None,
 ) -> TrainResult:
-    """``fit`` in a folder that the caller holds; without ``resume`` there is nothing in it."""
+    """Run ``fit`` in a folder that the caller holds; without ``resume`` there is nothing in it."""
     from relinear.training.callbacks import RunLog, StopOnTerminate
     from relinear.training.trainer import RelinearTrainer
 

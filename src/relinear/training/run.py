@@ -300,7 +300,7 @@ _SAMPLES = 64
 
 
 def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult, target: Path) -> TrainResult:
-    """``result`` of a run with the loss of the model as it is stored, in ``settings.bits``, in ``target``."""
+    """Store the model in ``target`` in ``settings.bits`` bits; return ``result`` with the loss of what was stored."""
     indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
     samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in indices)
     with on_threads(settings.threads):

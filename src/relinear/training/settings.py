@@ -198,12 +198,12 @@ class TrainSettings(FitSettings):
 
     @property
     def mapping(self) -> dict[str, OperatorConfig | None]:
-        """``operators`` as configs, for ``relinear.replace_``."""
+        """Return ``operators`` as configs, for ``relinear.replace_``."""
         return {p: None if s is None else OperatorConfig.from_dict(s) for p, s in self.operators.items()}
 
     @property
     def attached(self) -> tuple[AttachmentConfig, ...]:
-        """``attachments`` as configs."""
+        """Return ``attachments`` as configs."""
         return tuple(AttachmentConfig.from_dict(setting) for setting in self.attachments)
 
     @property
@@ -213,5 +213,5 @@ class TrainSettings(FitSettings):
 
     @property
     def minimised(self) -> ObjectiveConfig | None:
-        """``objective`` as a config."""
+        """Return ``objective`` as a config."""
         return None if self.objective is None else ObjectiveConfig.from_dict(self.objective)

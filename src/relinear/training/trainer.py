@@ -220,7 +220,7 @@ class RelinearTrainer(Trainer):
     # Optimiser
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW or Adam with the groups of ``parameter_groups``."""
+        """Return AdamW or Adam with the groups of ``parameter_groups``."""
         if self.optimizer is None:
             self.optimizer = build_optimizer(model or self._plain_model, self.settings)
         return self.optimizer
