@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.activations.interventions import Latent, latent_operators, moments
+from relinear.activations.interventions import Latent, aggregated_posterior, latent_operators
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
 Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))
@@ -216,7 +216,7 @@ def test_a_copy_made_while_reading_is_a_plain_model(model) -> None:
 
 def test_moments_of_the_mixture() -> None:
     mu, sigma = torch.randn(3, 4, 2), torch.rand(3, 4, 2) + 0.5
-    mean, std = moments(Latent(mu, mu, 2 * sigma.log()))
+    mean, std = aggregated_posterior(Latent(mu, mu, 2 * sigma.log()))
     torch.manual_seed(0)
     draws = (mu + sigma * torch.randn(50_000, 3, 4, 2)).flatten(0, -2)
     torch.testing.assert_close(mean, draws.mean(0), atol=1e-2, rtol=0)
@@ -237,7 +237,7 @@ def test_alignment_is_the_wasserstein_distance_and_trains(model) -> None:
         assert activations.moment_alignment(model, model).item() == 0
     expected = []
     for name in (Q0, Q1):
-        (m, s), (n, t) = moments(a[name]), moments(b[name])
+        (m, s), (n, t) = aggregated_posterior(a[name]), aggregated_posterior(b[name])
         expected.append(((m - n) ** 2 + (s - t) ** 2).mean())
     torch.testing.assert_close(loss, sum(expected) / 2)
     torch.testing.assert_close(activations.moment_alignment(a, b, names={Q0: Q0}), expected[0])

@@ -66,6 +66,8 @@ _RENAMED = {
     ("relinear.contract.calibration_statistics", "Moments"): "CalibrationStatistics",
     ("relinear.contract.auxiliary_mixin", "TokenTerms"): "AuxiliaryLossMixin",
     ("relinear.activations.interventions", "Edit"): "Intervention",
+    ("relinear.activations.interventions", "Moments"): "LatentDistribution",
+    ("relinear.activations.interventions", "moments"): "aggregated_posterior",
     ("relinear.activations.interventions", "Replace"): "Patch",
     ("relinear.activations.hook_points", "LatentTap"): "ActivationHook",
     ("relinear.activations.hook_points", "Gated"): "HasHookPoints",

@@ -377,24 +377,24 @@ def _by_hook_point(
     return chosen
 
 
-# Moments
+# Distributions of latents
 
 
-class Moments(NamedTuple):
+class LatentDistribution(NamedTuple):
     """Mean and standard deviation of a latent's dimensions over tokens; both (R,)."""
 
     mean: Tensor
     std: Tensor
 
 
-def moments(latent: Latent) -> Moments:
+def aggregated_posterior(latent: Latent) -> LatentDistribution:
     """Return the moments of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
     mu = latent.mu.flatten(0, -2).to(torch.promote_types(latent.mu.dtype, torch.float32))
     variance = latent.sigma.flatten(0, -2).to(mu.dtype).square().mean(0) + mu.var(0, correction=0)
-    return Moments(mu.mean(0), variance.sqrt())
+    return LatentDistribution(mu.mean(0), variance.sqrt())
 
 
-Recorded = nn.Module | Mapping[str, Latent] | Mapping[str, Moments]
+Recorded = nn.Module | Mapping[str, Latent] | Mapping[str, LatentDistribution]
 
 
 def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | None = None) -> Tensor:
@@ -436,15 +436,15 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
         for name, record in ((ours, first), (theirs, second)):
             if name not in record:
                 raise ValueError(f"no latent {name!r} was recorded; {nearest(name, record)}")
-        (mean_a, std_a), (mean_b, std_b) = _moments(first[ours]), _moments(second[theirs])
+        (mean_a, std_a), (mean_b, std_b) = _distribution(first[ours]), _distribution(second[theirs])
         if mean_a.shape != mean_b.shape:
             raise ValueError(f"{ours} has {len(mean_a)} latent dimensions and {theirs} has {len(mean_b)}")
         distances.append(((mean_a - mean_b.to(mean_a)).square() + (std_a - std_b.to(std_a)).square()).mean())
     return torch.stack(distances).mean()
 
 
-def _moments(value: Latent | Moments) -> Moments:
-    return value if isinstance(value, Moments) else moments(value)
+def _distribution(value: Latent | LatentDistribution) -> LatentDistribution:
+    return value if isinstance(value, LatentDistribution) else aggregated_posterior(value)
 
 
 def _recorded(source: Recorded) -> Mapping[str, Any]:

@@ -124,8 +124,8 @@ def check_causality(
                 change = _change(value, changed[name])[:source]
                 if change.max() > tolerance:
                     position = int((change > tolerance).nonzero()[0])
-                    found = (rank, position, source, float(change.max()))
-                    first = found if first is None else min(first, found)
+                    leak = (rank, position, source, float(change.max()))
+                    first = leak if first is None else min(first, leak)
                     break
     if first is None:
         return CausalityReport(length, len(expected))
@@ -147,20 +147,20 @@ def _vocabulary(model: Any) -> int:
 def _outputs(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
     """Return the output of every module by name, in order of execution, as (T, ...), if it has one row per token."""
     length = inputs.shape[1]
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
-    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def save(name: str, module: nn.Module, args: Any, output: Any) -> None:
         value = _first_tensor(output)
-        if value is None or name in found:
+        if value is None or name in outputs:
             return
         if value.ndim > 1 and tuple(value.shape[:2]) == (1, length):
             value = value[0]
         if value.ndim and value.shape[0] == length and value.is_floating_point():
-            found[name] = value.reshape(length, -1).clone()
+            outputs[name] = value.reshape(length, -1).clone()
 
-    with watching(model.named_modules(), note):
+    with watching(model.named_modules(), save):
         model(input_ids=inputs)
-    return found
+    return outputs
 
 
 def _first_tensor(output: Any) -> Tensor | None:

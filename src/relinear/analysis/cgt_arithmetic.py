@@ -66,13 +66,13 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
             middle, end = start + task.half_length, start + task.task_length
             frozen = y[:, middle - 1]
             other = frozen.roll(1, 0)
-            for kind, begin, given in (
+            for kind, begin, context in (
                 ("specialized", middle, frozen),
                 ("specialized_ctx", start, frozen),
                 ("another", middle, other),
             ):
                 rest = ids[:, begin:end]
-                logits = model(input_ids=rest, frozen_context=given).logits
+                logits = model(input_ids=rest, frozen_context=context).logits
                 parts[kind].append(_right(logits, rest, answers[begin:end], second))
     return right_shares | {kind: torch.stack(values).mean(0) for kind, values in parts.items()}
 
@@ -173,9 +173,9 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
     right_shares, states = [], []
     with evaluating(model):
         # hooks, as the last of hidden_states comes after the final normalisation
-        kept = [b.register_forward_hook(lambda m, a, out: states.append(_hidden(out))) for b in model.transformer.h]
+        handles = [b.register_forward_hook(lambda m, a, out: states.append(_hidden(out))) for b in model.transformer.h]
         model(input_ids=shown)
-        for handle in kept:
+        for handle in handles:
             handle.remove()
         for block, state in zip(model.transformer.h, states, strict=True):
 

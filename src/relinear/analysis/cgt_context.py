@@ -96,7 +96,7 @@ def run(subject: Subject) -> Result:
         halves = subject.ids[:, : length // 2]
         y = subject.model.context(torch.cat([halves[:-1], halves[1:]], 1)).float()
     step, order = max(1, length // POSITIONS), y[0].std(0).argsort(descending=True)[:COMPONENTS]
-    points, how = embedded(vectors)
+    points, method = embedded(vectors)
     classes = [index % len(names) for index in range(len(vectors))]
     results: dict[str, Any] = {
         "variation": variation,
@@ -105,7 +105,7 @@ def run(subject: Subject) -> Result:
         "spectrum": spectrum(y).tolist(),
         "trace": y[0][:, order].T.tolist(),
         "points": points.tolist(),
-        "embedding": how,
+        "embedding": method,
         "classes": classes,
         "sources": list(names),
     }

@@ -98,12 +98,12 @@ def run(subject: Subject) -> Result:
     own, rest = y[fit:], rest[fit:]
     if len(names) > 1:
         away = len(rest) // len(names) // 2 | 1  # far, where a source is one document; odd, as documents come in turn
-        others = {SAME: own.roll(-away * len(names), 0), OTHER: own.roll(-1, 0)}
+        elsewhere = {SAME: own.roll(-away * len(names), 0), OTHER: own.roll(-1, 0)}
     else:
-        others = {ANOTHER: own.roll(-1, 0)}
-    frozen = {FROZEN: own, **others, CONSTANT: constant.expand_as(own)}
+        elsewhere = {ANOTHER: own.roll(-1, 0)}
+    frozen = {FROZEN: own, **elsewhere, CONSTANT: constant.expand_as(own)}
     results = {DYNAMIC: losses(model, rest), AVERAGE: losses(model, rest, own, RATE)}
-    results |= {kind: losses(model, rest, given) for kind, given in frozen.items()}
+    results |= {kind: losses(model, rest, context) for kind, context in frozen.items()}
     if subject.control is not None:  # Figure 13a
         results[f"none: {subject.control_name}"] = losses(subject.control, rest)
     numbers: dict[str, Any] = {

@@ -126,8 +126,8 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
             continue
         has_factors = callable(getattr(operator, "factors", None))
         left, right = operator.factors() if has_factors else (operator.to_dense(), None)
-        own = gates.get(name, {})
-        spectra = realised_spectra(left, right, own.get("basis"), own.get("output"), ids.shape[1])
+        layer_gates = gates.get(name, {})
+        spectra = realised_spectra(left, right, layer_gates.get("basis"), layer_gates.get("output"), ids.shape[1])
         by_name[name] = {
             "tokens": ids.shape[1],
             "distinct_tokens": len(ids.unique()),

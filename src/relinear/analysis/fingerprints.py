@@ -40,8 +40,8 @@ def context_fingerprints(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     means = F.normalize(contexts.mean(1), dim=-1)
     step = (contexts[:, 1:] - contexts[:, :-1]).norm(dim=-1).mean()
     flat = contexts.flatten(0, 1)
-    others = flat[torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))]
-    apart = (flat - others).norm(dim=-1).mean()
+    shuffled = flat[torch.randperm(len(flat), generator=torch.Generator().manual_seed(0))]
+    apart = (flat - shuffled).norm(dim=-1).mean()
     return {
         "ids": ids.tolist(),
         "contexts": contexts.tolist(),

@@ -43,24 +43,24 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
 
     def look(name: str, latent: Latent) -> None:
         mu, logvar = (part.flatten(0, -2).double() for part in (latent.mu, latent.logvar))
-        kept = sums[name]
-        kept["tokens"] += len(mu)
-        kept["mu"] += mu.sum(0)
-        kept["squares"] += mu.square().sum(0)
-        kept["sigma"] += float((0.5 * logvar).exp().sum())
-        kept["nats"] += float(0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum())
+        total = sums[name]
+        total["tokens"] += len(mu)
+        total["mu"] += mu.sum(0)
+        total["squares"] += mu.square().sum(0)
+        total["sigma"] += float((0.5 * logvar).exp().sum())
+        total["nats"] += float(0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum())
 
     with evaluating(model), observe(model, look):
         for row in ids:
             model(input_ids=row[None])
     statistics = {}
-    for name, kept in sums.items():
-        tokens = kept["tokens"]
-        variance = (kept["squares"] / tokens - (kept["mu"] / tokens).square()).clamp_min(0)
-        nats = kept["nats"] / tokens
+    for name, total in sums.items():
+        tokens = total["tokens"]
+        variance = (total["squares"] / tokens - (total["mu"] / tokens).square()).clamp_min(0)
+        nats = total["nats"] / tokens
         statistics[name] = {
             "deviation": variance.sqrt().sort(descending=True).values.tolist(),
-            "sigma": kept["sigma"] / tokens / len(variance),
+            "sigma": total["sigma"] / tokens / len(variance),
             "nats": nats if math.isfinite(nats) else None,
             "active": int((variance > ACTIVE).sum()),
             "size": len(variance),

@@ -126,9 +126,9 @@ def run(subject: Subject) -> Result:
     for name in moved.keys() & numbers[subject.name]:
         numbers[subject.name][name]["update"] = moved[name]
     if subject.control is not None:
-        others = {name: m for name, m in subject.control.named_modules() if name in layers and is_replaceable(m)}
-        if others:
-            numbers[subject.control_name] = output_statistics(subject.control, others, subject.ids)
+        same_layers = {name: m for name, m in subject.control.named_modules() if name in layers and is_replaceable(m)}
+        if same_layers:
+            numbers[subject.control_name] = output_statistics(subject.control, same_layers, subject.ids)
     lines = []
     for name, rows in numbers.items():
         ranks = [row["effective_rank"]["data"] for row in rows.values()]

@@ -38,10 +38,10 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
         raise ValueError("no layer of this model has gates; this analysis is for context-conditioned layers (ccl)")
     seen: dict[str, dict[str, Tensor]] = {}
 
-    def note(name: str, module: Any, args: Any, output: Any) -> None:
+    def save(name: str, module: Any, args: Any, output: Any) -> None:
         seen[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
 
-    with watching(operators.items(), note), evaluating(model):
+    with watching(operators.items(), save), evaluating(model):
         for row in ids:
             seen.clear()
             model(input_ids=row[None])

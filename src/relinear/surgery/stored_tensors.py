@@ -19,7 +19,7 @@ class TensorForm(NamedTuple):
 
     @classmethod
     def of(cls, shape: Iterable[int], dtype: Any) -> "TensorForm":
-        """Return the form of a shape and a ``dtype``, of torch or a file's head: torch.bfloat16, BF16, F8_E4M3, I64 ..."""
+        """Return the form of a shape and a ``dtype`` of torch or of a file: torch.bfloat16, BF16, F8_E4M3, I64 ..."""
         letter = str(dtype).removeprefix("torch.").lower().lstrip("b")[0]
         return cls(tuple(map(int, shape)), {"f": "floats", "c": "complex numbers"}.get(letter, "integers"))
 

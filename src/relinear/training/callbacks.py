@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from relinear.activations.interventions import Latent, Moments, observe
+from relinear.activations.interventions import Latent, LatentDistribution, observe
 from relinear.contract.config import shown
 from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress
@@ -220,9 +220,9 @@ class LatentMoments(TrainerCallback):
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._block: AbstractContextManager | None = None
 
-    def moments(self) -> dict[str, Moments]:
+    def moments(self) -> dict[str, LatentDistribution]:
         """Return the mean and standard deviation (R,) by operator name, in float64 on the CPU."""
-        return {name: _moments(sums) for name, sums in self._sums.items()}
+        return {name: _distribution(sums) for name, sums in self._sums.items()}
 
     @torch.no_grad()
     def _see(self, name: str, latent: Latent) -> None:
@@ -268,7 +268,7 @@ class LatentMoments(TrainerCallback):
         files.write_json(path, {"format": 1, "every": self.every, "decay": self.decay, "latents": latents})
 
 
-def read_moments(path: str | Path) -> dict[str, Moments]:
+def read_moments(path: str | Path) -> dict[str, LatentDistribution]:
     """Return the moments by operator name that ``LatentMoments`` wrote.
 
     Args:
@@ -287,13 +287,13 @@ def read_moments(path: str | Path) -> dict[str, Moments]:
         ['model.layers.0.self_attn.q_proj']
     """
     path = Path(path)
-    return {name: _moments(sums) for name, sums in _read_sums(path / FILE if path.is_dir() else path).items()}
+    return {name: _distribution(sums) for name, sums in _read_sums(path / FILE if path.is_dir() else path).items()}
 
 
-def _moments(sums: dict[str, Tensor]) -> Moments:
+def _distribution(sums: dict[str, Tensor]) -> LatentDistribution:
     tokens, mu, mu_squared, variance = (sums[key] for key in _SUMS)
     mean = mu / tokens
-    return Moments(mean, ((mu_squared + variance) / tokens - mean.square()).clamp(min=0).sqrt())
+    return LatentDistribution(mean, ((mu_squared + variance) / tokens - mean.square()).clamp(min=0).sqrt())
 
 
 def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Times that `relinear bench` does not take: expanded gradients into a rotor layer, the start, the demonstration.
 
-    python results/speed/beside.py
+    python results/speed/alongside.py
 
 Five runs of each but the last, whose command takes minutes and runs once (--demo 0: not at all). Writes beside.json.
 """
