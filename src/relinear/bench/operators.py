@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context
-from relinear.contract.inference import for_inference_
+from relinear.contract.inference import caching_for_inference, for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.system.timing import Timing, interleave, peak_memory
 
@@ -95,10 +95,9 @@ def _in_context(values: Tensor | None, dtype: torch.dtype) -> contextlib.Abstrac
 @torch.no_grad()
 def _relative_error(module: nn.Module, case: Case) -> float:
     """Return the error of the forward against a float64 copy, which a contender must pass before it is timed."""
-    for_inference_(module)
     x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
-    values = _context_values([module], x.shape[0])
-    with _in_context(values, case.dtype):
+    values = _context_values([module.eval()], x.shape[0])
+    with _in_context(values, case.dtype), caching_for_inference(module):  # which rounds no inputs
         got = module(x).double()
     if got.shape != (len(x), case.out_features):
         raise ValueError(f"an output of shape {tuple(got.shape)} where {(len(x), case.out_features)} was expected")

@@ -41,19 +41,20 @@ def _compiled(x: Tensor, *arguments) -> Tensor:
 quantized = dispatch(Implementation("C++", _unsupported, _compiled), otherwise="reference")(reference.quantized)
 
 
-def prepare_few_rows(x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
+def prepare_few_rows(rounded: bool, x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
     """``quantized`` as a function of a few rows like x; None if C++ is not to run.
 
     The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
 
     Args:
+        rounded: whether x is rounded to 8 bits.
         x: (..., I).
         parameters: what follows x there.
     """
     if _unsupported(Call(x, *parameters)):
         return None
     log_choice("quantized", "C++ for a few rows, prepared", shape_of(x), {})
-    return native.kernels().quantized_layer(x.shape[-1], *parameters)
+    return native.kernels().quantized_layer(x.shape[-1], *parameters, rounded=rounded)
 
 
 def code_changer(weight: Tensor) -> Callable[..., None]:

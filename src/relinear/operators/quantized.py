@@ -77,7 +77,9 @@ class QuantizedLinear(FusedInference, Operator):
         self.zero_bias_()
 
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        return prepare_few_rows(x, *self._tensors()) if self.config.levels == "uniform" else None
+        if self.config.levels != "uniform" or self.parameter_cache is None:
+            return None
+        return prepare_few_rows(self.parameter_cache.rounds_inputs, x, *self._tensors())
 
     def forward(self, x: Tensor) -> Tensor:
         if self.config.levels != "uniform":  # llama.cpp runs these; no kernel of ours does

@@ -33,6 +33,7 @@ _KERNELS = {
     "hdpl_layer": ("half threads", "pppppppp nnnnn"),
     "ccl_layer": ("half threads", "ppp n ppp f"),
     "quantized_rows": ("half threads", "pppppp nnnnn"),
+    "quantized_bytes": ("half threads", "pppppp nnnnn"),
     "quantized_weights": ("half threads", "pppp nnnnn"),
     "change_codes": ("", "ppppppp f nn"),
     "rotor_network": ("half threads", "pp n pp"),
@@ -258,9 +259,18 @@ def ccl_layer(
 
 
 def quantized_layer(
-    inputs: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, bias: Tensor | None
+    inputs: int,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bits: int,
+    group: int,
+    bias: Tensor | None,
+    rounded: bool = False,
 ) -> Callable[[Tensor], Tensor]:
     """``functional.quantized.quantized`` as a function of x (..., inputs) in the scales' dtype, without a graph.
+
+    Where ``rounded``, a few rows x are rounded to 8 bits, 32 inputs to a scale.
 
     Raises ValueError unless inputs are a multiple of 64, a group's of 32.
     """
@@ -271,7 +281,11 @@ def quantized_layer(
     _check("codes", codes, torch.uint8, outputs, inputs // 8 * bits)
     _check("zeros", zeros, torch.uint8, *scales.shape)
     _check("bias", bias, dtype, outputs)
-    half, of_few, most_rows = dtype == torch.bfloat16, _kernel("quantized_rows"), FEW_ROWS[dtype]
+    half, of_few, most_rows = (
+        dtype == torch.bfloat16,
+        _kernel("quantized_bytes" if rounded else "quantized_rows"),
+        FEW_ROWS[dtype],
+    )
     most = max(1, PORTION_BYTES // (inputs * 4))
 
     def layer(x: Tensor) -> Tensor:

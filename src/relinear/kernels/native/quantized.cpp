@@ -2,17 +2,12 @@
 //
 // N rows of x, I inputs, O outputs, K groups of a row of weights. A block is 64 codes, of B bits each.
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#include "rows.h"
+#include "byte_products.h"
 
 namespace {
 
 using namespace relinear;
 
-constexpr int kBlock = 64, kHalf = kBlock / 2;
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 // Bytes as whole numbers; of a conversion between vectors GCC 12 makes a move for every lane.
@@ -71,43 +66,6 @@ inline Floats decoded(const uint8_t* block, int at) {
   }
   return codes;
 }
-
-// A matrix of packed codes.
-struct Codes {
-  const uint8_t* codes;
-  int64_t inputs, groups, halves, width;  // halves of a block in a group, bytes of a row of codes
-
-  Codes(const uint8_t* codes, int64_t inputs, int64_t bits, int64_t group)
-      : codes(codes),
-        inputs(inputs),
-        groups(divided_up(inputs, group)),
-        halves(group / kHalf),
-        width(inputs / 8 * bits) {}
-};
-
-// One with its grids.
-template <class T>
-struct Grid : Codes {
-  const uint8_t* zeros;
-  const T* scales;
-  float unit;  // of zero points, in codes
-
-  Grid(const uint8_t* codes, const void* scales, const uint8_t* zeros, int64_t inputs, int64_t bits, int64_t group)
-      : Codes(codes, inputs, bits, group),
-        zeros(zeros),
-        scales(static_cast<const T*>(scales)),
-        unit(1.f / (1 << (8 - bits))) {}
-
-  float zero(int64_t o, int64_t k) const { return (zeros ? zeros[o * groups + k] : 128) * unit; }
-
-  // Steps of row o's groups, then what their numbers begin at.
-  void write_units(float* to, int64_t o) const {
-    for (int64_t k = 0; k < groups; ++k) {
-      to[k] = scales[o * groups + k];
-      to[groups + k] = -zero(o, k) * to[k];
-    }
-  }
-};
 
 // Row o of the matrix.
 template <int kBits, class T>
@@ -192,18 +150,6 @@ void products(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t r
   });
 }
 
-template <class Body>
-void for_bits(int64_t bits, const Body& body) {
-  switch (bits) {
-    case 2: return body(std::integral_constant<int, 2>());
-    case 3: return body(std::integral_constant<int, 3>());
-    case 4: return body(std::integral_constant<int, 4>());
-    case 5: return body(std::integral_constant<int, 5>());
-    case 6: return body(std::integral_constant<int, 6>());
-    default: return body(std::integral_constant<int, 8>());
-  }
-}
-
 }  // namespace
 
 // ``half`` is whether numbers (void) are bfloat16, ``threads`` how many may run.
@@ -218,6 +164,27 @@ void quantized_rows(bool half, int threads, void* out, const void* x, const uint
     const Grid<T> grid(codes, scales, zeros, inputs, bits, group);
     for_bits(bits, [&](auto constant) {
       products<constant>((T*)out, grid, in_single((const T*)x, rows * inputs), rows, outputs, Bias<T>(bias));
+    });
+  });
+}
+
+// The same of inputs that are rounded to bytes.
+void quantized_bytes(bool half, int threads, void* out, const void* x, const uint8_t* codes, const void* scales,
+                     const uint8_t* zeros, const void* bias, int64_t rows, int64_t inputs, int64_t outputs,
+                     int64_t bits, int64_t group) {
+  most_threads = threads;
+  RELINEAR_DISPATCH(half, {
+    const Grid<T> grid(codes, scales, zeros, inputs, bits, group);
+    const Rounded taken(in_single((const T*)x, rows * inputs).data(), rows * inputs);
+    const Bias<T> start(bias);
+    for_bits(bits, [&](auto constant) {
+      for_outputs(outputs, outputs, rows * inputs, [&](int64_t o, auto count) {
+        for (int64_t n = 0; n < rows; ++n) {
+          float sums[count];
+          byte_products<constant>(sums, grid, o, taken, n * inputs);
+          for (int i = 0; i < count; ++i) ((T*)out)[n * outputs + o + i] = T(sums[i] + start[o + i]);
+        }
+      });
     });
   });
 }
