@@ -402,8 +402,8 @@ def test_operators_and_attachments_as_text():
     relinear.replace_(by_config, configs)
     relinear.attach_(by_text, "context_manager:dim=4")
     relinear.attach_(by_config, relinear.ContextManager(dim=4))
-    relinear.residual.residual_(by_text, "laurel-lr:rank=4")
-    relinear.residual.residual_(by_config, relinear.residual.LaurelLR(rank=4))
+    relinear.attach_(by_text, "laurel_lr:rank=4")
+    relinear.attach_(by_config, relinear.residual.LaurelLR(rank=4))
     assert by_text.config.quantization_config == by_config.config.quantization_config
 
 
@@ -412,8 +412,7 @@ def test_operators_and_attachments_as_text():
     [
         lambda model: relinear.replace_(model, {"q_proj": LOW}),
         lambda model: relinear.plan(model, {"q_proj": LOW}),
-        lambda model: relinear.attach_(model, relinear.residual.ReZero()),
-        lambda model: relinear.residual.residual_(model, "rezero"),
+        lambda model: relinear.attach_(model, "rezero"),
         lambda model: relinear.surgery.train_only_(model, "q_proj"),
         relinear.summary,
         relinear.fold_,
@@ -433,7 +432,6 @@ def test_what_is_no_model(function, model):
 )
 def test_what_is_no_attachment(setting):
     unchanged(make_tiny_llama(), lambda model: relinear.attach_(model, setting))
-    unchanged(make_tiny_llama(), lambda model: relinear.residual.residual_(model, setting))
 
 
 @pytest.mark.parametrize("layers", ["0-1", 0.5, [None], LONG], ids=brief)

@@ -145,7 +145,7 @@ def test_models_that_transformers_stores_under_other_names(kind, method, tmp_pat
     model = auto.from_config(copy.deepcopy(config)).eval()
     relinear.replace_(model, {"all-linear": LOW})
     if method is not None:
-        relinear.residual.residual_(model, method)
+        relinear.attach_(model, method)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     inputs = {"pixel_values": torch.randn(1, 3, 16, 16)} if kind == "vit" else {"input_ids": IDS}
@@ -308,7 +308,7 @@ def test_a_card_says_what_is_in_it_until_somebody_takes_it_over(tmp_path):
     assert f"{model.num_parameters():,} parameters" in card.read_text()
     assert "trust_remote_code=True" in card.read_text()
     assert "base_model" not in card.read_text()
-    relinear.residual.residual_(model, "rezero")
+    relinear.attach_(model, "rezero")
     model.config._name_or_path = "org/name"
     relinear.save_pretrained(model, tmp_path)
     assert "ReZero" in card.read_text()
@@ -349,7 +349,7 @@ def test_files_that_links_lead_to_are_left_alone(by, tmp_path):
         (tmp_path / "snapshot" / name).symlink_to(tmp_path / "store" / name)
     (tmp_path / "link").symlink_to(tmp_path / "snapshot")
     model = replaced_llama()
-    relinear.residual.residual_(model, "rezero")
+    relinear.attach_(model, "rezero")
     by(model, tmp_path / "link")
     assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
     assert torch.equal(relinear.from_pretrained(tmp_path / "snapshot")(IDS).logits, model(IDS).logits)
@@ -590,7 +590,7 @@ def replaced_llama():
 
 
 @pytest.mark.parametrize(
-    "change", [lambda m: relinear.replace_(m, {"q_proj": LOW}), lambda m: relinear.residual.residual_(m, "rezero")]
+    "change", [lambda m: relinear.replace_(m, {"q_proj": LOW}), lambda m: relinear.attach_(m, "rezero")]
 )
 def test_a_model_with_operators_leaves_others_of_its_config_alone(change, tmp_path):
     config = llama().config

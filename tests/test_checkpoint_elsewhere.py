@@ -54,7 +54,7 @@ def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("elsewhere")
     model = request.param(vocab_size=300)
     relinear.replace_(model, {"all-linear": LOW})
-    relinear.residual.residual_(model, "rezero")
+    relinear.attach_(model, "rezero")
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
     relinear.save_pretrained(model, folder / "model", tokenizer=load_tokenizer("bytes"))

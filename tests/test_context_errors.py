@@ -146,7 +146,7 @@ def test_reentrant_checkpointing() -> None:
     with pytest.raises(ValueError, match=r"use_reentrant.*False"):
         model(IDS)
     model = make_tiny_llama().train()
-    relinear.residual.residual_(model, "laurel_pa")
+    relinear.attach_(model, "laurel_pa")
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match=r"use_reentrant.*False"):
         model(IDS)

@@ -17,7 +17,7 @@ NOT_RUN = {"evaluate.lm_eval": "network"}
 ROOMS = [name for name in relinear.__all__ if inspect.ismodule(getattr(relinear, name))]
 NAMES = ["clifford", *(name for name in relinear.__all__ if name not in [*ROOMS, "__version__"])]
 NAMES += [f"clifford.{name}" for name in relinear.clifford.__all__]
-NAMES += [f"{room.removeprefix('relinear.')}.{name}" for room, name in MOVED.values()]
+NAMES += [f"{room.removeprefix('relinear.')}.{name}" for room, name in MOVED.values() if room != "relinear"]
 #: what first lines begin with; a new verb is added here, in the imperative
 VERBS = """
 Add Attach Change Describe Divide Freeze Gate Give Hold Keep Let Load Make Map Modulate Normalise Predict Put Raise Read

@@ -202,10 +202,10 @@ def test_residual_methods_work_or_are_refused_when_they_are_attached(family: str
     if family in NO_PATHS | SANDWICH | PARALLEL:
         before = {name for name, _ in model.named_modules()}
         with pytest.raises(ValueError, match=r"layer 0 \("):
-            relinear.residual.residual_(model, method)
+            relinear.attach_(model, method)
         assert {name for name, _ in model.named_modules()} == before
         return
-    relinear.residual.residual_(model, method)
+    relinear.attach_(model, method)
     model.train()
     loss = model(IDS, labels=IDS, use_cache=False).loss
     loss.backward()

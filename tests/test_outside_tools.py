@@ -115,7 +115,7 @@ def test_a_layer_on_disk(method: str | None, tmp_path) -> None:
     relinear.replace_(model, {"up_proj": relinear.CCL(rank=5, context_dim=6), "down_proj": relinear.HDPL(rank=4)})
     relinear.replace_(model, {"q_proj": relinear.Transponder(), "o_proj": relinear.BlockHadamard()})
     if method is not None:
-        relinear.residual.residual_(model, method)
+        relinear.attach_(model, method)
     expected = logits(model)
     relinear.save_pretrained(model, tmp_path / "model")
     places = {"lm_head": "cpu", "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu"}

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 import relinear
+from relinear.hf.attached import apply_attachment_
 from relinear.models import HeadBias, draw_as_torch_, from_preset, preset_config, preset_names
 from relinear.models.cgt import CGTForCausalLM, CGTForRegression
 from relinear.training import TrainSettings, train
@@ -100,7 +101,7 @@ def test_head_bias_starts_at_zero_and_is_added_to_the_logits(tiny_model):
     ids = torch.arange(6)[None]
     before = tiny_model(input_ids=ids).logits
     parameters = count(tiny_model)
-    HeadBias().apply_(tiny_model)
+    apply_attachment_(tiny_model, HeadBias())
     assert count(tiny_model) == parameters + tiny_model.config.vocab_size
     assert torch.equal(tiny_model(input_ids=ids).logits, before)
     with torch.no_grad():
@@ -116,11 +117,11 @@ def test_head_bias_grows_with_the_vocabulary():
 
 
 def test_head_bias_refuses_what_it_cannot_do(tiny_gpt2):
-    HeadBias().apply_(tiny_gpt2)
+    apply_attachment_(tiny_gpt2, HeadBias())
     with pytest.raises(ValueError, match="bias already"):
-        HeadBias().apply_(tiny_gpt2)
+        apply_attachment_(tiny_gpt2, HeadBias())
     with pytest.raises(ValueError, match="output head"):
-        HeadBias().apply_(torch.nn.Linear(2, 2))
+        apply_attachment_(torch.nn.Linear(2, 2), HeadBias())
 
 
 @pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, relinear.from_pretrained])

@@ -29,7 +29,7 @@ MAKERS = {"llama": make_tiny_llama, "qwen2": make_tiny_qwen2, "gpt2": make_tiny_
 def treated(make, method, noise=0.03):
     """A model with ``method`` in it, its norms, sites and projections all moved away from where they start."""
     model = make()
-    relinear.residual.residual_(model, method)
+    relinear.attach_(model, method)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
@@ -62,7 +62,7 @@ def split(config):
     """A stock double-precision Llama and a twin of it that has the method, its sites drawn at random."""
     stock = make_tiny_llama(num_hidden_layers=3).double()
     model = copy.deepcopy(stock)
-    relinear.residual.residual_(model, config)
+    relinear.attach_(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "relinear" in name and ".norm." not in name:
@@ -93,16 +93,15 @@ def test_a_model_that_another_method_has_quantized_is_refused_before_anything_ch
     model = make_tiny_llama()
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     before = [name for name, _ in model.named_modules()]
-    for change in (relinear.residual.residual_, relinear.attach_):
-        with pytest.raises(ValueError, match=r"quantized \(bitsandbytes\); dequantize it first"):
-            change(model, "rezero")
+    with pytest.raises(ValueError, match=r"quantized \(bitsandbytes\); dequantize it first"):
+        relinear.attach_(model, "rezero")
     assert [name for name, _ in model.named_modules()] == before
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_rezero_starts_as_the_identity(make):
     model = make()
-    relinear.residual.residual_(model, "rezero")
+    relinear.attach_(model, "rezero")
     states = model(IDS, output_hidden_states=True).hidden_states  # the last one is behind the final norm
     assert all(torch.equal(state, states[0]) for state in states[:-1])
 
@@ -131,14 +130,14 @@ def test_deepnorm_forward():
 
 def test_deepnorm_initialisation():
     model = make_tiny_llama(hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    relinear.residual.residual_(model, "deepnorm")
+    relinear.attach_(model, "deepnorm")
     beta = (8 * 2) ** -0.25
     for name, weight in model.model.layers[1].named_parameters():
         if weight.ndim == 2:
             gain = 1.0 if "q_proj" in name or "k_proj" in name else beta
             assert weight.std().item() == pytest.approx(gain * math.sqrt(2 / sum(weight.shape)), rel=0.05), name
     gpt2 = make_tiny_gpt2(n_embd=256)
-    relinear.residual.residual_(gpt2, "deepnorm")
+    relinear.attach_(gpt2, "deepnorm")
     attention = gpt2.transformer.h[0].attn.c_attn
     for part, gain in zip(attention.weight.chunk(3, dim=1), (1.0, 1.0, beta), strict=True):
         assert part.std().item() == pytest.approx(gain * math.sqrt(2 / 512), rel=0.05)
@@ -151,7 +150,7 @@ def test_deepnorm_says_which_operators_it_did_not_draw():
     kept = model.model.layers[0].self_attn.q_proj.down.clone()
     inside = model.model.layers[0].self_attn.v_proj.base.weight.clone()
     with pytest.warns(UserWarning, match="LowRank"):
-        relinear.residual.residual_(model, "deepnorm")
+        relinear.attach_(model, "deepnorm")
     assert torch.equal(model.model.layers[0].self_attn.q_proj.down, kept)
     assert not torch.equal(model.model.layers[0].self_attn.v_proj.base.weight, inside)
 
@@ -193,7 +192,7 @@ def test_laurel_pa(rank, previous):
 
 def test_laurel_starts_with_the_papers_matrices():
     model = make_tiny_llama()
-    relinear.residual.residual_(model, relinear.residual.LaurelLR(rank=5))
+    relinear.attach_(model, relinear.residual.LaurelLR(rank=5))
     down = sites(model)[0].low_rank.down
     for i in range(32):
         for j in range(5):
@@ -206,7 +205,7 @@ def test_laurel_starts_with_the_papers_matrices():
 def test_methods_that_start_as_the_stock_model(make, method, dtype):
     model = make().to(dtype)
     before = model(IDS).logits
-    relinear.residual.residual_(model, method)
+    relinear.attach_(model, method)
     assert torch.equal(model(IDS).logits, before)
 
 
@@ -254,7 +253,7 @@ def test_sdpa_gate_closes_single_heads(per):
 
 def test_hooks_stay_when_a_projection_is_replaced(tmp_path):
     model = make_tiny_llama()
-    relinear.residual.residual_(model, relinear.residual.SDPAGate(per="channel"))
+    relinear.attach_(model, relinear.residual.SDPAGate(per="channel"))
     before = model(IDS).logits
     relinear.replace_(model, {"o_proj": relinear.Transponder(init="identity")})
     assert torch.equal(model(IDS).logits, before)
@@ -323,7 +322,7 @@ def test_future_tokens_change_nothing(method):
 @pytest.mark.parametrize("config", [relinear.residual.PostLN(), relinear.residual.DeepNorm(initialize=False)])
 def test_half_precision_sums_cost_two_roundings(config):
     model = make_tiny_llama(num_hidden_layers=1).to(torch.bfloat16)
-    relinear.residual.residual_(model, config)
+    relinear.attach_(model, config)
     site = model.model.layers[0].self_attn.relinear_residual
     x, y = (torch.randn(64, 32, dtype=torch.bfloat16) for _ in range(2))
     wanted = site.norm(torch.add(y, x, alpha=site.alpha))
@@ -354,22 +353,22 @@ def test_with_lora_and_modules_to_save(tmp_path):
 def test_refusals_name_what_to_do():
     model = make_tiny_llama()
     with pytest.raises(ValueError, match="rezero"):
-        relinear.residual.residual_(model, "rezro")
+        relinear.attach_(model, "rezro")
     with pytest.raises(ValueError, match="at most 32"):
-        relinear.residual.residual_(model, relinear.residual.LaurelLR(rank=64))
-    relinear.residual.residual_(model, "post_ln")
+        relinear.attach_(model, relinear.residual.LaurelLR(rank=64))
+    relinear.attach_(model, "post_ln")
     with pytest.raises(ValueError, match="already has the residual method PostLN"):
-        relinear.residual.residual_(model, "laurel_rw")
+        relinear.attach_(model, "laurel_rw")
     config = GPTNeoXConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
     parallel = GPTNeoXForCausalLM(config)
     before = {name for name, _ in parallel.named_modules()}
     with pytest.raises(ValueError, match="pre-norm layer"):
-        relinear.residual.residual_(parallel, "rezero")
+        relinear.attach_(parallel, "rezero")
     assert {name for name, _ in parallel.named_modules()} == before
     with pytest.raises(ValueError, match="no config"):
-        relinear.residual.residual_(torch.nn.Linear(2, 2), "rezero")
+        relinear.attach_(torch.nn.Linear(2, 2), "rezero")
 
 
 @pytest.mark.parametrize(
@@ -388,7 +387,7 @@ def test_laurel_states_its_flops(config, pointwise):
     stock = make_tiny_llama()
     plain = relinear.summary(stock)
     model = copy.deepcopy(stock)
-    relinear.residual.residual_(model, config)
+    relinear.attach_(model, config)
     table = relinear.summary(model)
     with FlopCounterMode(display=False) as stock_counter:
         stock(IDS)

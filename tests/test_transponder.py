@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
-from relinear import residual
 from relinear.compare.recipe import apply_overrides, read_recipe
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import NotLinearError
@@ -476,7 +475,7 @@ def test_the_stream_is_seen_whichever_comes_first(method):
     for order in (0, 1):
         model = make_tiny_llama()
         parts = [
-            lambda m: residual.residual_(m, method),
+            lambda m: relinear.attach_(m, method),
             lambda m: relinear.attach_(m, relinear.PathTransponder()),
         ]
         torch.manual_seed(3)

@@ -71,7 +71,7 @@ def make_checkpoint(folder: Path) -> None:
         "up_proj": relinear.HDPL(rank=8, blocks=4),
         "gate_proj": relinear.Transponder(rank=4),
     }
-    relinear.residual.residual_(model, "rezero")
+    relinear.attach_(model, "rezero")
     relinear.replace_(model, operators)
     for name, parameter in model.named_parameters():
         if "relinear_" in name:

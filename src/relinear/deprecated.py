@@ -17,7 +17,7 @@ _HOMES = {
     "relinear.evaluate": "lambada lm_eval",
     "relinear.models": "preset_names",
     "relinear.residual": "DeepNorm LaurelLR LaurelPA LaurelRW LayerNormScaling PostLN ReZero SDPAGate SecondEmbedding "
-    "residual_ residual_methods",
+    "residual_methods",
     "relinear.surgery": "placement placement_names train_only_",
     "relinear.system.allocator": "tune_allocator",
     "relinear.training": "LatentMoments read_moments",
@@ -25,6 +25,7 @@ _HOMES = {
 #: name in ``relinear`` -> (module that it is in now, its name there)
 MOVED = {name: (module, name) for module, names in _HOMES.items() for name in names.split()}
 MOVED["Replace"] = ("relinear.activations", "Patch")
+MOVED["residual_"] = ("relinear", "attach_")
 
 
 def moved(name: str) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from relinear.activations.layer_context import check_reaches_layers, deref, install_layer_context, weak_ref
-from relinear.contract.modules import unwrapped
 from relinear.contract.operator import Operator
 from relinear.hf.model_layout import decoder, decoder_layers, takes_keywords
+from relinear.hf.peft_models import unwrapped
 
 #: name of the owner's submodule in the base model
 OWNER_NAME = "relinear_context"

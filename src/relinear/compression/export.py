@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from relinear.compression.budget import at_half_precision, stored_bytes
-from relinear.contract.attachment import attachments
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.linear_layers import embeds, is_conv1d, linear_features
 from relinear.contract.operator import NotLinearError
+from relinear.hf.attached import attachments
 from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_
 

@@ -10,10 +10,6 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from relinear.contract.config import Config
-from relinear.contract.modules import mark_initialized_, train_new_parameters, unwrapped, warn_adapters_omit
-
-#: attribute with the list of settings; a model shares it with its base model, which may be saved alone
-_ATTRIBUTE = "_relinear_attachments"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,41 +41,6 @@ class AttachmentConfig(Config):
     def for_part(self, model: nn.Module) -> Self | None:
         """Return the settings to rebuild on ``model``, a part of the original or with another head; None to skip."""
         return self
-
-    def apply_(self, model: nn.Module) -> None:
-        """Check, attach, and record the setting on the model; ``relinear.attach_`` also writes it into its config.
-
-        In a PEFT model the part is attached to the model inside, and trains; a warning says what PEFT does not save.
-        """
-        inside = unwrapped(model)
-        self.check(inside)
-        known = {id(parameter) for parameter in inside.parameters()}
-        names = {name for name, _ in inside.named_modules()}
-        self.attach(inside)
-        parts = (vars(inside), vars(getattr(inside, "base_model", inside)))
-        settings: list[AttachmentConfig] = next((part[_ATTRIBUTE] for part in parts if _ATTRIBUTE in part), [])
-        settings.append(self)
-        for part in parts:
-            part[_ATTRIBUTE] = settings
-        added = [n for n, _ in inside.named_modules() if n not in names and n.rpartition(".")[0] in names]
-        for name in added:
-            mark_initialized_(inside.get_submodule(name))
-        if inside is not model:
-            train_new_parameters(inside, known)
-            warn_adapters_omit(str(self), added)
-
-
-def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
-    """Return the settings attached to ``model`` or to a part of it, in the order of attachment."""
-    inside: Any = unwrapped(model)
-    lists = {id(listed): listed for part in inside.modules() if (listed := vars(part).get(_ATTRIBUTE))}
-    settings = (setting.for_part(inside) for listed in lists.values() for setting in listed)
-    return tuple(setting for setting in settings if setting is not None)
-
-
-def forget_(model: nn.Module, setting: AttachmentConfig) -> None:
-    """Take ``setting``, of a part that is no longer there, from what is attached to ``model``."""
-    vars(unwrapped(model))[_ATTRIBUTE].remove(setting)
 
 
 # Parts and their hooks

@@ -28,7 +28,7 @@ from relinear.contract.linear_layers import (
     linear_of,
     row_scale,
 )
-from relinear.contract.modules import outermost
+from relinear.contract.module_tree import outermost
 from relinear.contract.parameter_roles import ParamRole, StatedFans
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from relinear.contract.config import without_later_settings
 from relinear.contract.modes import evaluating
-from relinear.contract.modules import stock_name
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
@@ -28,6 +27,7 @@ from relinear.distill.settings import DistillSettings
 from relinear.evaluate.losses import token_losses
 from relinear.hf.model_layout import layer_finder, model_name
 from relinear.hf.next_token_check import check_predicts_next_token
+from relinear.hf.peft_models import stock_name
 from relinear.hf.vocabulary import check_tokenizer_fits
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.layer_bias import LayerBias

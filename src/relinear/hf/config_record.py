@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.attachment import attachments
 from relinear.contract.auxiliary_losses import install_aux_hooks
 from relinear.contract.config import shown
-from relinear.contract.modules import stock_name, unwrapped
 from relinear.contract.operator import named_operators
 from relinear.contract.plugins import packages_of
+from relinear.hf.attached import attachments
+from relinear.hf.peft_models import stock_name, unwrapped
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model
 LOADER = "configuration_relinear"  # the module beside a checkpoint by which programs without relinear load it

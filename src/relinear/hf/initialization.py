@@ -4,15 +4,16 @@ transformers initialises the modules that it knows and marks them. Parts of reli
 initialised with the model (``init_weights``, or a state that lacks them); others are marked as initialised.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from relinear.contract.modules import INITIALIZED, mark_initialized_, swap_hooks
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
+
+#: transformers' own mark, of modules and of what was loaded
+INITIALIZED = "_is_hf_initialized"
 
 
 def initialize_(module: Any) -> None:
@@ -29,9 +30,8 @@ def initialize_(module: Any) -> None:
                 tensor.copy_(value)
 
 
-def swap_module(model: nn.Module, names: Iterable[str], source: nn.Module, target: nn.Module) -> None:
-    """Put ``target`` where ``source`` stands at each of ``names``; hooks stay where they were registered."""
-    swap_hooks(source, target)
-    mark_initialized_(target)
-    for name in names:
-        model.set_submodule(name, target)
+def mark_initialized_(part: nn.Module) -> None:
+    """Mark ``part`` and all in it as initialised, unless it is on the meta device."""
+    if not any(tensor.is_meta for tensor in part.state_dict(keep_vars=True).values()):
+        for module in part.modules():
+            setattr(module, INITIALIZED, True)

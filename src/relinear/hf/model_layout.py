@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from relinear.contract.modules import outermost, unwrapped
+from relinear.contract.module_tree import outermost
+from relinear.hf.peft_models import unwrapped
 
 _ATTENTIONS = ("self_attn", "attn", "attention", "self_attention")
 #: names of the norms of a decoder layer that read the stream for its attention and for its MLP

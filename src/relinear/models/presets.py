@@ -12,6 +12,7 @@ from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import nearest, shown
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import is_replaceable
+from relinear.hf.attached import apply_attachment_
 from relinear.hf.config_record import sync_record
 from relinear.hf.model_source import locate_checkpoint
 from relinear.models.heads import HeadBias
@@ -180,7 +181,7 @@ def from_preset(name: str, **overrides: Any) -> Any:
     except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
         raise _not_built(name, overrides, error) from error
     for attachment in _preset(name).attachments:
-        attachment.apply_(model)
+        apply_attachment_(model, attachment)
         sync_record(model)
     return model
 

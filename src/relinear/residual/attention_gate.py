@@ -72,7 +72,7 @@ class SDPAGate(AttachmentConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.SDPAGate(per="channel"))
+        >>> relinear.attach_(model, relinear.residual.SDPAGate(per="channel"))
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, attachments
-from relinear.contract.modules import swap_hooks
+from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
+from relinear.hf.attached import attachments
 from relinear.hf.model_layout import SubBlock, sub_blocks
+from relinear.hf.replacing import swap_hooks
 
 #: name of the submodule that holds what a residual method learns
 PART = "relinear_residual"

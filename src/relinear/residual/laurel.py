@@ -119,7 +119,7 @@ class LaurelRW(ResidualConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.LaurelRW())
+        >>> relinear.attach_(model, relinear.residual.LaurelRW())
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """
@@ -143,7 +143,7 @@ class LaurelLR(ResidualConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.LaurelLR(rank=8))
+        >>> relinear.attach_(model, relinear.residual.LaurelLR(rank=8))
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """
@@ -251,7 +251,7 @@ class LaurelPA(ResidualConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.LaurelPA(rank=8))
+        >>> relinear.attach_(model, relinear.residual.LaurelPA(rank=8))
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """

@@ -43,7 +43,7 @@ class PostLN(ResidualConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.PostLN())
+        >>> relinear.attach_(model, relinear.residual.PostLN())
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """
@@ -83,7 +83,7 @@ class DeepNorm(PostLN):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.DeepNorm())
+        >>> relinear.attach_(model, relinear.residual.DeepNorm())
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """
@@ -99,8 +99,8 @@ class DeepNorm(PostLN):
         """Return the gain of the initialisation, for a decoder of this many layers."""
         return float((8 * layers) ** -0.25)
 
-    def apply_(self, model: nn.Module) -> None:
-        super().apply_(model)
+    def attach(self, model: nn.Module) -> None:
+        super().attach(model)
         if self.initialize:
             self.initialize_(model)
 

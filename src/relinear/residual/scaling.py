@@ -42,7 +42,7 @@ class ReZero(ResidualConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.ReZero())
+        >>> relinear.attach_(model, relinear.residual.ReZero())
         >>> float(model.get_parameter("model.layers.0.relinear_residual.alpha"))
         0.0
     """
@@ -76,7 +76,7 @@ class LayerNormScaling(ResidualConfig):
 
     Examples:
         >>> model = relinear.from_preset("tiny")
-        >>> relinear.residual.residual_(model, relinear.residual.LayerNormScaling())
+        >>> relinear.attach_(model, relinear.residual.LayerNormScaling())
         >>> model(torch.randint(258, (1, 8))).logits.shape
         torch.Size([1, 8, 258])
     """

@@ -13,10 +13,11 @@ from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import check_choice, shown
 from relinear.contract.input_checks import check_finite, check_model
 from relinear.contract.linear_layers import linear_features
-from relinear.contract.modules import train_new_parameters, unwrapped, warn_adapters_omit
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
+from relinear.hf.attached import apply_attachment_
 from relinear.hf.config_record import refuse_quantized, sync_record
+from relinear.hf.peft_models import train_new_parameters, unwrapped, warn_adapters_omit
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, is_tied, reader_of_weight, select_targets
@@ -240,7 +241,7 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
         raise ValueError(f"expected an attachment such as relinear.ContextManager(), got {shown(attachment)}")
     attachment = AttachmentConfig.read(attachment)
     refuse_quantized(model)
-    attachment.apply_(model)
+    apply_attachment_(model, attachment)
     sync_record(model)
 
 

@@ -15,10 +15,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from relinear.contract.attachment import AttachmentConfig, attachments
+from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownKindError, nearest, shown
 from relinear.contract.linear_layers import is_embedding
 from relinear.contract.operator import OperatorConfig, is_replaceable, named_operators
+from relinear.hf.attached import apply_attachment_, attachments
 from relinear.hf.config_record import FORMAT_VERSION, METHOD, sync_record
 from relinear.hf.model_layout import named_in
 from relinear.hf.vocabulary import token_tables
@@ -193,7 +194,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
         if needed in present:
             present.remove(needed)
         elif needed is not None:
-            needed.apply_(model)
+            apply_attachment_(model, needed)
     modules = list(model.named_modules(remove_duplicate=False))
     for name, values in settings.operators.items():
         source, config = _layer_of(model, name), OperatorConfig.from_dict(values)

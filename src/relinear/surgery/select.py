@@ -11,9 +11,9 @@ from torch import nn
 
 from relinear.contract.config import layer_indices, shown
 from relinear.contract.linear_layers import is_embedding
-from relinear.contract.modules import BASE_LAYER, stock_name, unwrapped
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import layer_finder, output_head
+from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches, no_match
 
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds

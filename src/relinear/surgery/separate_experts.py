@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.attachment import AttachmentConfig, forget_
+from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import register
 from relinear.contract.linear_layers import linear_of
+from relinear.hf.attached import forget_
 from relinear.hf.config_record import sync_record
-from relinear.hf.initialization import swap_module
+from relinear.hf.replacing import swap_module
 from relinear.surgery.plan import attach_
 
 

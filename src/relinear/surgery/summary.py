@@ -10,7 +10,7 @@ from torch import nn
 
 from relinear.contract.input_checks import check_model
 from relinear.contract.linear_layers import embeds, linear_features
-from relinear.contract.modules import outermost
+from relinear.contract.module_tree import outermost
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 from relinear.surgery.tied import TiedHead

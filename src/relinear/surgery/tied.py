@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from relinear.contract.linear_layers import embeds, linear_features, linear_of
-from relinear.contract.modules import unwrapped
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.config_record import sync_record
-from relinear.hf.initialization import swap_module
 from relinear.hf.model_layout import output_head
+from relinear.hf.peft_models import unwrapped
+from relinear.hf.replacing import swap_module
 
 
 class TiedHead(nn.Module):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from relinear.contract.attachment import attachments
 from relinear.contract.config import shown
 from relinear.contract.folding import plain_linear
 from relinear.contract.operator import NotLinearError, named_operators
+from relinear.hf.attached import attachments
 from relinear.models.cgt.config import CGTRegressionConfig
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression

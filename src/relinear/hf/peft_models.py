@@ -1,15 +1,12 @@
-"""Helpers for modules of any model: wrappers, outermost modules, new modules."""
+"""What is known of PEFT: the model inside its wrappers, and what the checkpoint of an adapter leaves out."""
 
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 #: what PEFT calls the layer that it puts an adapter around
 BASE_LAYER = "base_layer"
-#: transformers' own mark, of modules and of what was loaded
-INITIALIZED = "_is_hf_initialized"
 
 
 def unwrapped(model: Any) -> Any:
@@ -42,39 +39,3 @@ def train_new_parameters(model: nn.Module, known: set[int]) -> None:
     for parameter in model.parameters():
         if id(parameter) not in known and parameter.is_floating_point():
             parameter.requires_grad_(True)
-
-
-def outermost(model: nn.Module, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the modules for which ``is_wanted`` holds, by their first names, each once; none within another of them."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if is_wanted(module):
-            yield name, module
-            return
-        for key, child in module.named_children():
-            yield from walk(child, f"{name}.{key}" if name else key)
-
-    yield from walk(model, "")
-
-
-def mark_initialized_(part: nn.Module) -> None:
-    """Mark ``part`` and all in it as initialised, unless it is on the meta device."""
-    if not any(tensor.is_meta for tensor in part.state_dict(keep_vars=True).values()):
-        for module in part.modules():
-            setattr(module, INITIALIZED, True)
-
-
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
-
-
-def swap_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Exchange the hooks of a layer and of its replacement, so that hooks stay where they were registered.
-
-    Their handles stay valid.
-    """
-    for name in _HOOKS:
-        source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]
