@@ -326,6 +326,7 @@ CASES: list[Case] = [
     Case(config=relinear.Quantized()),
     Case(config=relinear.Quantized(bits=3, group=5, symmetric=True), variant="symmetric", shapes=(ODD, WIDE)),
     Case(config=relinear.Quantized(symmetric=True, levels="iq4_nl"), variant="iq4_nl", shapes=(ODD,)),
+    Case(config=relinear.Quantized(group=32, levels="k"), variant="k", shapes=((256, 9),)),
     Case(config=relinear.OutputGate(), linear=False),
     Case(config=relinear.Transponder(), linear=False, lossless_config=relinear.Transponder()),
     Case(config=relinear.Transponder(rank=3, channel=False), variant="scalar", linear=False, shapes=(WIDE, ODD)),

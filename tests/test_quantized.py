@@ -141,6 +141,63 @@ def test_levels_of_their_own_fit_normal_weights_better_than_whole_numbers() -> N
     assert torch.equal(layer.rows(torch.tensor([[3, 40]])), dense[[3, 40]][None])
 
 
+K_CONFIGS = relinear.Quantized(group=32, levels="k").candidates(512, 24)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", K_CONFIGS, ids=lambda config: f"Q{config.bits}_K")
+def test_k_types_are_read_by_gguf_to_the_bit(config) -> None:
+    """Blocks of fitted weights, some of them zero or constant, and blocks of any bytes."""
+    gguf = pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    linear, moments = torch.nn.Linear(512, 24, bias=False), moments_of(512, 24)
+    linear.weight.data = torch.randn(24, 512) * torch.linspace(-9, 3, 24).exp()[:, None]
+    linear.weight.data[3, :300], linear.weight.data[4] = 0, 0.01
+    layer, kind = config.convert(linear), gguf.GGMLQuantizationType[f"Q{config.bits}_K"]
+    assert layer.gguf_type() == kind.name
+
+    def same() -> bool:
+        rows = layer.gguf_rows()
+        assert rows.shape == gguf.quants.quant_shape_to_byte_shape((24, 512), kind)
+        return torch.equal(torch.from_numpy(gguf.dequantize(rows.numpy(), kind)), layer.to_dense())
+
+    layer.fit_(linear.weight)
+    assert same()
+    assert not layer.to_dense()[3, :256].any()
+    errors = [float(moments.error((layer.to_dense() - linear.weight).double()))]
+    layer.fit_to_calibration(linear, moments)
+    assert same()
+    errors.append(float(moments.error((layer.to_dense() - linear.weight).double())))
+    assert errors[1] < 0.6 * errors[0]
+    assert torch.equal(layer.rows(torch.tensor([5, 2])), layer.to_dense()[[5, 2]])
+    assert torch.equal(layer.scales.bfloat16().float(), layer.scales), "a checkpoint in bfloat16 is the same model"
+    dense = layer.to_dense()
+    layer.multiples.random_(0, {2: 16, 6: 256}.get(config.bits, 64))
+    if layer.zeros is not None:
+        layer.zeros.random_(0, 16 if config.bits == 2 else 64)
+    layer.scales.copy_(torch.randn_like(layer.scales).half())
+    assert same()
+    assert not torch.equal(layer.to_dense(), dense)
+
+
+@torch.no_grad()
+def test_units_of_scales_cost_little() -> None:
+    """Beside scales that are any numbers; and the error that is expected of GPTQ is the one that it leaves."""
+    torch.manual_seed(0)
+    linear, moments = torch.nn.Linear(256, 64, bias=False), moments_of(256, 64)
+    linear.weight.data = torch.randn(64, 256) * torch.rand(64, 1)
+    weight, inputs = linear.weight, moments.inputs.float()
+    for config, expected in K_CONFIGS[0].candidate_errors(linear, CalibrationStatistics(moments.inputs)):
+        own = nearest_grid(weight, config.bits, config.group, config.symmetric, inputs.diagonal())
+        missed = []
+        for grid in (own, config.grid(weight, moments)):
+            missed.append(grid.values(nearest(weight, grid, config.group), config.group) - weight)
+        free, shared = (float((m.square() * inputs.diagonal()).sum()) for m in missed)
+        assert shared < 1.1 * free
+        missed = grid.values(gptq(weight, grid, config.group, inputs), config.group) - weight
+        assert 0.6 < expected / float(((missed @ inputs) * missed).sum()) < 1.6
+
+
 def tried_one_by_one(
     weight: torch.Tensor, codes: torch.Tensor, grid: Grid, group: int, moments: CalibrationStatistics
 ) -> torch.Tensor:
@@ -232,7 +289,12 @@ def test_the_error_of_gptq_is_foretold_without_it(weights: str, group: int, symm
         missed = grid.values(gptq(weight, grid, group, moments.inputs), group) - weight
         found = float((moments.outputs.diagonal() * (missed @ moments.inputs.float() * missed).sum(1)).sum())
         size = float((moments.outputs.diagonal() * (weight @ moments.inputs.float() * weight).sum(1)).sum())
-        assert 0.6 * found - 1e-6 * size < error < 1.6 * found + 1e-6 * size, (entry.bits, error, found)
+        assert error < 1.6 * found + 1e-6 * size, (entry.bits, error, found)
+        # in one bit more than their grid has, groups are hit exactly, until GPTQ moves their weights
+        assert (weights.startswith("on a") and entry.bits == 5) or 0.6 * found - 1e-6 * size < error, (
+            entry.bits,
+            found,
+        )
 
 
 def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
@@ -245,7 +307,9 @@ def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
         moments = tuple(x.T @ x / len(x) for x in texts)
         share, left = held_out(moments)
         shares.append(share)
-        grid = nearest_grid(weight, 6, 40, False)
+        low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        scale = (high - low) / 63  # not the best for these weights: errors are as those of any grid
+        grid = Grid(scale, -low / scale, torch.full((64, 1), 63.0).double())
         found = []
         for known, own in ((sum(moments) / 2, sum(moments) / 2), moments, moments[::-1]):
             drawn = torch.lerp(known, known.diagonal().diag(), share)
@@ -349,6 +413,7 @@ def test_checkpoints_hold_the_codes_and_refuse_other_ones(tmp_path) -> None:
         ({"bits": 2.5}, "bits must be a whole number"),
         ({"group": 0}, "group must be at least 1"),
         ({"symmetric": 1}, "symmetric must be true or false"),
+        ({"levels": "k", "bits": 8}, "levels=k has for 2 to 6 bits group=16,symmetric=false, .* got bits=8,group=64"),
         ({"levels": "iq4_nl"}, "levels=iq4_nl needs bits=4 and symmetric=true, got bits=4 and symmetric=false"),
     ],
 )

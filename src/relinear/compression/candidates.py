@@ -36,13 +36,17 @@ class SearchSpace:
         self.reader = READERS[task.settings.reader]
         default = self.reader.candidates if task.settings.by_bytes else ("pivoted_low_rank",)
         self.entries = tuple(OperatorConfig.read(text) for text in task.settings.candidates or default)
+        if not task.settings.candidates:  # K types take inputs in multiples of 256
+            self.entries = tuple(entry for entry in self.entries if self._fitting(entry))
+
+    def _fitting(self, entry: OperatorConfig) -> list[nn.Module]:
+        return [module for module in self.task.modules.values() if entry.candidates(*linear_features(module))]
 
     def check(self, budget: Budget) -> None:
         """Raise ValueError if an operator fits no layer, cannot be fitted or counted, or no choice meets the budget."""
         modules, settings = self.task.modules, self.task.settings
         for entry in self.entries:
-            fitting = [module for module in modules.values() if entry.candidates(*linear_features(module))]
-            if not fitting:
+            if not (fitting := self._fitting(entry)):
                 shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
                 raise ValueError(f"candidates: {entry} fits none of the layers; their (in, out) sizes are {shapes}")
             smallest = min(fitting, key=lambda module: module.weight.numel())

@@ -253,7 +253,7 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
             types[kind] += value.numel()
         writer.add_tensor(gguf_name, data, raw_dtype=kind)
     main_type = types.most_common(1)[0][0].name
-    writer.add_file_type(LlamaFileType[f"ALL_{main_type}" if main_type == "F32" else f"MOSTLY_{main_type}"])
+    writer.add_file_type(next(file_type for file_type in LlamaFileType if main_type in file_type.name))
     writer.add_quantization_version(GGML_QUANT_VERSION)
 
 

@@ -19,8 +19,6 @@ from relinear.compression.settings import CompressSettings
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import OperatorConfig
 
-#: bytes of GGUF's blocks of 32 weights
-_GGUF_BLOCKS = {"Q4_0": 18, "IQ4_NL": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}
 #: bytes that GGUF fills tensors up to
 _ALIGNMENT = 32
 #: bytes at most that safetensors takes to describe a tensor, beside its name; tensors of a packed layer
@@ -72,11 +70,14 @@ def _gguf(model: Any, name: str, config: OperatorConfig | None) -> int | None:
     bias = 0 if getattr(module, "bias", None) is None else 4 * outputs
     if config is None:
         return 2 * inputs * outputs + bias
-    operator: Any = config.build(inputs, outputs, device="meta")
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     try:
-        return outputs * inputs // 32 * _GGUF_BLOCKS[operator.gguf_type()] + bias
+        operator: Any = config.build(inputs, outputs, device="meta")
+        block, stored = GGML_QUANT_SIZES[GGMLQuantizationType[operator.gguf_type()]]
     except (AttributeError, ValueError):
         return None
+    return outputs * inputs // block * stored + bias
 
 
 def _gguf_remainder(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
@@ -103,7 +104,10 @@ def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
 READERS = {
     "relinear": Reader(("quantized", "quantized:group=256"), _relinear, _outside),
     "llama.cpp": Reader(
-        ("quantized:group=32,symmetric=true", "quantized:group=32", "quantized:group=32,symmetric=true,levels=iq4_nl"),
+        (
+            *("quantized:group=32,symmetric=true", "quantized:group=32"),
+            *("quantized:group=32,symmetric=true,levels=iq4_nl", "quantized:group=32,levels=k"),
+        ),
         _gguf,
         _gguf_remainder,
         file="model.gguf",

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,32 @@ from torch import Tensor
 BLOCK = 64
 #: what the codes of llama.cpp's IQ4_NL stand for, in units of the scale
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+#: inputs whose scales are whole multiples of one number in llama.cpp's K types
+SUPER = 256
+
+
+class KType(NamedTuple):
+    """One of llama.cpp's K types, Q2_K to Q6_K.
+
+    group: inputs that share a scale. symmetric: whether there are no offsets. bits: of the multiples that scales and
+    offsets are. parts: of ``SUPER`` weights in the order in which they are stored: the codes' low bits (of single bits
+    2 or 4), their high ones, the multiples, the units.
+    """
+
+    group: int
+    symmetric: bool
+    bits: int
+    parts: tuple[str, ...]
+
+
+#: by bits of a code
+K_TYPES = {
+    2: KType(16, False, 4, ("multiples", "low", "units")),
+    3: KType(16, True, 6, ("high", "low", "multiples", "units")),
+    4: KType(32, False, 6, ("units", "multiples", "low")),
+    5: KType(32, False, 6, ("units", "multiples", "high", "low")),
+    6: KType(16, True, 8, ("low", "high", "multiples", "units")),
+}
 #: bits of codes that are stored apart, highest first: 3 bits are 2 and 1, 5 are 4 and 1, 7 are 4, 2 and 1
 _PLANES = (8, 4, 2, 1)
 
@@ -126,6 +154,61 @@ def gguf_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, g
     low, high = (codes & 15).split(16, 2)
     parts.append(codes.to(torch.int8).view(torch.uint8) if stored_bits == 8 else (low | high << 4).to(torch.uint8))
     return torch.cat(parts, 2).flatten(1)
+
+
+def k_dequantized(
+    packed: Tensor, units: Tensor, multiples: Tensor, offsets: Tensor | None, bits: int, in_features: int
+) -> Tensor:
+    """Return the matrix (O, I) of a K type, computed in float32 as llama.cpp does, in the dtype of ``units``.
+
+    Args:
+        packed: bytes (O, I B / 8) of ``pack``.
+        units: (O, U) of scales, U = I / ``SUPER``; (O, 2 U) with those of offsets behind them.
+        multiples: (O, K), scales in their units, as bytes: with half of the range added if they have a sign.
+        offsets: (O, K), in their units; None for the middle.
+        bits: B, a key of ``K_TYPES``. in_features: I.
+    """
+    kind, wide = K_TYPES[bits], torch.promote_types(units.dtype, torch.float32)
+    codes = unpack(packed, bits, in_features).to(wide).unflatten(1, (-1, kind.group))
+    each, groups = units.to(wide).repeat_interleave(SUPER // kind.group, 1), multiples.shape[1]
+    middle = 2.0 ** (kind.bits - 1) if kind.symmetric else 0.0
+    scales = (each[:, :groups] * (multiples - middle)).unsqueeze(2)
+    if offsets is None:
+        values = (codes - 2.0 ** (bits - 1)) * scales
+    else:
+        values = codes * scales - (each[:, groups:] * offsets).unsqueeze(2)
+    return values.flatten(1).to(units.dtype)
+
+
+def gguf_k_rows(packed: Tensor, units: Tensor, multiples: Tensor, offsets: Tensor | None, bits: int) -> Tensor:
+    """Return the rows (O, bytes) of ``k_dequantized``'s matrix in the blocks of its K type, codes as they are."""
+    kind, blocks = K_TYPES[bits], multiples.shape[1] * K_TYPES[bits].group // SUPER
+    codes = unpack(packed, bits, blocks * SUPER).unflatten(1, (blocks, SUPER))
+    scale, *offset = (t.unflatten(1, (blocks, -1)) for t in (multiples, offsets) if t is not None)
+
+    def fields(values: Tensor, width: int, stride: int) -> Tensor:
+        """Return bytes of the lowest ``width`` bits of values that are ``stride`` apart, the first one lowest."""
+        parts = (values & (1 << width) - 1).unflatten(2, (-1, 8 // width, stride))
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=values.device)
+        return (parts << shifts[:, None]).sum(3, dtype=torch.uint8).flatten(2)
+
+    low = 4 if bits >= 4 else 2
+    parts = {
+        "low": fields(codes, low, 64 if bits == 6 else 32),
+        "high": fields(codes >> low, max(1, bits - low), 32),
+        "units": torch.stack(units.half().split(blocks, 1), 2).view(torch.uint8),
+    }
+    if bits == 2:
+        parts["multiples"] = scale | offset[0] << 4
+    elif bits == 3:
+        parts["multiples"] = torch.cat([fields(scale, 4, 8), fields(scale >> 4, 2, 4)], 2)
+    elif bits == 6:
+        parts["multiples"] = scale ^ 128  # in two's complement
+    else:
+        both = torch.stack([scale, offset[0]], 2)
+        first, last = both.split(4, 3)
+        parts["multiples"] = torch.cat([(first | last >> 4 << 6).flatten(2), fields(last.flatten(2), 4, 4)], 2)
+    return torch.cat([parts[part] for part in kind.parts], 2).flatten(1)
 
 
 def words(codes: Tensor, bits: int) -> Tensor:

@@ -9,8 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from relinear.functional.quantized import SUPER
+
 #: the ranges that are tried, as shares of that of a group's weights
 _CLIPS = 12
+#: units of scales that are tried
+_UNITS = 8
 #: columns between two products that carry errors on
 _COLUMNS = 32
 #: added to a moment, as a share of its mean diagonal
@@ -27,13 +31,15 @@ class Grid(NamedTuple):
     """Scale and zero point, by which a code c of row o and group k stands for scale (c - zero).
 
     scale, zero: (O, K); zero in codes. top: (O, 1), the largest code. levels: what codes there are, rising, where these
-    are not the whole numbers from 0 to ``top``.
+    are not the whole numbers from 0 to ``top``. units: (O, U, 2), of which the scales, and the offsets (scale times
+    zero), of ``SUPER`` inputs are whole multiples; None if they are not.
     """
 
     scale: Tensor
     zero: Tensor
     top: Tensor
     levels: Tensor | None = None
+    units: Tensor | None = None
 
     def wide(self, group: int, in_features: int) -> tuple[Tensor, Tensor]:
         """Scales and zero points (O, I) of every weight."""
@@ -66,6 +72,18 @@ def _stored(scale: Tensor, zero: Tensor, bits: int, middle: float | None) -> tup
     return scale.bfloat16().to(scale), (zero / step).round().clamp(0, 255) * step
 
 
+def _held(unit: Tensor) -> Tensor:
+    """The nearest numbers that bfloat16 and float16 hold, and none of them 0."""
+    unit = unit.bfloat16().half().to(unit)
+    return unit.masked_fill(unit == 0, 2.0**-24)
+
+
+def _weights(weight: Tensor, importance: Tensor | None) -> Tensor:
+    """Weights (I,) of squared errors, none of them 0."""
+    share = torch.ones(weight.shape[1]).to(weight) if importance is None else importance.to(weight)
+    return share + 1e-6 * share.mean().clamp_min(1e-30)
+
+
 def nearest_grid(
     weight: Tensor,
     bits: int,
@@ -87,53 +105,87 @@ def nearest_grid(
     """
     inputs = weight.shape[1]
     pad = -inputs % group
-    share = torch.ones(inputs).to(weight) if importance is None else importance.to(weight)
-    w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, share))
+    w, h = (
+        torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, _weights(weight, importance))
+    )
     # in units of the group's largest weight, a power of two, so that the size of weights changes nothing
     unit = torch.ldexp(torch.ones_like(w[..., 0]), torch.frexp(w.abs().amax(2)).exponent.clamp_min(-100))
     w = w / unit[..., None]
-    h = h + 1e-6 * share.mean().clamp_min(1e-30) * (torch.arange(inputs + pad, device=w.device) < inputs).view_as(h)
     low, high = w.amin(2).clamp_max(0), w.amax(2).clamp_min(0)
     top, half = 2**bits - 1, 2.0 ** (bits - 1)
     middle, reach = (0.0, -float(levels[0])) if levels is not None else (half if symmetric else None, half)
 
+    def codes_of(scale: Tensor, zero: Tensor) -> Tensor:
+        return snapped(torch.addcdiv(zero[..., None], w, scale[..., None]), top, levels)
+
+    mass, mean_w = h.sum(-1), (h * w).sum(2)
+
+    def fitted(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """By least squares to the codes that ``scale`` and ``zero`` give."""
+        codes = codes_of(scale, zero)
+        if middle is not None:
+            codes -= middle
+            fitted_scale = (h * codes * w).sum(2) / (h * codes.square()).sum(2).clamp_min(1e-30)
+            return _stored(fitted_scale, zero, bits, middle)
+        mean_c = (h * codes).sum(2)
+        variance = (h * codes.square()).sum(2) - mean_c.square() / mass
+        fitted_scale = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
+        fitted_scale = torch.where(variance > 1e-9 * mass, fitted_scale, scale)
+        return _stored(fitted_scale, (mean_c - mean_w / fitted_scale) / mass, bits, None)
+
     scale, zero, best = low, low, torch.full_like(low, torch.inf)
-
-    def rounded() -> tuple[Tensor, Tensor]:
-        codes = snapped(torch.addcdiv(zero[..., None], w, scale[..., None]), top, levels)
-        missed = (codes - zero[..., None]).mul_(scale[..., None]).sub_(w)
-        return codes, missed.square_().mul_(h).sum(2)
-
-    def keep_better(*trial: Tensor) -> None:
-        nonlocal scale, zero, best
-        before, (scale, zero) = (scale, zero, best), trial
-        error = rounded()[1]
-        better = error < before[2]
-        scale, zero, best = (torch.where(better, n, o) for n, o in zip((*trial, error), before, strict=True))
-
-    for clip in torch.linspace(1, 1 - 1.2 / bits, _CLIPS).tolist():
+    widest = 1 + 2.0**-bits  # most of those that are tried are near the whole range, which wide codes need
+    for clip in (widest - (widest - 1 + 1.2 / bits) * torch.linspace(0, 1, _CLIPS).square()).tolist():
         if middle is not None:  # the largest weight gets the lowest code, which reaches farther
             trial_scale = torch.where(-low > high, -low, -high) / reach * clip
         else:
             trial_scale = (high - low) / top * clip
-        keep_better(*_stored(trial_scale, -low * clip / trial_scale.masked_fill(trial_scale == 0, 1), bits, middle))
-    for _ in range(fits):
-        codes = rounded()[0]
-        mass, mean_w = h.sum(-1), (h * w).sum(2)
-        if middle is not None:
-            codes -= middle
-            trial_scale = (h * codes * w).sum(2) / (h * codes.square()).sum(2).clamp_min(1e-30)
-            keep_better(*_stored(trial_scale, zero, bits, middle))
-        else:
-            mean_c = (h * codes).sum(2)
-            variance = (h * codes.square()).sum(2) - mean_c.square() / mass
-            trial_scale = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
-            trial_scale = torch.where(variance > 1e-9 * mass, trial_scale, scale)
-            keep_better(*_stored(trial_scale, (mean_c - mean_w / trial_scale) / mass, bits, None))
+        trial = _stored(trial_scale, -low / trial_scale.masked_fill(trial_scale == 0, 1), bits, middle)
+        for _ in range(fits):
+            trial = fitted(*trial)
+        missed = (codes_of(*trial) - trial[1][..., None]).mul_(trial[0][..., None]).sub_(w)
+        error = missed.square_().mul_(h).sum(2)
+        better = error < best
+        best = torch.where(better, error, best)
+        scale, zero = (torch.where(better, n, o) for n, o in zip(trial, (scale, zero), strict=True))
     scale = scale * unit
     if levels is not None:
         scale = scale.half().to(scale)
     return Grid(scale, zero, torch.full((len(weight), 1), float(top)).to(weight), levels)
+
+
+def on_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: int, importance: Tensor | None) -> Grid:
+    """Return ``grid`` with scales and offsets that are whole multiples of units, as in llama.cpp's K types.
+
+    Args:
+        weight: (O, I), its squared errors weighed by ``importance`` (I,); None for 1.
+        grid: for it. group, symmetric: of ``nearest_grid``.
+        bits: of the multiples, which have a sign if ``symmetric``. A scale has none of 0: all codes stay apart.
+    """
+    pieces = (-1, SUPER // group, group)
+    w, h = (t.unflatten(-1, pieces) for t in (weight, _weights(weight, importance)))
+    scale, zero = (t.unflatten(1, pieces[:2]) for t in (grid.scale, grid.zero))
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (1, 2**bits - 1)
+    largest = scale.gather(2, scale.abs().argmax(2, keepdim=True)) / (low if symmetric else high)
+    top, best = int(grid.top[0]), torch.full_like(largest, torch.inf)
+    results: tuple[Tensor, ...] = (scale, zero, largest, largest)
+    for clip in torch.linspace(1.05, 0.8, _UNITS).tolist():
+        unit = offset_unit = _held(largest * clip)
+        multiples = (scale / unit).round().clamp(low, high)
+        trial_scale, trial_zero = multiples.masked_fill(multiples == 0, 1) * unit, zero
+        codes = snapped(torch.addcdiv(trial_zero[..., None], w, trial_scale[..., None]), top)
+        if not symmetric:
+            offset = (h * (codes * trial_scale[..., None] - w)).sum(3) / h.sum(2)  # the best for these codes
+            offset_unit = _held(offset.amax(2, keepdim=True) / high)
+            trial_zero = (offset / offset_unit).round().clamp(0, high) * offset_unit / trial_scale
+            codes = snapped(torch.addcdiv(trial_zero[..., None], w, trial_scale[..., None]), top)
+        missed = (codes - trial_zero[..., None]).mul_(trial_scale[..., None]).sub_(w)
+        error = missed.square_().mul_(h).sum((2, 3)).unsqueeze(2)
+        trial = (trial_scale, trial_zero, unit, offset_unit)
+        results = tuple(torch.where(error < best, *both) for both in zip(trial, results, strict=True))
+        best = torch.minimum(error, best)
+    scale, zero, *units = (t.flatten(1) for t in results)
+    return grid._replace(scale=scale, zero=zero, units=torch.stack(units, 2))
 
 
 def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:

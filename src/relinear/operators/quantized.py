@@ -26,6 +26,7 @@ from relinear.functional.rounding import (
     held_out,
     nearest,
     nearest_grid,
+    on_units,
     steadied,
     uncompensated,
 )
@@ -46,18 +47,24 @@ class QuantizedLinear(FusedInference, Operator):
     """y = x W^T + bias, W = scales (codes - zeros); ``scales`` (O, K) and optional ``bias`` (O,) are parameters.
 
     ``codes``, bytes of packed integers, and ``zeros`` (O, K), one byte each (none if symmetric), are buffers: what a
-    step of an optimiser changes are the scales.
+    step of an optimiser changes are the scales. Of K types those are units of scales and offsets; ``multiples`` (O, K)
+    and ``zeros`` then say how many of these each group has.
     """
 
     config: Quantized
     codes: Tensor
     zeros: Tensor | None
+    multiples: Tensor | None
 
     def create(self, **kw: Any) -> None:
         outputs, groups = self.out_features, reference.group_count(self.in_features, self.config.group)
         width, integers = reference.packed_width(self.in_features, self.config.bits), kw | {"dtype": torch.uint8}
         self.register_buffer("codes", torch.empty(outputs, width, **integers))
         self.register_buffer("zeros", None if self.config.symmetric else torch.empty(outputs, groups, **integers))
+        is_k = self.config.levels == "k"
+        self.register_buffer("multiples", torch.empty(outputs, groups, **integers) if is_k else None)
+        if is_k:
+            groups = self.in_features // reference.SUPER * (1 if self.config.symmetric else 2)
         self.scales = nn.Parameter(torch.empty(outputs, groups, **kw))
 
     @property
@@ -71,9 +78,14 @@ class QuantizedLinear(FusedInference, Operator):
         self.codes.random_(0, 256)
         if self.zeros is not None:
             self.zeros.fill_(int(2 ** (8 - self.config.bits) * (2**self.config.bits - 1) / 2))
-        uniform = self.config.levels == "uniform"
-        variance = (4**self.config.bits - 1) / 12 if uniform else sum(v * v for v in reference.IQ4_NL) / 16
+        nonlinear = self.config.levels == "iq4_nl"
+        variance = sum(v * v for v in reference.IQ4_NL) / 16 if nonlinear else (4**self.config.bits - 1) / 12
         nn.init.constant_(self.scales, math.sqrt(1 / variance / self.in_features))
+        if self.multiples is not None:
+            self.multiples.fill_(1 + self.config.middle_multiple)
+            if self.zeros is not None:
+                self.zeros.fill_(1)
+                self.scales[:, self.scales.shape[1] // 2 :] *= (2**self.config.bits - 1) / 2
         self.zero_bias_()
 
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -92,21 +104,24 @@ class QuantizedLinear(FusedInference, Operator):
         return self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias
 
     def rows(self, ids: Tensor) -> Tensor:
-        at = ids.flatten()
-        codes, scales = self.codes.index_select(0, at), self.scales.index_select(0, at)  # refuses negative ids
-        zeros = None if self.zeros is None else self.zeros.index_select(0, at)
-        return self._values(codes, scales, zeros).unflatten(0, ids.shape)
+        at, tensors = ids.flatten(), (self.codes, self.scales, self.zeros, self.multiples)
+        rows = (None if t is None else t.index_select(0, at) for t in tensors)  # refuses negative ids
+        return self._values(*rows).unflatten(0, ids.shape)
 
     def to_dense(self) -> Tensor:
-        return self._values(self.codes, self.scales, self.zeros)
+        return self._values(self.codes, self.scales, self.zeros, self.multiples)
 
-    def _values(self, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    def _values(self, codes: Any, scales: Any, zeros: Tensor | None, multiples: Tensor | None) -> Tensor:
         config, levels = self.config, self.config.level_values(codes)
+        if multiples is not None:
+            return reference.k_dequantized(codes, scales, multiples, zeros, config.bits, self.in_features)
         return reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features, levels)
 
     def gguf_type(self) -> str:
         """Return the type of GGUF's blocks that holds these integers as they are. Raises ValueError if none does."""
         bits, symmetric, group = self.config.bits, self.config.symmetric, self.config.group
+        if self.config.levels == "k":
+            return f"Q{bits}_K"
         if self.in_features % 32 or group % 32:
             raise ValueError("GGUF holds integers in blocks of 32 inputs: inputs and group must be multiples of 32")
         if bits > 5 and not symmetric:
@@ -121,6 +136,8 @@ class QuantizedLinear(FusedInference, Operator):
     def gguf_rows(self) -> Tensor:
         """Return the weights (O, bytes) in blocks of ``gguf_type``."""
         config = self.config
+        if self.multiples is not None:
+            return reference.gguf_k_rows(self.codes, self.scales, self.multiples, self.zeros, config.bits)
         return reference.gguf_rows(self.codes, self.scales, self.zeros, config.bits, config.group, self.in_features)
 
     @torch.no_grad()
@@ -161,7 +178,8 @@ class QuantizedLinear(FusedInference, Operator):
             rounded.append((grid, gptq(rows, grid, group, inputs)))
         levels = self.config.level_values(weight)
         scale, zero, top = (torch.cat(parts) for parts in zip(*(g[:3] for g, _ in rounded)))
-        grid = Grid(scale, zero, top, levels)
+        units = [g.units for g, _ in rounded if g.units is not None]
+        grid = Grid(scale, zero, top, levels, torch.cat(units) if units else None)
         codes = torch.cat([c for _, c in rounded])
         if not apart:
             outputs = None if outputs is None else steadied(outputs.to(weight), OUTPUTS_SHRINKAGE)
@@ -170,16 +188,23 @@ class QuantizedLinear(FusedInference, Operator):
         self._take_(grid, codes)
 
     def _take_(self, grid: Grid, codes: Tensor) -> None:
-        scales = grid.scale.to(self.scales.dtype)
-        if (scales.float() - grid.scale).norm() > grid.scale.norm() / 64:
-            size = f"{float(grid.scale.abs().max()):.2g}"
+        exact, zeros = grid.scale, grid.zero * 2 ** (8 - self.config.bits)
+        if self.multiples is not None:
+            assert grid.units is not None
+            per_group = grid.units.repeat_interleave(reference.SUPER // self.config.group, 1)
+            self.multiples.copy_((grid.scale / per_group[..., 0]).round() + self.config.middle_multiple)
+            zeros = (grid.scale * grid.zero / per_group[..., 1]).round()
+            exact = grid.units[..., : 1 if self.zeros is None else 2].mT.flatten(1)
+        scales = exact.to(self.scales.dtype)
+        if (scales.float() - exact).norm() > exact.norm() / 64:
+            size = f"{float(exact.abs().max()):.2g}"
             raise ValueError(f"{scales.dtype} does not hold scales of {size}: load the model in bfloat16 or float32")
         if grid.levels is not None:
             codes = torch.searchsorted(grid.levels, codes)
         self.codes.copy_(reference.pack(codes, self.config.bits))
         self.scales.copy_(scales)
         if self.zeros is not None:
-            self.zeros.copy_(grid.zero * 2 ** (8 - self.config.bits))
+            self.zeros.copy_(zeros)
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Return roles of scales as gains: a weight decay would shrink the fixed codes' weights."""
@@ -189,7 +214,7 @@ class QuantizedLinear(FusedInference, Operator):
         for name, value in values.items():
             if not isinstance(value, Tensor) or value.is_meta:
                 continue
-            if name in ("codes", "zeros") and value.dtype != torch.uint8:
+            if name in ("codes", "zeros", "multiples") and value.dtype != torch.uint8:
                 return f"{name} must be bytes (torch.uint8), got {value.dtype}"
             if name == "scales" and not bool(torch.isfinite(value).all()):
                 return "scales must be finite, and are not"
@@ -210,8 +235,9 @@ class Quantized(OperatorConfig):
         group: inputs that share a scale; the last of a row may be shorter. On a CPU only multiples of 32 are fast.
         symmetric: whether the middle of the integers stands for zero; if not, every group has a zero point of its own,
             a byte.
-        levels: what codes stand for: whole numbers ("uniform"), or the 16 numbers of llama.cpp's "iq4_nl", which lie
-            closer about zero: of symmetric integers of 4 bits, for files that llama.cpp runs.
+        levels: what codes stand for, for files that llama.cpp runs: whole numbers ("uniform"); the 16 numbers of its
+            "iq4_nl", which lie closer about zero, of symmetric integers of 4 bits; or "k", whole numbers whose scales
+            and offsets are whole multiples, too, of two numbers for 256 inputs, of 2 to 6 bits.
 
     Examples:
         >>> layer = torch.nn.Linear(64, 32)
@@ -226,13 +252,16 @@ class Quantized(OperatorConfig):
     bits: Annotated[int, IntRange(2, 8)] = 4
     group: Count = 64
     symmetric: bool = False
-    levels: Literal["uniform", "iq4_nl"] = "uniform"
+    levels: Literal["uniform", "iq4_nl", "k"] = "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.levels != "uniform" and (self.bits != 4 or not self.symmetric):
+        if self.levels == "iq4_nl" and (self.bits != 4 or not self.symmetric):
             got = f"bits={self.bits} and symmetric={str(self.symmetric).lower()}"
-            raise ValueError(f"levels={self.levels} needs bits=4 and symmetric=true, got {got}")
+            raise ValueError(f"levels=iq4_nl needs bits=4 and symmetric=true, got {got}")
+        if self.levels == "k" and (self.group, self.symmetric) != reference.K_TYPES.get(self.bits, ())[:2]:
+            groups = ", ".join(f"group={k.group},symmetric={k.symmetric}".lower() for k in reference.K_TYPES.values())
+            raise ValueError(f"levels=k has for 2 to 6 bits {groups}, got bits={self.bits},group={self.group}")
 
     def level_values(self, like: Tensor) -> Tensor | None:
         """Return what codes stand for, on the device of ``like``: in its dtype, as int16 if it is of bytes.
@@ -240,23 +269,39 @@ class Quantized(OperatorConfig):
         None stands for whole numbers.
         """
         dtype = like.dtype if like.is_floating_point() else torch.int16
-        return None if self.levels == "uniform" else torch.tensor(reference.IQ4_NL, dtype=dtype, device=like.device)
+        return None if self.levels != "iq4_nl" else torch.tensor(reference.IQ4_NL, dtype=dtype, device=like.device)
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Quantized:
         return self.replace(bits=max(2, min(8, round(self.bits * ratio)))) if self.levels == "uniform" else self
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Return all bits that there are, with this group."""
-        return [*self._sizes()]
+        """Return all bits that there are, with this group; with each K type's own."""
+        return [*self._sizes()] if self.levels != "k" or not in_features % reference.SUPER else []
 
     def _sizes(self) -> list[Quantized]:
+        if self.levels == "k":
+            types = reference.K_TYPES.items()
+            return [self.replace(bits=bits, group=kind.group, symmetric=kind.symmetric) for bits, kind in types]
         return [self.replace(bits=bits) for bits in (BITS if self.levels == "uniform" else (self.bits,))]
+
+    def check_shape(self, in_features: int, out_features: int) -> None:
+        if self.levels == "k" and in_features % reference.SUPER:
+            raise ValueError(f"levels=k needs inputs in multiples of {reference.SUPER}, got {in_features}")
+
+    @property
+    def middle_multiple(self) -> int:
+        """Return the multiple that stands for a scale of 0, of K types."""
+        return 2 ** (reference.K_TYPES[self.bits].bits - 1) if self.symmetric else 0
 
     def grid(self, weight: Tensor, statistics: CalibrationStatistics | None = None) -> Grid:
         """Return scales and zero points for rounding ``weight`` (O, I)."""
         importance = None if statistics is None else statistics.inputs.diagonal()
         levels = self.level_values(weight)
-        return nearest_grid(weight, self.bits, self.group, self.symmetric, importance, levels=levels)
+        grid = nearest_grid(weight, self.bits, self.group, self.symmetric, importance, levels=levels)
+        if self.levels == "k":
+            bits = reference.K_TYPES[self.bits].bits
+            return on_units(weight, grid, self.group, self.symmetric, bits, importance)
+        return grid
 
     @torch.no_grad()
     def candidate_errors(
@@ -277,5 +322,5 @@ class Quantized(OperatorConfig):
         errors = list[tuple[OperatorConfig, float]]()
         for config in self._sizes():
             grid = config.grid(weight[rows], statistics)
-            errors.append((config, float(expected_error(weight, rows, grid, self.group, left, share))))
+            errors.append((config, float(expected_error(weight, rows, grid, config.group, left, share))))
         return errors
