@@ -235,9 +235,8 @@ class Quantized(OperatorConfig):
         group: inputs that share a scale; the last of a row may be shorter. On a CPU only multiples of 32 are fast.
         symmetric: whether the middle of the integers stands for zero; if not, every group has a zero point of its own,
             a byte.
-        levels: what codes stand for, for files that llama.cpp runs: whole numbers ("uniform"); the 16 numbers of its
-            "iq4_nl", which lie closer about zero, of symmetric integers of 4 bits; or "k", whole numbers whose scales
-            and offsets are whole multiples, too, of two numbers for 256 inputs, of 2 to 6 bits.
+        levels: what codes stand for: whole numbers ("uniform"), llama.cpp's 16 uneven ones ("iq4_nl", 4 bits,
+            symmetric), or whole numbers with scales that are, too, as in its K types ("k", 2 to 6 bits).
 
     Examples:
         >>> layer = torch.nn.Linear(64, 32)
