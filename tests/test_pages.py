@@ -135,6 +135,8 @@ def test_the_best_is_marked_where_its_interval_excludes_the_next(tmp_path) -> No
     assert list(table.head[:4]) == ["entry", "validation loss, nats per byte", "gap to dense", "parameters"]
     assert "perplexity a byte" in table.head
     assert [row.shown[2].text for row in table.rows] == ["–", "-2.000", "-1.000", "-2.500"]
+    gap = next(row.shown[2].text for row in results_table(comparison(tmp_path, apart)).rows if row.shown[0].text == "a")
+    assert gap == "-2.000 [-2.000, -2.000]"  # over seeds, as in the verdict
 
 
 def test_an_entry_of_another_size_does_not_win(tmp_path) -> None:

@@ -50,6 +50,8 @@ def test_a_description_says_what_was_changed():
     assert said.startswith("Changed on the command line: train.model=tiny, train.data.data=stdlib, tokens=20k. The rec")
     assert said.endswith(read_recipe("hdpl")["description"])
     assert change_recipe(read_recipe("hdpl"), {})["description"] == read_recipe("hdpl")["description"]
+    other = change_recipe(read_recipe("quick"), {"entries": {"dense": "dense"}})["description"]
+    assert other == "Changed on the command line: entries={'dense': 'dense'}.", "quick's words are of quick's entries"
     assert change_recipe(read_recipe("hdpl"), {"description": "mine"})["description"] == "mine"
 
 

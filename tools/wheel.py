@@ -20,8 +20,8 @@ MODEL = "models/smollm2"
 def example() -> tuple[str, str]:
     """Return README's first block of Python, and what it says that this prints."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    code, printed = re.search(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", text, flags=re.S | re.M).groups()
-    return code, printed
+    code = re.search(r"^```python\n(.*?)^```", text, flags=re.S | re.M)[1]
+    return code, "".join(f"{said}\n" for said in re.findall(r"^print\(.*  # (.*)$", code, flags=re.M))
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """How far short runs decide: how often the order of two arms at few tokens was their order at more, from the records.
 
 Counted are pairs of arms that one study trained at both budgets; the order is that of mean losses over seeds. A pair is
-told apart where the interval of its short runs (Student's t over paired seeds) excludes zero. Intervals of shares are
+distinguishable where the interval of its short runs (Student's t over paired seeds) excludes zero. Intervals of shares are
 Wilson's, as if pairs were independent. They share arms, so that the intervals are too narrow.
 """
 
@@ -132,7 +132,7 @@ def in_page() -> str:
     head = ["study", "arms", "short: tokens, gap", "long: tokens, gap", "same order"]
     return "\n\n".join(
         [
-            table(["short run", "long run", "same order", "of those told apart", "studies"], lines),
+            table(["short run", "long run", "same order", "of those distinguishable", "studies"], lines),
             folded(f"Table of the {len(rows)} comparisons with 3 and 5 M tokens", table(head, rows)),
         ]
     )

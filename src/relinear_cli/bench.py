@@ -59,16 +59,15 @@ def command(
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
-    A contender whose output is off is reported and not timed. Inference is that after
-    relinear.for_inference_.
+    A layer with a wrong output is reported and not timed. Inference uses relinear.for_inference_.
 
-    With --model, training steps, prefill and decoding of a stock model, with and without each --operator, which may
-    say where it goes: PATTERN=KIND:KEY=VALUE.
+    With --model it times training, prefill and decoding of a stock model, with and without each --operator. An operator
+    may name its layers: PATTERN=KIND:KEY=VALUE.
 
     **Example:** `relinear bench --operator hdpl:rank=128 --shapes 2048x2048 --tokens 1,4096 --dtypes fp32`
 
-    With --check, the settings are those of the record where no option says otherwise, and the exit code is 1 if a
-    layer is slower by more than the noise: the fastest of its runs slower than the slowest recorded one.
+    With --check, settings default to the record's. The exit code is 1 if a layer became slower: if its fastest run is
+    slower than the slowest recorded one.
 
     **Example:** `relinear bench --repeats 5 --out runs/before` and, after a change,
     `relinear bench --check runs/before --repeats 5 --out runs/after`

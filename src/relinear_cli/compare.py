@@ -22,7 +22,7 @@ def command(
         Literal["width", "parameters", "flops", "bytes"] | None,
         typer.Option(
             metavar="<width | parameters | flops | bytes>",
-            help="What all entries have alike: `width` resizes none; else operators are, and dense by its width.",
+            help="What is made equal: `width` leaves sizes alone; else operators are resized, and dense by its width.",
             show_default="width",
         ),
     ] = None,

@@ -72,7 +72,7 @@ def command(
     """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
 
     Predictions are kept in DIR/calibration, so that another budget plans at once. If it is killed, start the
-    command again: it resumes. The model is saved in DIR/model, and as --for reads it.
+    command again: it resumes. The model is saved in DIR/model; --for adds a file for its program.
 
     **Example:** `relinear compress models/smollm2 --for llama.cpp --size 90MB --data stdlib --out runs/compress`
     """

@@ -28,16 +28,16 @@ def command(
     index: Annotated[Path | None, typer.Option(help="Where the index is kept; by default DIR/explore.")] = None,
     static: Annotated[Path | None, typer.Option(help="Write one file that can be mailed, and serve nothing.")] = None,
     effects: Annotated[int, typer.Option(min=0, help="Units in that file whose effect is measured.")] = 100,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Rename what is in the way of that file.")] = False,
-    host: Annotated[str, typer.Option(help="What to listen on; any other lets others run the model.")] = "127.0.0.1",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Rename an existing file of that name.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; any other lets others run the model.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
 ) -> None:
     """Show a model's gates, modulators or latents on text in the browser, and change them.
 
-    For every unit the page has the texts that move it most, its histogram and its effect on the next token, beside
-    those of a random unit; a text that is typed is coloured by it; a slider changes it and shows what the model then
-    says, with the relinear.activations.intervene code that repeats it. A model without operators shows what its linear
-    layers put out. The index of the texts is made once and kept.
+    For every unit the page shows the texts that move it most, its histogram and its effect on the next token, beside
+    those of a random unit. Type a text, and it is coloured by the unit. Move the slider to change the unit and see what
+    the model says then; the page prints the relinear.activations.intervene code that repeats it. A model without
+    operators shows the outputs of its linear layers. The index of the texts is made once and kept.
 
     **Example:** `relinear explore runs/ccl/model --data books/`
 

@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Repeat a paper's main tables, small by default; ends with a page of the paper's numbers beside ours.
 
-    It begins with what it will take. If it is killed, start the command again: it resumes.
+    First it prints the runs, time and disk that it takes. If it is killed, start the command again: it resumes.
 
     **Example:** `relinear replicate hdpl`
 

@@ -44,9 +44,8 @@ def command(
 ) -> None:
     """Write one page on one or several runs; it holds everything inline and opens without a network.
 
-    Of a comparison also its plots are drawn again and its table is printed. With --analyze every analysis that applies
-    to a trained model is run, on held-out text of the run, and put on the page: gates, modulators, latents,
-    effective ranks, contexts, planes of rotors.
+    For a comparison it also redraws the plots and prints the table. --analyze adds every analysis that applies to the
+    trained models, on the run's held-out text: gates, modulators, latents, effective ranks, contexts, rotor planes.
 
     **Example:** `relinear report runs/demo --analyze`
 

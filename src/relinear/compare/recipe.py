@@ -123,7 +123,9 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     changed = apply_overrides(values, changes)
     if changes and "description" not in changes:
         listed = ", ".join(f"{k}={cut(v) if isinstance(v, str) else shown(v)}" for k, v in changes.items())
-        changed["description"] = f"Changed on the command line: {listed}. The recipe: {values.get('description', '')}"
+        # what a recipe says of its own entries is not true of others
+        recipe = "" if "entries" in changes else f" The recipe: {values.get('description', '')}"
+        changed["description"] = f"Changed on the command line: {listed}.{recipe}"
     return changed
 
 

@@ -264,7 +264,9 @@ def results_table(results: Results) -> Table:
         if reference:
             cells.append(Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"]))
         elif to and base:
-            cells.append(Cell.of(None if entry is base else -_paired(entry, base)[0], "+z.3f"))
+            gain, margin = _paired(entry, base)
+            ends = "" if margin is None else f" [{-gain - margin:+z.3f}, {-gain + margin:+z.3f}]"
+            cells.append(Cell("–") if entry is base else Cell(f"{-gain:+z.3f}{ends}", -gain))
         if stored:
             file: Any = entry.get("stored") or {}
             cells += [Cell.of(file.get(key), ".3f" if key == "loss_before" else ",") for key in Stored.__annotations__]

@@ -292,11 +292,11 @@ class CompareSettings(Settings):
                 f"tune.seed={self.tune.seed} is one of seeds: what is tuned on it has an advantage there; take another"
             )
         self._check_series()
-        fixed = [name for name, entry in self.entries.items() if entry.resize == "fixed"]
-        if fixed and self.match.by == "bytes":
-            raise ValueError(f"entries.{fixed[0]} has resize: fixed, and match by bytes resizes it: leave resize out")
-        for name in self.entries:
-            self.settings_of(name)
+        for name, entry in self.entries.items():
+            bits = self.settings_of(name).bits
+            if self.match.by == "bytes" and (bits is not None or entry.resize == "fixed"):
+                what = "resize: fixed" if bits is None else f"bits: {bits}"
+                raise ValueError(f"entries.{name} has {what}, and match by bytes chooses size and bits: leave it out")
         return self
 
     def _check_series(self) -> None:
