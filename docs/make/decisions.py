@@ -1,7 +1,7 @@
 """How far short runs decide: how often the order of two arms at few tokens was their order at more, from the records.
 
 Counted are pairs of arms that one study trained at both budgets; the order is that of mean losses over seeds. A pair is
-distinguishable where the interval of its short runs (Student's t over paired seeds) excludes zero. Intervals of shares are
+distinguishable if the interval of its short runs (Student's t over paired seeds) excludes zero. Intervals of shares are
 Wilson's, as if pairs were independent. They share arms, so that the intervals are too narrow.
 """
 
