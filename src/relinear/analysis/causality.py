@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.modes import evaluating, watching
 from relinear.hf.model_layout import layer_finder
+from relinear.hf.modes import evaluating, watching
 from relinear.hf.next_token_check import precision_of
 from relinear.hf.vocabulary import max_positions
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Result, Subject
 from relinear.analysis.cgt_context import context_variation
-from relinear.contract.modes import evaluating
 from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
+from relinear.hf.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from relinear.activations.interventions import Latent, LatentOperator, observe
 from relinear.analysis.analyses import Result, Subject, layer_row
-from relinear.contract.modes import evaluating
+from relinear.hf.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context_owner
-from relinear.contract.modes import evaluating, watching
 from relinear.hf.model_layout import decoder
+from relinear.hf.modes import evaluating, watching
 
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:

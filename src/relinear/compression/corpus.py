@@ -20,10 +20,10 @@ from torch import Tensor
 from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
-from relinear.contract.modes import evaluating
 from relinear.data.chat import Closed, Conversation
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents
+from relinear.hf.modes import evaluating
 
 #: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
 DOCUMENTS, LOOKED_AT = 4, 2**26

@@ -22,8 +22,8 @@ from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, read_record, save_tensors, write_record
 from relinear.compression.settings import CompressSettings
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.modes import evaluating
 from relinear.contract.objective import GuidedTraining
+from relinear.hf.modes import evaluating
 from relinear.surgery.states import own_parameters_
 from relinear.training.distill import against
 from relinear.training.fitting import fit_in_folder, remove_checkpoints

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.linear_layers import row_scale
-from relinear.contract.modes import frozen
 from relinear.distill.record import first_call
 from relinear.hf.model_layout import decoder_layers
+from relinear.hf.modes import frozen
 from relinear.hf.next_token_check import rounding_bound
 
 _Call = tuple[tuple, dict[str, Any]]

@@ -24,8 +24,8 @@ from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
 from relinear.compression.task import Task, check_compressible, check_ids, linear_layers, tables_of, unreached
-from relinear.contract.modes import evaluating
 from relinear.hf.model_layout import model_name
+from relinear.hf.modes import evaluating
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context
-from relinear.contract.modes import evaluating, frozen
 from relinear.contract.objective import kl_terms
 from relinear.contract.operator import Operator
 from relinear.distill.record import output_of
+from relinear.hf.modes import evaluating, frozen
 
 #: recorded tokens that are evaluated at a time
 _ROWS = 4096

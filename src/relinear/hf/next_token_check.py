@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_finite, check_model
-from relinear.contract.modes import evaluating
+from relinear.hf.modes import evaluating
 from relinear.hf.vocabulary import max_positions
 
 _NEEDED = "needs a causal language model, one that AutoModelForCausalLM loads"

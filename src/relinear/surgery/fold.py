@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from relinear.contract.folding import plain_linear
 from relinear.contract.input_checks import check_model
-from relinear.contract.modes import evaluating
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.config_record import sync_record
+from relinear.hf.modes import evaluating
 from relinear.surgery.select import is_adapted
 from relinear.surgery.separate_experts import fuse_experts_
 from relinear.surgery.tied import swap_layer, untie_config_

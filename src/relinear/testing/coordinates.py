@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.modes import watching
 from relinear.deprecated import RenamedHook
 from relinear.hf.model_layout import decoder_layers, unnormalised_sub_blocks
+from relinear.hf.modes import watching
 
 #: what is measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
 from relinear.contract.config import register, shown
-from relinear.contract.modes import evaluating
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
+from relinear.hf.modes import evaluating
 from relinear.models.presets import locate_model, model_folder
 from relinear.surgery.checkpoint import from_pretrained
 

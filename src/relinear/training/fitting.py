@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from relinear.contract.modes import same_modes
 from relinear.contract.objective import GuidedTraining, Objective
+from relinear.hf.modes import same_modes
 from relinear.surgery.summary import summary
 from relinear.system.files import MANIFEST
 from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads

@@ -22,10 +22,10 @@ from transformers.trainer_callback import PrinterCallback
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
 from relinear.contract.inference import caching_for_inference
-from relinear.contract.modes import evaluating
 from relinear.contract.objective import GuidedTraining
 from relinear.evaluate.losses import token_losses
 from relinear.hf.config_record import sync_record
+from relinear.hf.modes import evaluating
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside

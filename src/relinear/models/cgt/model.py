@@ -20,8 +20,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import UnknownSettingError, nearest, shown
-from relinear.contract.modes import evaluating
 from relinear.functional.cgt import moving_average
+from relinear.hf.modes import evaluating
 from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 
