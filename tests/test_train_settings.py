@@ -5,7 +5,7 @@ import json
 import pytest
 
 from relinear import LowRank
-from relinear.contract.config import parse_setting
+from relinear.contract.setting_text import parse_setting
 from relinear.contract.settings import Settings
 from relinear.system.allocator import tune_allocator
 from relinear.training import TrainSettings

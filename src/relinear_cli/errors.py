@@ -55,7 +55,7 @@ def _message(error: BaseException) -> str:
         message = f"{names}: {error.strerror}" if names else error.strerror
         return f"{message}; {_DISK}" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else message
     if hasattr(error, "errors") and hasattr(error, "error_count"):
-        from relinear.contract.config import readable
+        from relinear.contract.messages import readable
 
         return readable(error)  # type: ignore[arg-type]  # pydantic's, recognised without importing it
     if isinstance(error, UnpicklingError):  # torch's message proposes to run it

@@ -34,7 +34,7 @@ def command(
         for every in _WHAT:
             print(fitted(f"{every}: {', '.join(listed(every))}", sys.stdout, 2))
         return
-    from relinear.contract.config import nearest
+    from relinear.contract.messages import nearest
 
     if what not in _WHAT:
         raise ValueError(f"there is no list of {what!r}; {nearest(what, _WHAT)}")

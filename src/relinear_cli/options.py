@@ -124,7 +124,8 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     Raises:
         ValueError: if a text has not this form, or a pattern comes twice.
     """
-    from relinear.contract.config import parse_setting, shown
+    from relinear.contract.messages import shown
+    from relinear.contract.setting_text import parse_setting
 
     mapping: dict[str, dict[str, Any] | None] = {}
     for text in texts:
@@ -153,7 +154,7 @@ def parse_layers(text: str | None) -> list[int] | None:
     Raises:
         ValueError: if a part is neither a number nor a range.
     """
-    from relinear.contract.config import shown
+    from relinear.contract.messages import shown
 
     if text is None:
         return None
@@ -241,7 +242,7 @@ def corpus_of(data: str, text_column: str | None) -> DataSettings:
 
 def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any] = int) -> list[Any] | None:
     """Return ``"0,1,2"``, the value of ``option``, as a list; None for None. Raises ValueError for other texts."""
-    from relinear.contract.config import shown
+    from relinear.contract.messages import shown
 
     try:
         return None if text is None else [kind(part) for part in text.split(",")]
@@ -255,7 +256,7 @@ def named_entries(settings: list[str]) -> dict[str, str]:
     Raises:
         ValueError: if the same setting is given twice.
     """
-    from relinear.contract.config import shown
+    from relinear.contract.messages import shown
 
     kinds = [setting.partition(":")[0].strip() for setting in settings]
     entries: dict[str, str] = {}

@@ -25,8 +25,8 @@ from relinear.activations.hook_points import (
     LatentOperator,
     hook_points,
 )
-from relinear.contract.config import nearest, shown
 from relinear.contract.input_checks import check_model
+from relinear.contract.messages import nearest, shown
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from relinear.contract import plugins
-from relinear.contract.config import nearest
+from relinear.contract.messages import nearest
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tasks import MixtureTask, Samples, task_of
 from relinear.data.tokenizers import encode, text_start, windows

@@ -14,7 +14,7 @@ from pydantic import Field
 from relinear.compare.recipe import read_yaml
 from relinear.compare.report import gap_text
 from relinear.compare.schema import Gap
-from relinear.contract.config import nearest
+from relinear.contract.messages import nearest
 from relinear.contract.settings import PositiveInt, Settings
 from relinear.pages.blocks import Cell, Row, Table
 from relinear.system.confidence import half_width

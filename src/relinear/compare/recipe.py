@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from relinear.contract import plugins
-from relinear.contract.config import nearest, shown
+from relinear.contract.messages import nearest, shown
 from relinear.system.files import read_text
 from relinear.system.text import cut
 

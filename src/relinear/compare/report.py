@@ -9,7 +9,7 @@ import pydantic
 
 from relinear.compare import figures
 from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Statistic, Stored
-from relinear.contract.config import readable, shown
+from relinear.contract.messages import readable, shown
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Panel, colours

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from relinear.compare.recipe import apply_overrides, read_yaml
-from relinear.contract.config import nearest, parse_setting
+from relinear.contract.messages import nearest
+from relinear.contract.setting_text import parse_setting
 from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
 from relinear.data.tasks import task_of
 from relinear.system.confidence import seeds_needed

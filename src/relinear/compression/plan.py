@@ -9,9 +9,10 @@ from typing import Any, Self
 
 from relinear.compression.budget import size_of
 from relinear.compression.checksums import write_record
-from relinear.contract.config import parse_setting, shown
 from relinear.contract.linear_layers import is_embedding, linear_features
+from relinear.contract.messages import shown
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_replaceable
+from relinear.contract.setting_text import parse_setting
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import damaged_file_errors, read_json
 from relinear.system.grouped import grouped

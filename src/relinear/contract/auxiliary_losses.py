@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.contract.config import shown
 from relinear.contract.input_checks import check_model
+from relinear.contract.messages import shown
 from relinear.contract.operator import named_operators
 
 _NO_LOSS = (

@@ -7,12 +7,8 @@ checkpoint's ``config.json`` and read back without running any code.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import json
 import operator
-import re
-import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -21,17 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from relinear.contract import plugins
-from relinear.system.text import cut, requirement
+from relinear.contract.messages import nearest, readable, shown
+from relinear.contract.setting_text import parse_setting
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
 C = TypeVar("C", bound="type[Config]")
 
-#: names that a message lists
-_MAX_NAMES = 40
-#: characters of a value that a message repeats
-_MAX_CHARACTERS = 200
-#: faults that a message lists
-_MAX_FAULTS = 10
 #: torch cannot count the bytes of a float64 matrix with larger sides
 _MAX_SIZE = 2**29
 #: layers inside one operator: building more would take minutes
@@ -53,60 +44,6 @@ class UnknownSettingError(ValueError, TypeError):
 
 class UnknownKindError(ValueError):
     """Raised for a kind that is not registered and that no installed package offers."""
-
-
-# reads no more of a value than it is going to show
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _MAX_CHARACTERS
-
-
-def shown(value: Any) -> str:
-    """Return ``repr(value)``, shortened: a message must not repeat pages of input."""
-    try:
-        text = _repr.repr(value)
-    except Exception:  # a value whose repr fails, such as an integer of 5,000 digits, must not hide the message
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 2 * _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_NAMES) -> str:
-    """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; else the first ``limit``."""
-    known = list(known)
-    short = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
-    # Long texts resemble no name and are slow to compare.
-    close = short or (
-        difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else []
-    )
-    if close:
-        return f"did you mean {' or '.join(map(shown, close))}?"
-    more = f" and {len(known) - limit} more" if len(known) > limit else ""
-    return f"known: {cut(', '.join(known[:limit]), limit * 30)}{more}"
-
-
-def readable(error: ValidationError, name: str = "") -> str:
-    """Return pydantic's errors as text, one per line: location (in ``name``), requirement, value, suggestion."""
-    lines = []
-    faults = error.errors(include_url=False)
-    # a list with a wrong value also counts as one that is too short
-    inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
-    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
-    for fault in faults[:_MAX_FAULTS]:
-        location = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
-        value, limits = fault["input"], fault.get("ctx", {})
-        must_be = requirement(fault["type"], shown(value), limits)
-        if fault["type"].startswith("missing"):
-            lines.append(f"{location} is missing: give it a value")
-        elif must_be is None:
-            reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
-            got = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
-            lines.append(f"{location}: {reason}{got}" if location else reason + got)
-        else:
-            choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
-            hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
-            lines.append(f"{location} {must_be}{hint if 'did you mean' in hint else ''}".lstrip())
-    if len(faults) > _MAX_FAULTS:
-        lines.append(f"and {len(faults) - _MAX_FAULTS} more")
-    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -366,56 +303,3 @@ def _index(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
-
-
-def parse_setting(text: str) -> dict[str, Any]:
-    """Return the mapping that ``kind:key=value,key=value`` stands for, ready for ``Config.from_dict``.
-
-    Values are JSON scalars or lists, ``none``, bare words (strings), or a nested setting in parentheses:
-    ``hdpl:rank=128,blocks=8`` gives ``{"kind": "hdpl", "rank": 128, "blocks": 8}``, and
-    ``transponder:rank=8,base=(low_rank:rank=4)`` nests one setting in another. Nothing is looked up here; unknown kinds
-    and keys are found by ``from_dict``.
-
-    Raises:
-        ValueError: if the text does not have this form.
-    """
-    kind, colon, rest = text.strip().partition(":")
-    setting: dict[str, Any] = {"kind": kind.strip()}
-    parts = _split(rest, text) if colon else []
-    if not kind.strip().isidentifier() or (colon and not parts):
-        example = "write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)"
-        raise ValueError(f"{shown(text)} is not a setting; {example}")
-    for part in parts:
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not key.isidentifier() or not value:
-            raise ValueError(f"{shown(text)}: expected key=value, got {shown(part.strip())}")
-        if key in setting:
-            raise ValueError(f"{shown(text)}: {shown(key)} is given twice")
-        setting[key] = _parse_value(value)
-    return setting
-
-
-def _split(text: str, whole: str) -> list[str]:
-    """Split ``text`` at commas outside of brackets and parentheses."""
-    parts, depth, start = [], 0, 0
-    for index, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            break
-        if character == "," and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    if depth != 0:
-        raise ValueError(f"{shown(whole)}: brackets do not match")
-    return [part for part in (*parts, text[start:]) if part.strip() or parts]
-
-
-def _parse_value(text: str) -> Any:
-    if text.startswith("(") and text.endswith(")"):
-        return parse_setting(text[1:-1])
-    if text.lower() in ("true", "false", "none", "null"):
-        return {"true": True, "false": False}.get(text.lower())
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

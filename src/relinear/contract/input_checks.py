@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.config import Config, shown
+from relinear.contract.config import Config
+from relinear.contract.messages import shown
 
 
 def check_features(x: Any, width: int, layer: nn.Module) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from relinear.contract.config import nearest, readable, shown
+from relinear.contract.messages import nearest, readable, shown
 from relinear.deprecated import with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 from relinear.data.cache import cache_folder, cached, checksum, digest, write_tokens
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 from relinear.contract.settings import Settings
 from relinear.data.tasks import task_of
 from relinear.data.tokenizers import check_tokenizer_name

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relinear.contract.config import nearest, shown
+from relinear.contract.messages import nearest, shown
 from relinear.data.cache import cache_folder, cached, digest, usable_folder
 from relinear.data.chat import Conversation, as_document
 from relinear.system.text import cut

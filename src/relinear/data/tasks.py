@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL
-from relinear.contract.config import Config, Count, NonNegative, check_value, nearest, parse_setting, register, shown
+from relinear.contract.config import Config, Count, NonNegative, check_value, register
+from relinear.contract.messages import nearest, shown
+from relinear.contract.setting_text import parse_setting
 
 SYMBOLS = "0123456789*=+-|#"
 #: samples that training draws from, and that a run is evaluated on where nothing limits it

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 from relinear.data.chat import Closed, encodable, render_conversations
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS

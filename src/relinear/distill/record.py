@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import current_context
 from relinear.contract.auxiliary_losses import without_padding
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.hf.modes import watching

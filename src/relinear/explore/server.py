@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import ConfigDict, StrictFloat, ValidationError, validate_call
 
-from relinear.contract.config import readable, shown
+from relinear.contract.messages import readable, shown
 from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import Subject

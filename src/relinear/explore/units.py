@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points
 from relinear.activations.interventions import observe_hook_points
-from relinear.contract.config import nearest
+from relinear.contract.messages import nearest
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.modes import evaluating
 from relinear.system.files import atomic_directory, read_json, write_json

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.auxiliary_losses import install_aux_hooks
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 from relinear.contract.operator import named_operators
 from relinear.contract.plugins import packages_of
 from relinear.hf.attached import attachments

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from relinear.contract.config import nearest, shown
+from relinear.contract.messages import nearest, shown
 
 #: model names from before the Hub required an owner
 _WITHOUT_OWNER = frozenset(

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import nearest, shown
 from relinear.contract.linear_layers import linear_features
+from relinear.contract.messages import nearest, shown
 from relinear.contract.operator import is_replaceable
 from relinear.hf.attached import apply_attachment_
 from relinear.hf.config_record import sync_record

@@ -15,8 +15,9 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from relinear.activations.shared_context import ContextOwner, check_carries_context, conditioned_operators
 from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
-from relinear.contract.config import Count, register, shown
+from relinear.contract.config import Count, register
 from relinear.contract.input_checks import check_features
+from relinear.contract.messages import shown
 from relinear.hf.model_layout import is_checkpointing
 from relinear.hf.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence

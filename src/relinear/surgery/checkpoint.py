@@ -15,8 +15,8 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
-from relinear.contract.config import shown
 from relinear.contract.input_checks import check_model
+from relinear.contract.messages import shown
 from relinear.hf.config_record import (
     FORMAT_VERSION,
     LOADER,

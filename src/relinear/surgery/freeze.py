@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from relinear.contract.config import nearest, shown
 from relinear.contract.input_checks import check_model
+from relinear.contract.messages import nearest, shown
 from relinear.surgery.patterns import listed, matches
 
 

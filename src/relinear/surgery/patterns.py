@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 
 ALL_LINEAR = "all-linear"
 _PLAIN = re.compile(r"[\w.\-]+")

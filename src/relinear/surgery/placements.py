@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from relinear.contract.config import nearest
+from relinear.contract.messages import nearest
 from relinear.contract.operator import OperatorConfig
 
 # Llama's names first, then GPT-2's, whose fused c_attn holds q, k and v.

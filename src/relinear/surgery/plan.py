@@ -10,9 +10,10 @@ from torch import nn
 
 from relinear.activations.shared_context import check_conditioned
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import check_choice, shown
+from relinear.contract.config import check_choice
 from relinear.contract.input_checks import check_finite, check_model
 from relinear.contract.linear_layers import linear_features
+from relinear.contract.messages import shown
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.attached import apply_attachment_

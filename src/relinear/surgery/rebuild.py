@@ -16,8 +16,9 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import UnknownKindError, nearest, shown
+from relinear.contract.config import UnknownKindError
 from relinear.contract.linear_layers import is_embedding
+from relinear.contract.messages import nearest, shown
 from relinear.contract.operator import OperatorConfig, is_replaceable, named_operators
 from relinear.hf.attached import apply_attachment_, attachments
 from relinear.hf.config_record import FORMAT_VERSION, METHOD, sync_record

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 from relinear.hf.config_record import LOADER, METHOD, record_in_config, without_loader
 from relinear.system.files import write_text
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.config import layer_indices, shown
+from relinear.contract.config import layer_indices
 from relinear.contract.linear_layers import is_embedding
+from relinear.contract.messages import shown
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped

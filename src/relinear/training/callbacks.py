@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relinear.activations.interventions import Latent, LatentDistribution, observe
-from relinear.contract.config import shown
+from relinear.contract.messages import shown
 from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.training.settings import FitSettings

@@ -10,7 +10,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
-from relinear.contract.config import register, shown
+from relinear.contract.config import register
+from relinear.contract.messages import shown
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.hf.modes import evaluating
 from relinear.models.presets import locate_model, model_folder

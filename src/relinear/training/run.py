@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, TrainerCallback
 
 from relinear.activations.shared_context import check_context_is_there
-from relinear.contract.config import nearest
+from relinear.contract.messages import nearest
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tasks import RegressionTask, task_of

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import Config, shown
+from relinear.contract.config import Config
+from relinear.contract.messages import shown
 from relinear.contract.objective import ObjectiveConfig
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import Batch, Patterns, PositiveInt, Seed, Settings, Threads

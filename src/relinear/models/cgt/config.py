@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from transformers import AutoConfig, GPT2Config
 
-from relinear.contract.config import Count, IntRange, UnknownSettingError, check_choice, check_value, nearest, shown
+from relinear.contract.config import Count, IntRange, UnknownSettingError, check_choice, check_value
+from relinear.contract.messages import nearest, shown
 from relinear.hf.config_record import without_loader
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions

@@ -19,7 +19,8 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from relinear.activations.hook_points import HasHookPoints
-from relinear.contract.config import UnknownSettingError, nearest, shown
+from relinear.contract.config import UnknownSettingError
+from relinear.contract.messages import nearest, shown
 from relinear.functional.cgt import moving_average
 from relinear.hf.modes import evaluating
 from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig

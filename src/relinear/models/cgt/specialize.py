@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from relinear.contract.config import shown
 from relinear.contract.folding import plain_linear
+from relinear.contract.messages import shown
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attached import attachments
 from relinear.models.cgt.config import CGTRegressionConfig

@@ -1,0 +1,71 @@
+"""Words for messages about wrong settings: values cut short, nearest names, faults one a line."""
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+from relinear.system.text import cut, requirement
+
+#: names that a message lists
+_MAX_NAMES = 40
+#: characters of a value that a message repeats
+_MAX_CHARACTERS = 200
+#: faults that a message lists
+_MAX_FAULTS = 10
+
+# reads no more of a value than it is going to show
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _MAX_CHARACTERS
+
+
+def shown(value: Any) -> str:
+    """Return ``repr(value)``, shortened: a message must not repeat pages of input."""
+    try:
+        text = _repr.repr(value)
+    except Exception:  # a value whose repr fails, such as an integer of 5,000 digits, must not hide the message
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 2 * _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_NAMES) -> str:
+    """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; else the first ``limit``."""
+    known = list(known)
+    short = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
+    # Long texts resemble no name and are slow to compare.
+    close = short or (
+        difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else []
+    )
+    if close:
+        return f"did you mean {' or '.join(map(shown, close))}?"
+    more = f" and {len(known) - limit} more" if len(known) > limit else ""
+    return f"known: {cut(', '.join(known[:limit]), limit * 30)}{more}"
+
+
+def readable(error: ValidationError, name: str = "") -> str:
+    """Return pydantic's errors as text, one per line: location (in ``name``), requirement, value, suggestion."""
+    lines = []
+    faults = error.errors(include_url=False)
+    # a list with a wrong value also counts as one that is too short
+    inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
+    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
+    for fault in faults[:_MAX_FAULTS]:
+        location = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
+        value, limits = fault["input"], fault.get("ctx", {})
+        must_be = requirement(fault["type"], shown(value), limits)
+        if fault["type"].startswith("missing"):
+            lines.append(f"{location} is missing: give it a value")
+        elif must_be is None:
+            reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
+            got = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
+            lines.append(f"{location}: {reason}{got}" if location else reason + got)
+        else:
+            choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
+            hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
+            lines.append(f"{location} {must_be}{hint if 'did you mean' in hint else ''}".lstrip())
+    if len(faults) > _MAX_FAULTS:
+        lines.append(f"and {len(faults) - _MAX_FAULTS} more")
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])

@@ -1,0 +1,59 @@
+"""Read settings that are written as text, as on the command line: ``hdpl:rank=128,blocks=8``."""
+
+import json
+from typing import Any
+
+from relinear.contract.messages import shown
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """Return the mapping that ``kind:key=value,key=value`` stands for, ready for ``Config.from_dict``.
+
+    Values are JSON scalars or lists, ``none``, bare words (strings), or a nested setting in parentheses:
+    ``hdpl:rank=128,blocks=8`` gives ``{"kind": "hdpl", "rank": 128, "blocks": 8}``, and
+    ``transponder:rank=8,base=(low_rank:rank=4)`` nests one setting in another. Nothing is looked up here; unknown kinds
+    and keys are found by ``from_dict``.
+
+    Raises:
+        ValueError: if the text does not have this form.
+    """
+    kind, colon, rest = text.strip().partition(":")
+    setting: dict[str, Any] = {"kind": kind.strip()}
+    parts = _split(rest, text) if colon else []
+    if not kind.strip().isidentifier() or (colon and not parts):
+        example = "write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)"
+        raise ValueError(f"{shown(text)} is not a setting; {example}")
+    for part in parts:
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not key.isidentifier() or not value:
+            raise ValueError(f"{shown(text)}: expected key=value, got {shown(part.strip())}")
+        if key in setting:
+            raise ValueError(f"{shown(text)}: {shown(key)} is given twice")
+        setting[key] = _parse_value(value)
+    return setting
+
+
+def _split(text: str, whole: str) -> list[str]:
+    """Split ``text`` at commas outside of brackets and parentheses."""
+    parts, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            break
+        if character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    if depth != 0:
+        raise ValueError(f"{shown(whole)}: brackets do not match")
+    return [part for part in (*parts, text[start:]) if part.strip() or parts]
+
+
+def _parse_value(text: str) -> Any:
+    if text.startswith("(") and text.endswith(")"):
+        return parse_setting(text[1:-1])
+    if text.lower() in ("true", "false", "none", "null"):
+        return {"true": True, "false": False}.get(text.lower())
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
