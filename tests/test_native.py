@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import relinear
 from cases import ccl_results
@@ -324,6 +325,36 @@ def test_bytes_are_multiplied_alike_without_instructions_of_new_processors(proce
             test_integers_times_inputs_that_are_rounded_to_bytes(bits, torch.float32, few_rows)
     finally:
         native.calls._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_token_through_quantized_decoder_layers_is_two_calls_a_layer(cache, any_size):
+    """The tokens are those of the layers' own forward, which hooks, copies and the promise's end go back to."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=90, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    relinear.replace_(model, {"all-linear": relinear.Quantized(bits=4)}, init="from_weight")
+    ids, calls = torch.tensor([[0, 0, 3, 4]]), []
+    limits = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    limits |= {"attention_mask": (ids != 0).long(), "cache_implementation": cache}
+    layer = relinear.for_inference_(model).model.layers[1]
+    before, *others = layer.forward.cache.get("layer", layer.forward._prepared)
+    layer.forward.cache._state[2]["layer"] = (lambda *given: calls.append(1) or before(*given), *others)
+    tokens = model.generate(ids, **limits)
+    assert len(calls) == 11
+    hook = layer.mlp.up_proj.register_forward_hook(lambda *args: None)
+    assert torch.equal(model.generate(ids, **limits), tokens)
+    hook.remove()
+    copy.deepcopy(model).generate(ids, **limits)
+    model.train().eval().generate(ids, **limits)
+    with relinear.contract.inference.caching_for_inference(model):
+        model.generate(ids, **limits)
+    layer.mlp.up_proj = torch.nn.Linear(128, 192)
+    model.generate(ids, **limits)
+    relinear.for_inference_(model).generate(ids, **limits)
+    assert len(calls) == 11
 
 
 @pytest.mark.parametrize("moment", [True, False], ids=["both", "inputs"])

@@ -67,7 +67,10 @@ def install_aux_hooks(model: nn.Module) -> None:
 
 
 def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
-    # A layer that a forward skips must not keep the loss, and the graph, of an earlier one.
+    # A layer that a forward skips must not keep the loss, and the graph, of an earlier one. Inference records none, and
+    # a token would wait for the walk over all modules.
+    if not model.training and not torch.is_grad_enabled():
+        return
     for _, operator in named_operators(model):
         operator.clear_auxiliary_losses()
 

@@ -18,7 +18,8 @@ from relinear.kernels.implementations import PLAIN, Call, Implementation, dispat
 _HALF = reference.BLOCK // 2
 
 
-def _unsupported(call: Call) -> str:
+def unsupported_reason(call: Call) -> str:
+    """Say why C++ does not run a call of ``quantized``; "" if it does."""
     x, packed, scales, zeros, bits, group, bias = call.arguments
     if bits not in native.calls.BITS:
         return f"{bits} bits"
@@ -38,7 +39,7 @@ def _compiled(x: Tensor, *arguments) -> Tensor:
     return native.kernels().quantized_layer(x.shape[-1], *arguments)(x)
 
 
-quantized = dispatch(Implementation("C++", _unsupported, _compiled), otherwise="reference")(reference.quantized)
+quantized = dispatch(Implementation("C++", unsupported_reason, _compiled), otherwise="reference")(reference.quantized)
 
 
 def prepare_few_rows(rounded: bool, x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
@@ -51,7 +52,7 @@ def prepare_few_rows(rounded: bool, x: Tensor, *parameters) -> Callable[[Tensor]
         x: (..., I).
         parameters: what follows x there.
     """
-    if _unsupported(Call(x, *parameters)):
+    if unsupported_reason(Call(x, *parameters)):
         return None
     log_choice("quantized", "C++ for a few rows, prepared", shape_of(x), {})
     return native.kernels().quantized_layer(x.shape[-1], *parameters, rounded=rounded)

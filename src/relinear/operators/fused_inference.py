@@ -36,14 +36,14 @@ class FusedInference(CachingModule):
         cache = self.parameter_cache
         if cache is None or self.training or rows_unsupported(x):
             return None
-        kernel, submodules = cache.get(x.dtype, lambda: (self.fused_kernel(x), _Submodules(self))) or (None, None)
+        kernel, submodules = cache.get(x.dtype, lambda: (self.fused_kernel(x), Submodules(self))) or (None, None)
         return None if kernel is None or not submodules.are_bare() else kernel(x)
 
     def build_kernels(self) -> None:
         is_loaded_beside(next(self.parameters()))
 
 
-class _Submodules:
+class Submodules:
     """The submodules of an operator; its cache notices if one is replaced."""
 
     def __init__(self, module: nn.Module) -> None:

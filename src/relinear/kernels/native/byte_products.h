@@ -201,4 +201,19 @@ inline void byte_products(float (&sums)[kCount], const Grid<T>& grid, int64_t o,
   for (int i = 0; i < kCount; ++i) sums[i] = sum(found[i]);
 }
 
+// to (N, O) = the products with N rows of inputs, and a bias
+template <class T>
+void multiply(T* to, const Grid<T>& grid, int64_t bits, const Rounded& x, int64_t rows, int64_t outputs,
+              const Bias<T>& start) {
+  for_bits(bits, [&](auto constant) {
+    for_outputs(outputs, outputs, rows * grid.inputs, [&](int64_t o, auto count) {
+      for (int64_t n = 0; n < rows; ++n) {
+        float sums[count];
+        byte_products<constant>(sums, grid, o, x, n * grid.inputs);
+        for (int i = 0; i < count; ++i) to[n * outputs + o + i] = T(sums[i] + start[o + i]);
+      }
+    });
+  });
+}
+
 }  // namespace relinear

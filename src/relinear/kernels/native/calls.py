@@ -36,6 +36,8 @@ _KERNELS = {
     "quantized_bytes": ("half threads", "pppppp nnnnn"),
     "quantized_weights": ("half threads", "pppp nnnnn"),
     "change_codes": ("", "ppppppp f nn"),
+    "decoder_before": ("threads", "ppppppp f"),
+    "decoder_after": ("threads", "pppp f"),
     "rotor_network": ("half threads", "pp n pp"),
     "rotor_network_backward": ("half threads", "pp n pp n pp"),
     "places_below": ("", "p nn"),
@@ -258,6 +260,18 @@ def ccl_layer(
     return layer
 
 
+def _check_packed(inputs: int, codes: Tensor, scales: Tensor, zeros, bits: int, group: int, bias) -> tuple[int, Any]:
+    """Outputs of packed integers, and the dtype of their scales. Raises ValueError as ``quantized_layer`` does."""
+    if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
+        raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
+    outputs, dtype = scales.shape[0], scales.dtype
+    _check("scales", scales, dtype, outputs, -(-inputs // group))
+    _check("codes", codes, torch.uint8, outputs, inputs // 8 * bits)
+    _check("zeros", zeros, torch.uint8, *scales.shape)
+    _check("bias", bias, dtype, outputs)
+    return outputs, dtype
+
+
 def quantized_layer(
     inputs: int,
     codes: Tensor,
@@ -274,13 +288,7 @@ def quantized_layer(
 
     Raises ValueError unless inputs are a multiple of 64, a group's of 32.
     """
-    if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
-        raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
-    outputs, dtype = scales.shape[0], scales.dtype
-    _check("scales", scales, dtype, outputs, -(-inputs // group))
-    _check("codes", codes, torch.uint8, outputs, inputs // 8 * bits)
-    _check("zeros", zeros, torch.uint8, *scales.shape)
-    _check("bias", bias, dtype, outputs)
+    outputs, dtype = _check_packed(inputs, codes, scales, zeros, bits, group, bias)
     half, of_few, most_rows = (
         dtype == torch.bfloat16,
         _kernel("quantized_bytes" if rounded else "quantized_rows"),
@@ -307,6 +315,52 @@ def quantized_layer(
         return y
 
     return layer
+
+
+def decoder_layer(
+    matrices: Sequence[tuple[Any, ...]], norms: Sequence[Tensor], size: int, eps: float
+) -> tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]:
+    """A decoder layer of one token x (1, 1, I) in float32: what is before attention, and what follows.
+
+    The first takes x, cosines and sines (1, 1, size) and returns query (1, shared, H / shared, size), key and value
+    (1, shared, 1, size); the second takes x and what attention made of the query.
+
+    Args:
+        matrices: arguments of ``quantized_layer`` of query, key, value, output, gate, up and down.
+        norms: weights of both norms.
+        size: of a head.
+        eps: of the norms.
+    """
+    numbers, outputs = [], []
+    for inputs, codes, scales, zeros, bits, group, bias in matrices:
+        outputs.append(_check_packed(inputs, codes, scales, zeros, bits, group, bias)[0])
+        _check("scales", scales, torch.float32, *scales.shape)
+        numbers += [*map(_at, (codes, scales, zeros, bias)), inputs, outputs[-1], bits, group]
+    width, read, kept, inner = matrices[0][0], outputs[0], outputs[1], outputs[4]
+    fits = [m[0] for m in matrices] == [width, width, width, read, width, width, inner]
+    if not fits or outputs != [read, kept, kept, width, inner, inner, width] or read % kept or kept % size or size % 2:
+        raise ValueError(f"matrices of {outputs} outputs do not fit into a decoder layer with heads of {size}")
+    for norm in norms:
+        _check("norm", norm, torch.float32, width)
+    shared, sharing = kept // size, read // kept
+    layer = _numbers((*numbers, *map(_at, norms), shared * sharing, shared, size))
+    first, second = _kernel("decoder_before"), _kernel("decoder_after")
+
+    def before(x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _check("cosines", cosine, torch.float32, 1, 1, size)
+        _check("sines", sine, torch.float32, 1, 1, size)
+        query, key = x.new_empty(1, shared, sharing, size), x.new_empty(1, shared, 1, size)
+        value = torch.empty_like(key)
+        at = query.data_ptr(), key.data_ptr(), value.data_ptr(), x.data_ptr(), cosine.data_ptr(), sine.data_ptr()
+        first(torch.get_num_threads(), *at, layer, eps)
+        return query, key, value
+
+    def after(x: Tensor, mixed: Tensor) -> Tensor:
+        out, mixed = torch.empty_like(x), mixed.contiguous()
+        second(torch.get_num_threads(), out.data_ptr(), x.data_ptr(), mixed.data_ptr(), layer, eps)
+        return out
+
+    return before, after
 
 
 def change_codes(values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, scale, zero, top, own, parts) -> None:

@@ -23,48 +23,16 @@ inline Words widened(const uint8_t* from) {
 #endif
 }
 
-// Numbers 0, step, ... of ``kBits`` bits, over and over: what a vector's permutation looks codes up in.
+// The codes of a block as numbers.
 template <int kBits>
-inline Floats multiples(float step) {
-  Floats table = {};
-  for (int i = 0; i < kLanes; ++i) table[i] = (i % (1 << kBits)) * step;
-  return table;
-}
-
-// A plane's codes as numbers, times ``step``: those that begin at bit ``shift`` of bytes.
-template <int kBits>
-inline Floats plane(const uint8_t* bytes, int shift, int step) {
-  const Words codes = widened(bytes) >> shift;
-#if defined(__AVX512F__)
-  return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)multiples<kBits>(step));  // reads the lowest 4 bits
-#else
-  return __builtin_convertvector((Ints)((codes & ((1 << kBits) - 1)) * step), Floats);
-#endif
-}
-
-// The codes of a block from ``at`` on, a constant once unrolled.
-template <int kBits>
-inline Floats decoded(const uint8_t* block, int at) {
-  Floats codes = {};
-  if constexpr (kBits & 8) codes = __builtin_convertvector((Ints)widened(block + at), Floats);
-  if constexpr (kBits & 4) codes = plane<4>(block + at % 32, at / 32 * 4, 1 << (kBits & 3));
-  const uint8_t* next = block + (kBits & 4) * 8;
-  if constexpr (kBits & 2) {
-    const Floats two = plane<2>(next + at % 16, at / 16 * 2, 1 << (kBits & 1));
-    codes = kBits & 4 ? codes + two : two;
+inline void write_codes(Floats (&to)[kBlock / kLanes], const uint8_t* block) {
+  for (int at = 0; at < kBlock; at += kBytes) {
+    const ByteVector codes = codes_of<kBits>(block, at);
+    uint8_t held[kBytes];
+    std::memcpy(held, &codes, kBytes);
+    for (int i = 0; i < 4; ++i)
+      to[at / kLanes + i] = __builtin_convertvector((Ints)widened(held + i * kLanes), Floats);
   }
-  if constexpr (kBits & 1) {
-    uint16_t single = 0;
-    std::memcpy(&single, next + (kBits & 2) * 8 + at / 8, kLanes == 16 ? 2 : 1);
-#if defined(__AVX512F__)
-    codes = (Floats)_mm512_mask_add_ps((__m512)codes, single, (__m512)codes, _mm512_set1_ps(1));
-#else
-    Words lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = 1 << (i + at % 8);
-    codes += (Floats)((Words)(((Words{} + single) & lane) == lane) & (Words)(Floats{} + 1.f));
-#endif
-  }
-  return codes;
 }
 
 // Row o of the matrix.
@@ -74,13 +42,14 @@ inline void write_row(T* to, const Grid<T>& grid, int64_t o) {
   const uint8_t* block = grid.codes + o * grid.width;
   int64_t k = 0, left = grid.halves;
   for (int64_t start = 0; start < grid.inputs; start += kBlock, block += 8 * kBits) {
-    __builtin_prefetch(block + kTogether * grid.width);  // memory is far for a few rows
+    Floats codes[kBlock / kLanes];
+    write_codes<kBits>(codes, block);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const Floats unit = Floats{} + float(scale[k]), zero = Floats{} + grid.zero(o, k);
 #pragma GCC unroll 8
       for (int at = half * kHalf; at < (half + 1) * kHalf; at += kLanes)
-        store(to + start + at, (decoded<kBits>(block, at) - zero) * unit, kLanes);
+        store(to + start + at, (codes[at / kLanes] - zero) * unit, kLanes);
       if (--left == 0) ++k, left = grid.halves;
     }
   }
@@ -95,7 +64,11 @@ inline void integer_products(float (&sums)[kCount][kRows], const Codes& grid, in
   int64_t k = 0, left = grid.halves;
   for (int64_t start = 0; start < grid.inputs; start += kBlock) {
     const uint8_t* block = grid.codes + o * grid.width + start / 8 * kBits;
-    for (int i = 0; i < kCount; ++i) __builtin_prefetch(block + (kCount + i) * grid.width);  // of the next rows
+    Floats codes[kCount][kBlock / kLanes];
+    for (int i = 0; i < kCount; ++i) {
+      __builtin_prefetch(block + (kCount + i) * grid.width);  // of the next rows
+      write_codes<kBits>(codes[i], block + i * grid.width);
+    }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 8
@@ -104,7 +77,7 @@ inline void integer_products(float (&sums)[kCount][kRows], const Codes& grid, in
 #pragma GCC unroll 4
         for (int i = 0; i < kCount; ++i) {
           const float* unit = units + 2 * i * grid.groups + k;
-          weights[i] = decoded<kBits>(block + i * grid.width, at) * unit[0] + unit[grid.groups];
+          weights[i] = codes[i][at / kLanes] * unit[0] + unit[grid.groups];
         }
 #pragma GCC unroll 8
         for (int n = 0; n < kRows; ++n) {
@@ -176,16 +149,7 @@ void quantized_bytes(bool half, int threads, void* out, const void* x, const uin
   RELINEAR_DISPATCH(half, {
     const Grid<T> grid(codes, scales, zeros, inputs, bits, group);
     const Rounded taken(in_single((const T*)x, rows * inputs).data(), rows * inputs);
-    const Bias<T> start(bias);
-    for_bits(bits, [&](auto constant) {
-      for_outputs(outputs, outputs, rows * inputs, [&](int64_t o, auto count) {
-        for (int64_t n = 0; n < rows; ++n) {
-          float sums[count];
-          byte_products<constant>(sums, grid, o, taken, n * inputs);
-          for (int i = 0; i < count; ++i) ((T*)out)[n * outputs + o + i] = T(sums[i] + start[o + i]);
-        }
-      });
-    });
+    multiply((T*)out, grid, bits, taken, rows, outputs, Bias<T>(bias));
   });
 }
 

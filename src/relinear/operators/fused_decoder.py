@@ -1,0 +1,81 @@
+"""Decoder layers of one token in two calls around attention, in place of the forward that transformers gives them.
+
+In Python a token through a small model takes longer than its products: seven linear layers, two norms and a rotation
+are calls with checks of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from relinear.contract.inference import FUSED_FORWARDS, ParameterCache
+from relinear.kernels.implementations import Call
+from relinear.kernels.native import kernels, rows_unsupported
+from relinear.kernels.quantized import unsupported_reason
+from relinear.operators.fused_inference import Submodules
+from relinear.operators.quantized import QuantizedLinear
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+class FusedDecoderLayer:
+    """The forward of a decoder layer of quantized layers that are promised to stay; its class's for other inputs.
+
+    Copies and pickles hold nothing of the promise.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.cache: ParameterCache | None = ParameterCache(layer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layer": self.layer, "cache": None}
+
+    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
+        x, layer, past, turned = hidden_states, self.layer, kw.get("past_key_values"), kw.get("position_embeddings")
+        one_token = x.dtype == torch.float32 and x.numel() == x.shape[-1] and not (args or rows_unsupported(x))
+        plain_mask = attention_mask is None or attention_mask.dtype == torch.bool
+        if self.cache is not None and one_token and plain_mask and past is not None and turned is not None:
+            prepared = self.cache.get("layer", self._prepared)
+            if prepared is not None and not layer.training and prepared[2].are_bare():
+                (before, after), attention = prepared[:2], cast("Any", layer.self_attn)
+                promise = attention.q_proj.parameter_cache
+                if promise is not None and promise.rounds_inputs:
+                    query, key, value = before(x, *turned)
+                    keys, values = past.update(key, value, attention.layer_idx)
+                    mask, scale = attention_mask, attention.scaling
+                    return after(x, scaled_dot_product_attention(query, keys, values, mask, scale=scale))
+        return type(layer).forward(layer, hidden_states, attention_mask, *args, **kw)
+
+    def _prepared(self) -> tuple[Any, Any, Submodules] | None:
+        """Return the calls before and after attention, and what tells whether they may; None if they may not."""
+        layer, matrices = cast("Any", self.layer), _matrices(self.layer)
+        if not matrices or any(unsupported_reason(Call(m[2].new_empty(1, m[0]), *m[1:])) for m in matrices):
+            return None
+        norms = layer.input_layernorm, layer.post_attention_layernorm
+        eps, size = norms[0].variance_epsilon, layer.self_attn.head_dim
+        return *kernels().decoder_layer(matrices, [norm.weight for norm in norms], size, eps), Submodules(layer)
+
+
+def _matrices(layer: nn.Module) -> list[tuple[Any, ...]]:
+    """Return inputs and packed integers of all linear layers of a decoder layer, or nothing if some are others."""
+    linear = [layer.get_submodule(name) for name in _LINEAR]
+    if any(type(one) is not QuantizedLinear or one.config.levels != "uniform" for one in linear):
+        return []
+    return [(one.in_features, *one._tensors()) for one in linear if isinstance(one, QuantizedLinear)]
+
+
+def fused_llama(layer: Any) -> FusedDecoderLayer | None:
+    """Return the forward of a decoder layer of Llama's whose linear layers are all quantized; None for others."""
+    config, single = layer.self_attn.config, layer.input_layernorm.weight.dtype == torch.float32
+    known = single and config.hidden_act == "silu" and config._attn_implementation == "sdpa"
+    changed = not isinstance(layer.__dict__.get("forward"), FusedDecoderLayer | None)
+    return FusedDecoderLayer(layer) if known and not changed and _matrices(layer) else None
+
+
+FUSED_FORWARDS["transformers.models.llama.modeling_llama.LlamaDecoderLayer"] = fused_llama
