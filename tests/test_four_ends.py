@@ -67,7 +67,7 @@ def way_in(start: str) -> str:
 @pytest.fixture
 def type_in(tmp_path) -> Callable[[str], str]:
     """A shell in an empty folder, with relinear in an environment of its own that sees this one's packages."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     programs, here = tmp_path / "venv" / "bin", tmp_path / "here"
     here.mkdir()
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -76,13 +76,14 @@ def type_in(tmp_path) -> Callable[[str], str]:
     scripts = {
         "relinear": f"#!{python}\nfrom relinear_cli.main import run\nrun()\n",
         "pytest": f"#!{python}\nimport sys, pytest\nsys.exit(pytest.main())\n",
+        "pip": f"#!{python}\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n",
     }
     if shutil.which("llama-cli") is None:
         scripts["llama-cli"] = READER.format(python=python)
     for name, text in scripts.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    offline = {"PIP_NO_BUILD_ISOLATION": "1", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}
+    offline = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}  # 0 means: without isolation
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {**offline, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 

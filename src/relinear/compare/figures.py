@@ -15,7 +15,7 @@ from relinear.system.grouped import grouped
 
 Entry = EntryResult
 Colours = Mapping[str, str]
-LOSS = "validation loss (nats per token)"
+LOSS = "validation loss (nats)"
 
 
 def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
