@@ -1,15 +1,21 @@
-"""GGUF files of one size, ours and llama.cpp's own, read by llama.cpp: nats a token on texts that calibrate neither.
+"""GGUF files of one size, ours and llama.cpp's own, read by llama.cpp: what each loses, and types and rounding apart.
 
     g++ -O2 -std=c++17 -I LLAMA/include -I LLAMA/ggml/include results/compress/llama_files.cpp -o llama_files \\
         BUILD/src/libllama.a BUILD/ggml/src/libggml{,-cpu,-base}.a -fopenmp -lpthread -ldl
-    relinear compress models/smollm2 --for llama.cpp --size 91MB --data TEXT --data TEXT --tokens 8192 \\
-        --set sequence_length=256 --no-evaluate --out DIR
-    python results/compress/llama_files.py models/smollm2 --calibrate TEXT TEXT --evaluate NAME=TEXT [...] \\
-        --program ./llama_files --ours DIR/model.gguf --work runs/llama-files --out results/compress/llama_files.jsonl
+    python results/compress/llama_files.py MODEL --program ./llama_files --calibrate TEXT TEXT --types IQ4_NL Q5_0 \\
+        --work runs/llama-files
+    relinear compress MODEL --for llama.cpp --size BYTES --data TEXT --data TEXT --tokens 8192 \\
+        --set sequence_length=256 --no-evaluate --out runs/IQ4_NL
+    python results/compress/llama_files.py MODEL ... --plan runs/IQ4_NL/plan.json
+    relinear compress MODEL ... --plan runs/llama-files/IQ4_NL.json --out runs/IQ4_NL-rounding
+    python results/compress/llama_files.py MODEL ... --evaluate NAME=TEXT [...] --ours IQ4_NL=runs/IQ4_NL/model.gguf \\
+        --rounding IQ4_NL=runs/IQ4_NL-rounding/model.gguf --out results/compress/llama_files.jsonl
+    python results/compress/llama_files.py table results/compress/llama_files.jsonl
 
-``llama_files.cpp`` is built against libllama. It rounds the model as ``llama-quantize`` does, with an importance matrix
-of the tokens that calibrated DIR, and gives the losses of windows that llama.cpp computes of each file. Files are
-compared as they are: embedding, tokenizer and all.
+The first call has llama.cpp round the model to mixtures of its own, as ``llama-quantize`` does, with an importance matrix
+of the tokens that calibrate ours. BYTES are those of its file. The second writes llama.cpp's types as our plan, for our
+rounding. The third has llama.cpp round the model to the types that ours chose, and judges all files as they are,
+embedding, tokenizer and all, beside the original in float32, by ``llama_files.cpp``, which is built against libllama.
 """
 
 from __future__ import annotations
@@ -17,7 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -35,7 +43,28 @@ from relinear.system.confidence import half_width
 from relinear.system.machine import provenance
 
 #: llama.cpp's numbers of its mixtures
-TYPES = {"IQ4_NL": 25, "IQ4_XS": 30}
+MIXTURES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18} | {
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+}
+#: mixtures that show how far numbers carry: the original in fewer bits, not for comparison
+FLOOR = ("F16", "Q8_0")
+#: a type of GGUF -> our operator
+OPERATORS = {
+    "Q4_0": "quantized:bits=4,group=32,symmetric=true",
+    "Q4_1": "quantized:bits=4,group=32",
+    "Q5_0": "quantized:bits=5,group=32,symmetric=true",
+    "Q5_1": "quantized:bits=5,group=32",
+    "Q8_0": "quantized:bits=8,group=32,symmetric=true",
+    "IQ4_NL": "quantized:bits=4,group=32,symmetric=true,levels=iq4_nl",
+}
+CONTINUED, TURNS = 24, 7
+BY = {
+    "llama.cpp": "llama.cpp's types and rounding",
+    "types": "our types, llama.cpp's rounding",
+    "rounding": "llama.cpp's types, our rounding",
+    "relinear": "our types and rounding",
+}
 
 
 @torch.no_grad()
@@ -55,70 +84,158 @@ def mean_squares(model: nn.Module, blocks: Tensor) -> dict[str, Tensor]:
     return {name: (total / blocks.numel()).float() for name, total in sums.items()}
 
 
+def types_of(path: Path) -> dict[str, tuple[str, int, int]]:
+    """Name -> type, its number and the weights of each matrix of a GGUF file."""
+    tensors = [tensor for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1]
+    return {one.name: (one.tensor_type.name, one.tensor_type.value, one.n_elements) for one in tensors}
+
+
+def repeated(lines: str) -> float:
+    """Share of the 4-grams of continuations that stood in the continuation before."""
+    shares = []
+    for ids in (line.split() for line in lines.splitlines()):
+        runs = list(zip(*(ids[at:] for at in range(4)), strict=False))
+        shares.append(1 - len(set(runs)) / len(runs))
+    return sum(shares) / len(shares)
+
+
+def judged(files: dict[str, Path], text: str, place: Path, window: int, program: Path) -> list[dict]:
+    """What llama.cpp finds of each file on the windows in ``place``, by window; the first is the original."""
+    said = place.with_suffix(".judged")
+    subprocess.run([program, "judge", str(window), place, said, *files.values()], check=True)
+    found = numpy.fromfile(said, dtype=numpy.float32).reshape(-1, len(files), window - 1, 3).astype(numpy.float64)
+    said.unlink()
+    rows = []
+    for at, path in enumerate(files.values()):
+        loss, divergence, same = found[:, at].transpose(2, 0, 1)
+        command = [program, "continue", str(window), place, str(CONTINUED), path]
+        again = repeated(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        by_window = {"loss": loss.mean(1), "kl": divergence.mean(1), "kl_median": numpy.median(divergence, 1)}
+        by_window |= {"kl_99": numpy.quantile(divergence, 0.99, axis=1), "same_token": same.mean(1)}
+        rows.append({key: [round(float(one), 6) for one in values] for key, values in by_window.items()})
+        rows[-1] |= {"repeated": round(again, 4)}
+        print(text, list(files)[at], {k: v if k == "repeated" else sum(v) / len(v) for k, v in rows[-1].items()}, flush=True)
+    return rows
+
+
+def named(values: list[str]) -> dict[str, str]:
+    """NAME=VALUE arguments."""
+    return dict(one.split("=", 1) for one in values)
+
+
 def main() -> None:
-    """Round the model by llama.cpp, then write a row of losses for each file."""
+    """Make files, then judge them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--calibrate", nargs="+", required=True, metavar="TEXT")
-    parser.add_argument("--evaluate", nargs="+", required=True, metavar="NAME=TEXT")
     parser.add_argument("--program", type=Path, required=True)
-    parser.add_argument("--ours", type=Path, nargs="*", default=[])
+    parser.add_argument("--types", nargs="+", default=[], help="mixtures of llama.cpp")
+    parser.add_argument("--plan", type=Path, help="of ours, to be written with llama.cpp's types")
+    parser.add_argument("--evaluate", nargs="*", default=[], metavar="NAME=TEXT")
+    parser.add_argument("--ours", nargs="*", default=[], metavar="TYPE=FILE")
+    parser.add_argument("--rounding", nargs="*", default=[], metavar="TYPE=FILE")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
-    parser.add_argument("--windows", type=int, default=30)
+    parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--work", type=Path, required=True, help="directory of the files that are made")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    tokenizer, model = load_tokenizer(given.model), relinear.from_pretrained(given.model, dtype=torch.float32).eval()
     evaluated = given.windows * given.window
     settings = CompressSettings(tokens=given.tokens, sequence_length=given.window, evaluation_tokens=evaluated)
-    corpora = {path: texts(path) for path in given.calibrate}
-    blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
-    others = {name: texts(path) for name, path in (one.split("=", 1) for one in given.evaluate)}
-    windows = read_elsewhere(others, tokenizer, settings)
-    files = {"original": given.work / "original.gguf"}
-    if not files["original"].exists():
-        export_gguf(model, files["original"], tokenizer=tokenizer)
-    matrix = given.work / "matrix"
-    with matrix.open("wb") as file:
-        for name, values in mean_squares(model, blocks).items():
-            file.write(f"{name} {len(values)} ".encode() + values.numpy().tobytes())
-    for name, number in TYPES.items():
-        files[f"llama.cpp, {name}"] = path = given.work / f"{name}.gguf"
+    tokenizer = load_tokenizer(given.model)
+    original, matrix = given.work / "original.gguf", given.work / "matrix"
+    if not matrix.exists():
+        model = relinear.from_pretrained(given.model, dtype=torch.float32).eval()
+        export_gguf(model, original, tokenizer=tokenizer)
+        blocks = read_corpus({p: texts(p) for p in given.calibrate}, {}, tokenizer, settings, plan_only=True).blocks
+        squares = mean_squares(model, blocks)
+        with matrix.open("wb") as file:
+            for name, values in squares.items():
+                file.write(f"{name} {len(values)} ".encode() + values.numpy().tobytes())
+
+    def quantize(path: Path, mixture: str, types: list[Path]) -> Path:
         if not path.exists():
-            subprocess.run([given.program, "quantize", files["original"], path, str(number), matrix], check=True)
-    files |= {f"relinear, {path.stat().st_size / 1e6:.1f} MB": path for path in given.ours}
-    before: dict[str, Tensor] = {}
-    for name, path in files.items():
-        types = Counter[str]()
-        for tensor in GGUFReader(path).tensors:
-            types[tensor.tensor_type.name] += tensor.n_elements * (len(tensor.shape) > 1)
-        row = {"row": name, "file_bytes": path.stat().st_size, "weights": {k: n for k, n in types.items() if n}}
-        row |= {
-            "tokens": given.tokens,
-            "window": given.window,
-            "windows": given.windows,
-            "loss": {},
-            "over_original": {},
-        }
-        for text, ids in windows.items():
-            place = given.work / f"{text}.ids"
-            ids.numpy().astype(numpy.int32).tofile(place)
-            command = [given.program, "losses", path, place, str(given.window)]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            losses = torch.tensor([float(line) for line in said.split()], dtype=torch.float64)
-            rise = losses - before.setdefault(text, losses)
-            row["loss"][text] = float(losses.mean())
-            row["over_original"][text] = [float(rise.mean()), half_width(rise.tolist()) or 0.0]
-            row.setdefault("losses", {})[text] = [round(value, 4) for value in losses.tolist()]
-        print({key: row[key] for key in ("row", "file_bytes", "over_original")}, flush=True)
-        with given.out.open("a", encoding="utf-8") as file:
-            file.write(
-                json.dumps(row | {"calibrated_on": [Path(p).parent.name for p in given.calibrate]} | provenance())
-                + "\n"
-            )
+            command = [given.program, "quantize", original, path, str(MIXTURES[mixture]), matrix, *types]
+            subprocess.run(command, check=True)
+        return path
+
+    rows = {("original", "F32"): original}
+    for name in dict.fromkeys([*FLOOR, *given.types]):
+        rows["llama.cpp", name] = quantize(given.work / f"{name}.gguf", name, [])
+        print(name, rows["llama.cpp", name].stat().st_size)
+        if given.plan and name in given.types:
+            plan = json.loads(given.plan.read_text(encoding="utf-8"))
+            layers, types = plan["layers"], types_of(rows["llama.cpp", name])
+            names = get_tensor_name_map(MODEL_ARCH.LLAMA, 1 + max(int(k.split(".")[2]) for k in layers if "layers." in k))
+            for key in layers:
+                layers[key]["operator"] = OPERATORS[types[f"{names.get_name(key)}.weight"][0]]
+            (given.work / f"{name}.json").write_text(json.dumps(plan), encoding="utf-8")
+    for name, path in named(given.ours).items():
+        rows["relinear", name] = Path(path)
+        listed = given.work / f"{name}.types"
+        listed.write_text("".join(f"{key} {number}\n" for key, (_, number, _) in types_of(Path(path)).items()))
+        rows["types", name] = quantize(given.work / f"{name}-types.gguf", "IQ4_NL", [listed])
+    rows |= {("rounding", name): Path(path) for name, path in named(given.rounding).items()}
+    if not given.out:
+        return
+    turns = subprocess.run([given.program, "speed", str(TURNS), *rows.values()], check=True, capture_output=True, text=True)
+    speeds = list(zip(*([float(one) for one in line.split()] for line in turns.stdout.splitlines()), strict=True))
+    found: dict[str, list[dict]] = {}
+    others = {name: texts(path) for name, path in named(given.evaluate).items()}
+    for text, ids in read_elsewhere(others, tokenizer, settings).items():
+        place = given.work / f"{text}.ids"
+        ids.numpy().astype(numpy.int32).tofile(place)
+        found[text] = judged({" ".join(key): path for key, path in rows.items()}, text, place, given.window, given.program)
+    known = {"model": Path(given.model).name, "tokens": given.tokens, "window": given.window, "windows": given.windows}
+    known |= {"calibrated_on": [Path(path).parent.name for path in given.calibrate]}
+    with given.out.open("a", encoding="utf-8") as file:
+        for at, ((by, mixture), path) in enumerate(rows.items()):
+            types = Counter[str]()
+            for kind, _, count in types_of(path).values():
+                types[kind] += count
+            row = known | {"by": by, "at": mixture, "bytes": path.stat().st_size, "types": dict(types)}
+            row |= {"tokens_per_second": speeds[at], "texts": {text: values[at] for text, values in found.items()}}
+            file.write(json.dumps(row | provenance()) + "\n")
+
+
+def table(path: str) -> None:
+    """Print what each file loses, and its share of what llama.cpp's file of that size loses, with paired intervals."""
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+    def shown(values: list[float], form: str = "+.4f") -> str:
+        return f"{sum(values) / len(values):{form}} ± {half_width(values) or 0:{form[1:]}}"
+
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of = {(row["by"], row["at"]): row for row in rows if row["model"] == model}
+        original = of["original", "F32"]
+        for text in original["texts"]:
+
+            def rise(row: dict, text: str = text, base: dict = original["texts"]) -> list[float]:
+                return [a - b for a, b in zip(row["texts"][text]["loss"], base[text]["loss"], strict=True)]
+
+            print(f"\n{model}, {text}: {shown(original['texts'][text]['loss'], '+.3f')[1:]} nats, repeated 4-grams "
+                  f"{original['texts'][text]['repeated']:.0%}\n")
+            print("| file | bytes | nats above | share of llama.cpp's | KL divergence | share | median | 99 % | same token "
+                  "| repeated | tokens/s |\n" + "| --- " * 11 + "|")
+            for (by, at), row in of.items():
+                if by == "original":
+                    continue
+                beside, here = of["llama.cpp", at], row["texts"][text]
+                share: Callable[[list[float], list[float]], str] = lambda ours, theirs: (
+                    "" if by == "llama.cpp" else f"{sum(ours) / sum(theirs):.2f} "
+                    f"({shown([a - b for a, b in zip(ours, theirs, strict=True)])})"
+                )
+                speeds = sorted(a / b for a, b in zip(row["tokens_per_second"], beside["tokens_per_second"], strict=True))
+                cells = [f"{at}: {BY[by]}", f"{row['bytes']:,}", shown(rise(row)), share(rise(row), rise(beside)),
+                         shown(here["kl"]), share(here["kl"], beside["texts"][text]["kl"]), shown(here["kl_median"]),
+                         shown(here["kl_99"], "+.3f"), shown(here["same_token"], "+.3f")[1:], f"{here['repeated']:.0%}",
+                         f"{sorted(row['tokens_per_second'])[TURNS // 2]:.1f} ({speeds[len(speeds) // 2]:.2f})"]
+                print("| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["table"]:
+        table(sys.argv[2])
+    else:
+        main()
