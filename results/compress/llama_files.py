@@ -12,10 +12,11 @@
         --rounding IQ4_NL=runs/IQ4_NL-rounding/model.gguf --out results/compress/llama_files.jsonl
     python results/compress/llama_files.py table results/compress/llama_files.jsonl
 
-The first call has llama.cpp round the model to mixtures of its own, as ``llama-quantize`` does, with an importance matrix
-of the tokens that calibrate ours. BYTES are those of its file. The second writes llama.cpp's types as our plan, for our
-rounding. The third has llama.cpp round the model to the types that ours chose, and judges all files as they are,
-embedding, tokenizer and all, beside the original in float32, by ``llama_files.cpp``, which is built against libllama.
+The first call has llama.cpp round the model to mixtures of its own, as ``llama-quantize`` does, with an importance
+matrix of the tokens that calibrate ours. BYTES are those of its file. The second writes llama.cpp's types as our plan,
+for our rounding. The third has llama.cpp round the model to the types that ours chose, and judges all files as they
+are, embedding, tokenizer and all, beside the original in float32, by ``llama_files.cpp``, which is built against
+libllama. Intervals are of 95 %, Student's t over windows, of differences where two files are compared.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import numpy
 import torch
@@ -43,7 +44,14 @@ from relinear.system.confidence import half_width
 from relinear.system.machine import provenance
 
 #: llama.cpp's numbers of its mixtures
-MIXTURES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18} | {
+MIXTURES = {
+    "F16": 1,
+    "Q4_0": 2,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q3_K_M": 12,
+    "Q4_K_M": 15,
+    "Q5_K_M": 17,
     "IQ4_NL": 25,
     "IQ4_XS": 30,
 }
@@ -114,7 +122,7 @@ def judged(files: dict[str, Path], text: str, place: Path, window: int, program:
         by_window |= {"kl_99": numpy.quantile(divergence, 0.99, axis=1), "same_token": same.mean(1)}
         rows.append({key: [round(float(one), 6) for one in values] for key, values in by_window.items()})
         rows[-1] |= {"repeated": round(again, 4)}
-        print(text, list(files)[at], {k: v if k == "repeated" else sum(v) / len(v) for k, v in rows[-1].items()}, flush=True)
+        print(text, list(files)[at], {key: sum(rows[-1][key]) / len(loss) for key in by_window}, again, flush=True)
     return rows
 
 
@@ -167,7 +175,7 @@ def main() -> None:
         if given.plan and name in given.types:
             plan = json.loads(given.plan.read_text(encoding="utf-8"))
             layers, types = plan["layers"], types_of(rows["llama.cpp", name])
-            names = get_tensor_name_map(MODEL_ARCH.LLAMA, 1 + max(int(k.split(".")[2]) for k in layers if "layers." in k))
+            names = get_tensor_name_map(MODEL_ARCH.LLAMA, len(layers))
             for key in layers:
                 layers[key]["operator"] = OPERATORS[types[f"{names.get_name(key)}.weight"][0]]
             (given.work / f"{name}.json").write_text(json.dumps(plan), encoding="utf-8")
@@ -179,15 +187,19 @@ def main() -> None:
     rows |= {("rounding", name): Path(path) for name, path in named(given.rounding).items()}
     if not given.out:
         return
-    turns = subprocess.run([given.program, "speed", str(TURNS), *rows.values()], check=True, capture_output=True, text=True)
-    speeds = list(zip(*([float(one) for one in line.split()] for line in turns.stdout.splitlines()), strict=True))
+    command = [given.program, "speed", str(TURNS), *rows.values()]
+    turns = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    speeds = list(zip(*([float(one) for one in line.split()] for line in turns.splitlines()), strict=True))
     found: dict[str, list[dict]] = {}
     others = {name: texts(path) for name, path in named(given.evaluate).items()}
     for text, ids in read_elsewhere(others, tokenizer, settings).items():
         place = given.work / f"{text}.ids"
         ids.numpy().astype(numpy.int32).tofile(place)
-        found[text] = judged({" ".join(key): path for key, path in rows.items()}, text, place, given.window, given.program)
-    known = {"model": Path(given.model).name, "tokens": given.tokens, "window": given.window, "windows": given.windows}
+        files = {" ".join(key): path for key, path in rows.items()}
+        found[text] = judged(files, text, place, given.window, given.program)
+    folder = Path(given.model)
+    name = folder.parent.name if folder.name == "model" else folder.name
+    known = {"model": name, "tokens": given.tokens, "window": given.window, "windows": given.windows}
     known |= {"calibrated_on": [Path(path).parent.name for path in given.calibrate]}
     with given.out.open("a", encoding="utf-8") as file:
         for at, ((by, mixture), path) in enumerate(rows.items()):
@@ -199,39 +211,47 @@ def main() -> None:
             file.write(json.dumps(row | provenance()) + "\n")
 
 
+def shown(values: list[float], digits: int = 3, sign: str = "") -> str:
+    """Mean and half the interval over windows."""
+    return f"{sum(values) / len(values):{sign}.{digits}f} ± {half_width(values) or 0:.{digits}f}"
+
+
+def minus(ours: list[float], theirs: list[float]) -> list[float]:
+    """Paired differences."""
+    return [a - b for a, b in zip(ours, theirs, strict=True)]
+
+
 def table(path: str) -> None:
-    """Print what each file loses, and its share of what llama.cpp's file of that size loses, with paired intervals."""
+    """Print what each file loses, and its share of what llama.cpp's of that size loses with the paired difference."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-    def shown(values: list[float], form: str = "+.4f") -> str:
-        return f"{sum(values) / len(values):{form}} ± {half_width(values) or 0:{form[1:]}}"
-
     for model in dict.fromkeys(row["model"] for row in rows):
         of = {(row["by"], row["at"]): row for row in rows if row["model"] == model}
-        original = of["original", "F32"]
-        for text in original["texts"]:
-
-            def rise(row: dict, text: str = text, base: dict = original["texts"]) -> list[float]:
-                return [a - b for a, b in zip(row["texts"][text]["loss"], base[text]["loss"], strict=True)]
-
-            print(f"\n{model}, {text}: {shown(original['texts'][text]['loss'], '+.3f')[1:]} nats, repeated 4-grams "
-                  f"{original['texts'][text]['repeated']:.0%}\n")
-            print("| file | bytes | nats above | share of llama.cpp's | KL divergence | share | median | 99 % | same token "
-                  "| repeated | tokens/s |\n" + "| --- " * 11 + "|")
-            for (by, at), row in of.items():
-                if by == "original":
-                    continue
-                beside, here = of["llama.cpp", at], row["texts"][text]
-                share: Callable[[list[float], list[float]], str] = lambda ours, theirs: (
-                    "" if by == "llama.cpp" else f"{sum(ours) / sum(theirs):.2f} "
-                    f"({shown([a - b for a, b in zip(ours, theirs, strict=True)])})"
-                )
-                speeds = sorted(a / b for a, b in zip(row["tokens_per_second"], beside["tokens_per_second"], strict=True))
-                cells = [f"{at}: {BY[by]}", f"{row['bytes']:,}", shown(rise(row)), share(rise(row), rise(beside)),
-                         shown(here["kl"]), share(here["kl"], beside["texts"][text]["kl"]), shown(here["kl_median"]),
-                         shown(here["kl_99"], "+.3f"), shown(here["same_token"], "+.3f")[1:], f"{here['repeated']:.0%}",
-                         f"{sorted(row['tokens_per_second'])[TURNS // 2]:.1f} ({speeds[len(speeds) // 2]:.2f})"]
-                print("| " + " | ".join(cells) + " |")
+        original = of.pop(("original", "F32"))
+        texts_of_model = original["texts"]
+        said = (f"{text} {shown(here['loss'])}, {here['repeated']:.0%}" for text, here in texts_of_model.items())
+        print(f"\n{model}, original, nats and repeated 4-grams: {'; '.join(said)}\n")
+        print("| size of | file | bytes | " + " | ".join(f"{t}, nats | {t}, KL" for t in texts_of_model) + " |")
+        print("| --- " * (3 + 2 * len(texts_of_model)) + "|")
+        for (by, at), row in of.items():
+            cells, beside = [at, BY[by], f"{row['bytes']:,}"], of["llama.cpp", at]
+            for text, base in texts_of_model.items():
+                here, there = row["texts"][text], beside["texts"][text]
+                ours, theirs = minus(here["loss"], base["loss"]), minus(there["loss"], base["loss"])
+                for mine, other, sign in ((ours, theirs, "+"), (here["kl"], there["kl"], "")):
+                    share = f"; {sum(mine) / sum(other):.2f} ({shown(minus(mine, other), 4, '+')})"
+                    cells.append(shown(mine, 4, sign) + ("" if by == "llama.cpp" else share))
+            print("| " + " | ".join(cells) + " |")
+        print("\n| size of | file | tokens/s | " + " | ".join(
+            f"{t}: KL median | 99 % | same token | repeated" for t in texts_of_model) + " |")  # fmt: skip
+        print("| --- " * (3 + 4 * len(texts_of_model)) + "|")
+        for (by, at), row in of.items():
+            speeds = zip(row["tokens_per_second"], of["llama.cpp", at]["tokens_per_second"], strict=True)
+            ratio, speed = median(a / b for a, b in speeds), median(row["tokens_per_second"])
+            cells = [at, BY[by], f"{speed:.1f}" + ("" if by == "llama.cpp" else f" ({ratio:.2f})")]
+            for here in row["texts"].values():
+                cells += [shown(here["kl_median"], 4), shown(here["kl_99"]), shown(here["same_token"])]
+                cells.append(f"{here['repeated']:.0%}")
+            print("| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def main() -> None:
     if process.returncode:
         raise SystemExit(process.returncode)
     used, report = resource.getrusage(resource.RUSAGE_CHILDREN), json.loads((folder / "report.json").read_text())
-    row = {"model": Path(given.command[0]).name, "bytes_before": report["bytes_before"], "tokens": report["settings"]["tokens"]}
+    row = {"model": given.command[0], "bytes_before": report["bytes_before"], "tokens": report["settings"]["tokens"]}
     row |= {"seconds": time.monotonic() - start, "processor_seconds": used.ru_utime + used.ru_stime}
     row |= {"seconds_by_phase": report["seconds"], "memory_bytes": 1024 * used.ru_maxrss, "disk_bytes": most}
     row |= {"made_bytes": bytes_in(folder), "waiting_threads": os.environ.get("OMP_WAIT_POLICY", "default")}
