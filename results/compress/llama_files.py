@@ -66,7 +66,7 @@ OPERATORS = {
     "Q8_0": "quantized:bits=8,group=32,symmetric=true",
     "IQ4_NL": "quantized:bits=4,group=32,symmetric=true,levels=iq4_nl",
 }
-CONTINUED, TURNS = 24, 7
+TURNS = 7
 BY = {
     "llama.cpp": "llama.cpp's types and rounding",
     "types": "our types, llama.cpp's rounding",
@@ -107,7 +107,7 @@ def repeated(lines: str) -> float:
     return sum(shares) / len(shares)
 
 
-def judged(files: dict[str, Path], text: str, place: Path, window: int, program: Path) -> list[dict]:
+def judged(files: dict[str, Path], place: Path, window: int, program: Path, continued: int) -> list[dict]:
     """What llama.cpp finds of each file on the windows in ``place``, by window; the first is the original."""
     said = place.with_suffix(".judged")
     subprocess.run([program, "judge", str(window), place, said, *files.values()], check=True)
@@ -116,13 +116,15 @@ def judged(files: dict[str, Path], text: str, place: Path, window: int, program:
     rows = []
     for at, path in enumerate(files.values()):
         loss, divergence, same = found[:, at].transpose(2, 0, 1)
-        command = [program, "continue", str(window), place, str(CONTINUED), path]
+        command = [program, "continue", str(window), place, str(continued), path]
         again = repeated(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         by_window = {"loss": loss.mean(1), "kl": divergence.mean(1), "kl_median": numpy.median(divergence, 1)}
         by_window |= {"kl_99": numpy.quantile(divergence, 0.99, axis=1), "same_token": same.mean(1)}
         rows.append({key: [round(float(one), 6) for one in values] for key, values in by_window.items()})
         rows[-1] |= {"repeated": round(again, 4)}
-        print(text, list(files)[at], {key: sum(rows[-1][key]) / len(loss) for key in by_window}, again, flush=True)
+        print(
+            place.stem, list(files)[at], {key: sum(rows[-1][key]) / len(loss) for key in by_window}, again, flush=True
+        )
     return rows
 
 
@@ -145,6 +147,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--continued", type=int, default=24, help="windows whose beginnings are continued")
     parser.add_argument("--work", type=Path, required=True, help="directory of the files that are made")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -196,10 +199,11 @@ def main() -> None:
         place = given.work / f"{text}.ids"
         ids.numpy().astype(numpy.int32).tofile(place)
         files = {" ".join(key): path for key, path in rows.items()}
-        found[text] = judged(files, text, place, given.window, given.program)
+        found[text] = judged(files, place, given.window, given.program, given.continued)
     folder = Path(given.model)
     name = folder.parent.name if folder.name == "model" else folder.name
     known = {"model": name, "tokens": given.tokens, "window": given.window, "windows": given.windows}
+    known |= {"continued": given.continued}
     known |= {"calibrated_on": [Path(path).parent.name for path in given.calibrate]}
     with given.out.open("a", encoding="utf-8") as file:
         for at, ((by, mixture), path) in enumerate(rows.items()):

@@ -60,7 +60,7 @@ def main() -> None:
                 ids = torch.tensor(tokenizer(next(iter(texts(given.data[0]))))["input_ids"][: 24 * 256])
                 ids.numpy().astype(numpy.int32).tofile(place := Path(work) / "ids")
                 files = {"the same weights in float32": dense, "shipped": folder / name}
-                found = judged(files, given.data[0], place, 256, given.program)[1]
+                found = judged(files, place, 256, given.program, 12)[1]
                 row |= {key: sum(found[key]) / len(found[key]) for key in ("kl", "same_token")}
             else:
                 if reader == "vllm":
