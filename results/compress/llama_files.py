@@ -65,6 +65,10 @@ OPERATORS = {
     "Q5_1": "quantized:bits=5,group=32",
     "Q8_0": "quantized:bits=8,group=32,symmetric=true",
     "IQ4_NL": "quantized:bits=4,group=32,symmetric=true,levels=iq4_nl",
+    "Q3_K": "quantized:bits=3,group=16,symmetric=true,levels=k",
+    "Q4_K": "quantized:bits=4,group=32,levels=k",
+    "Q5_K": "quantized:bits=5,group=32,levels=k",
+    "Q6_K": "quantized:bits=6,group=16,symmetric=true,levels=k",
 }
 TURNS = 7
 BY = {
@@ -180,7 +184,7 @@ def main() -> None:
             layers, types = plan["layers"], types_of(rows["llama.cpp", name])
             names = get_tensor_name_map(MODEL_ARCH.LLAMA, len(layers))
             for key in layers:
-                layers[key]["operator"] = OPERATORS[types[f"{names.get_name(key)}.weight"][0]]
+                layers[key]["operator"] = OPERATORS.get(types[f"{names.get_name(key)}.weight"][0])  # of IQ4_XS none
             (given.work / f"{name}.json").write_text(json.dumps(plan), encoding="utf-8")
     for name, path in named(given.ours).items():
         rows["relinear", name] = Path(path)
