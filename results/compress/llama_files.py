@@ -2,21 +2,17 @@
 
     g++ -O2 -std=c++17 -I LLAMA/include -I LLAMA/ggml/include results/compress/llama_files.cpp -o llama_files \\
         BUILD/src/libllama.a BUILD/ggml/src/libggml{,-cpu,-base}.a -fopenmp -lpthread -ldl
-    python results/compress/llama_files.py MODEL --program ./llama_files --calibrate TEXT TEXT --types IQ4_NL Q5_0 \\
-        --work runs/llama-files
-    relinear compress MODEL --for llama.cpp --size BYTES --data TEXT --data TEXT --tokens 8192 \\
-        --set sequence_length=256 --no-evaluate --out runs/IQ4_NL
-    python results/compress/llama_files.py MODEL ... --plan runs/IQ4_NL/plan.json
-    relinear compress MODEL ... --plan runs/llama-files/IQ4_NL.json --out runs/IQ4_NL-rounding
-    python results/compress/llama_files.py MODEL ... --evaluate NAME=TEXT [...] --ours IQ4_NL=runs/IQ4_NL/model.gguf \\
-        --rounding IQ4_NL=runs/IQ4_NL-rounding/model.gguf --out results/compress/llama_files.jsonl
+    python results/compress/llama_files.py MODEL --program ./llama_files --calibrate TEXT TEXT --evaluate NAME=TEXT \\
+        --types IQ4_XS Q4_0 Q5_0 --ours IQ4_XS Q4_0 Q5_0 --rounding Q4_0 --work runs/llama-files \\
+        --out results/compress/llama_files.jsonl
     python results/compress/llama_files.py table results/compress/llama_files.jsonl
 
-The first call has llama.cpp round the model to mixtures of its own, as ``llama-quantize`` does, with an importance
-matrix of the tokens that calibrate ours. BYTES are those of its file. The second writes llama.cpp's types as our plan,
-for our rounding. The third has llama.cpp round the model to the types that ours chose, and judges all files as they
-are, embedding, tokenizer and all, beside the original in float32, by ``llama_files.cpp``, which is built against
-libllama. Intervals are of 95 %, Student's t over windows, of differences where two files are compared.
+llama.cpp rounds the model to mixtures of its own, as ``llama-quantize`` does, with an importance matrix of the tokens
+that calibrate ours. Ours are what ``relinear compress --for llama.cpp`` makes of the size of each. So that types and
+rounding are known apart, llama.cpp rounds the model to the types that ours chose, too, and we to those of llama.cpp.
+Files are judged as they are, embedding, tokenizer and all, beside the original in float32, by ``llama_files.cpp``, built
+against libllama. Intervals are of 95 %, Student's t over windows, of differences where two files are compared.
+Files that are in the directory already are not made again.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from torch import Tensor, nn
 
 import relinear
 from frontier import texts
-from relinear.compression import CompressSettings, export_gguf
+from relinear.compression import CompressSettings, compress, export_gguf
 from relinear.compression.corpus import read_corpus, read_elsewhere
 from relinear.compression.task import linear_layers
 from relinear.data.tokenizers import load_tokenizer
@@ -132,82 +128,84 @@ def judged(files: dict[str, Path], place: Path, window: int, program: Path, cont
     return rows
 
 
-def named(values: list[str]) -> dict[str, str]:
-    """NAME=VALUE arguments."""
-    return dict(one.split("=", 1) for one in values)
-
-
 def main() -> None:
     """Make files, then judge them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--calibrate", nargs="+", required=True, metavar="TEXT")
+    parser.add_argument("--evaluate", nargs="+", required=True, metavar="NAME=TEXT")
     parser.add_argument("--program", type=Path, required=True)
-    parser.add_argument("--types", nargs="+", default=[], help="mixtures of llama.cpp")
-    parser.add_argument("--plan", type=Path, help="of ours, to be written with llama.cpp's types")
-    parser.add_argument("--evaluate", nargs="*", default=[], metavar="NAME=TEXT")
-    parser.add_argument("--ours", nargs="*", default=[], metavar="TYPE=FILE")
-    parser.add_argument("--rounding", nargs="*", default=[], metavar="TYPE=FILE")
+    parser.add_argument("--types", nargs="+", required=True, help="mixtures of llama.cpp")
+    parser.add_argument("--ours", nargs="*", default=[], help="those beside which ours of that size are judged")
+    parser.add_argument("--rounding", nargs="*", default=[], help="those whose types we round, too")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--continued", type=int, default=24, help="windows whose beginnings are continued")
     parser.add_argument("--work", type=Path, required=True, help="directory of the files that are made")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    evaluated = given.windows * given.window
-    settings = CompressSettings(tokens=given.tokens, sequence_length=given.window, evaluation_tokens=evaluated)
-    tokenizer = load_tokenizer(given.model)
+    settings = CompressSettings(
+        reader="llama.cpp", size=1.0, tokens=given.tokens, sequence_length=given.window, evaluate=False
+    )
+    tokenizer, corpora = load_tokenizer(given.model), {path: texts(path) for path in given.calibrate}
     original, matrix = given.work / "original.gguf", given.work / "matrix"
     if not matrix.exists():
         model = relinear.from_pretrained(given.model, dtype=torch.float32).eval()
         export_gguf(model, original, tokenizer=tokenizer)
-        blocks = read_corpus({p: texts(p) for p in given.calibrate}, {}, tokenizer, settings, plan_only=True).blocks
-        squares = mean_squares(model, blocks)
+        squares = mean_squares(model, read_corpus(corpora, {}, tokenizer, settings).blocks)
         with matrix.open("wb") as file:
             for name, values in squares.items():
                 file.write(f"{name} {len(values)} ".encode() + values.numpy().tobytes())
 
-    def quantize(path: Path, mixture: str, types: list[Path]) -> Path:
+    def quantize(path: Path, mixture: str, *types: Path) -> Path:
         if not path.exists():
             command = [given.program, "quantize", original, path, str(MIXTURES[mixture]), matrix, *types]
             subprocess.run(command, check=True)
         return path
 
+    def ours(path: Path, size: int, plan: Path | None = None) -> Path:
+        if not path.exists():
+            model, asked = relinear.from_pretrained(given.model, dtype=torch.float32).eval(), f"{size}B"
+            asked_for, work = settings.model_dump() | {"size": asked}, given.work / "relinear"
+            compress(model, corpora, tokenizer=tokenizer, settings=asked_for, plan_file=plan, out_dir=work)
+            (work / "model.gguf").rename(path)
+            print(path, path.stat().st_size, "of", size, flush=True)
+        return path
+
     rows = {("original", "F32"): original}
     for name in dict.fromkeys([*FLOOR, *given.types]):
-        rows["llama.cpp", name] = quantize(given.work / f"{name}.gguf", name, [])
-        print(name, rows["llama.cpp", name].stat().st_size)
-        if given.plan and name in given.types:
-            plan = json.loads(given.plan.read_text(encoding="utf-8"))
-            layers, types = plan["layers"], types_of(rows["llama.cpp", name])
-            names = get_tensor_name_map(MODEL_ARCH.LLAMA, len(layers))
-            for key in layers:
-                layers[key]["operator"] = OPERATORS.get(types[f"{names.get_name(key)}.weight"][0])  # of IQ4_XS none
-            (given.work / f"{name}.json").write_text(json.dumps(plan), encoding="utf-8")
-    for name, path in named(given.ours).items():
-        rows["relinear", name] = Path(path)
+        rows["llama.cpp", name] = quantize(given.work / f"{name}.gguf", name)
+    for name in given.ours:
+        path = ours(given.work / f"{name}-ours.gguf", rows["llama.cpp", name].stat().st_size)
         listed = given.work / f"{name}.types"
-        listed.write_text("".join(f"{key} {number}\n" for key, (_, number, _) in types_of(Path(path)).items()))
-        rows["types", name] = quantize(given.work / f"{name}-types.gguf", "IQ4_NL", [listed])
-    rows |= {("rounding", name): Path(path) for name, path in named(given.rounding).items()}
-    if not given.out:
-        return
+        listed.write_text("".join(f"{key} {number}\n" for key, (_, number, _) in types_of(path).items()))
+        rows["relinear", name] = path
+        rows["types", name] = quantize(given.work / f"{name}-types.gguf", "IQ4_NL", listed)
+    for name in given.rounding:
+        plan = json.loads((given.work / "relinear/plan.json").read_text(encoding="utf-8"))
+        types, names = types_of(rows["llama.cpp", name]), get_tensor_name_map(MODEL_ARCH.LLAMA, len(plan["layers"]))
+        for key, layer in plan["layers"].items():
+            layer["operator"] = OPERATORS[types[f"{names.get_name(key)}.weight"][0]]
+        (chosen := given.work / f"{name}.json").write_text(json.dumps(plan), encoding="utf-8")
+        size = 2 * rows["llama.cpp", name].stat().st_size
+        rows["rounding", name] = ours(given.work / f"{name}-rounding.gguf", size, chosen)
     command = [given.program, "speed", str(TURNS), *rows.values()]
     turns = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     speeds = list(zip(*([float(one) for one in line.split()] for line in turns.splitlines()), strict=True))
     found: dict[str, list[dict]] = {}
-    others = {name: texts(path) for name, path in named(given.evaluate).items()}
-    for text, ids in read_elsewhere(others, tokenizer, settings).items():
+    others = {name: texts(path) for name, path in (one.split("=", 1) for one in given.evaluate)}
+    evaluated = {"evaluate": True, "evaluation_tokens": given.windows * given.window}
+    evaluation = CompressSettings(**(settings.model_dump() | evaluated))
+    for text, ids in read_elsewhere(others, tokenizer, evaluation).items():
         place = given.work / f"{text}.ids"
         ids.numpy().astype(numpy.int32).tofile(place)
         files = {" ".join(key): path for key, path in rows.items()}
         found[text] = judged(files, place, given.window, given.program, given.continued)
     folder = Path(given.model)
-    name = folder.parent.name if folder.name == "model" else folder.name
-    known = {"model": name, "tokens": given.tokens, "window": given.window, "windows": given.windows}
-    known |= {"continued": given.continued}
+    known = {"model": folder.parent.name if folder.name == "model" else folder.name}
+    known |= {key: getattr(given, key) for key in ("tokens", "window", "windows", "continued")}
     known |= {"calibrated_on": [Path(path).parent.name for path in given.calibrate]}
     with given.out.open("a", encoding="utf-8") as file:
         for at, ((by, mixture), path) in enumerate(rows.items()):
