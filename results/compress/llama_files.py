@@ -10,7 +10,7 @@
 llama.cpp rounds the model to mixtures of its own, as ``llama-quantize`` does, with an importance matrix of the tokens
 that calibrate ours. Ours are what ``relinear compress --for llama.cpp`` makes of the size of each. So that types and
 rounding are known apart, llama.cpp rounds the model to the types that ours chose, too, and we to those of llama.cpp.
-Files are judged as they are, embedding, tokenizer and all, beside the original in float32, by ``llama_files.cpp``, built
+Files are judged as they are, tokenizer and all, beside the original in float32, by ``llama_files.cpp``, which is built
 against libllama. Intervals are of 95 %, Student's t over windows, of differences where two files are compared.
 Files that are in the directory already are not made again.
 """
@@ -154,7 +154,7 @@ def main() -> None:
     if not matrix.exists():
         model = relinear.from_pretrained(given.model, dtype=torch.float32).eval()
         export_gguf(model, original, tokenizer=tokenizer)
-        squares = mean_squares(model, read_corpus(corpora, {}, tokenizer, settings).blocks)
+        squares = mean_squares(model, read_corpus(corpora, {}, tokenizer, settings, plan_only=False).blocks)
         with matrix.open("wb") as file:
             for name, values in squares.items():
                 file.write(f"{name} {len(values)} ".encode() + values.numpy().tobytes())
