@@ -228,36 +228,36 @@ def minus(ours: list[float], theirs: list[float]) -> list[float]:
 
 
 def table(path: str) -> None:
-    """Print what each file loses, and its share of what llama.cpp's of that size loses with the paired difference."""
+    """Print what files lose, and ours as shares of llama.cpp's of that size with the difference, paired by window."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     for model in dict.fromkeys(row["model"] for row in rows):
         of = {(row["by"], row["at"]): row for row in rows if row["model"] == model}
-        original = of.pop(("original", "F32"))
-        texts_of_model = original["texts"]
-        said = (f"{text} {shown(here['loss'])}, {here['repeated']:.0%}" for text, here in texts_of_model.items())
+        base = of.pop(("original", "F32"))["texts"]
+        said = (f"{text} {shown(here['loss'])}, {here['repeated']:.0%}" for text, here in base.items())
         print(f"\n{model}, original, nats and repeated 4-grams: {'; '.join(said)}\n")
-        print("| size of | file | bytes | " + " | ".join(f"{t}, nats | {t}, KL" for t in texts_of_model) + " |")
-        print("| --- " * (3 + 2 * len(texts_of_model)) + "|")
+        print("| size of | text | llama.cpp, nats | KL | ours, nats | KL | types alone, KL | rounding alone, KL |")
+        print("| --- " * 8 + "|")
         for (by, at), row in of.items():
-            cells, beside = [at, BY[by], f"{row['bytes']:,}"], of["llama.cpp", at]
-            for text, base in texts_of_model.items():
-                here, there = row["texts"][text], beside["texts"][text]
-                ours, theirs = minus(here["loss"], base["loss"]), minus(there["loss"], base["loss"])
-                for mine, other, sign in ((ours, theirs, "+"), (here["kl"], there["kl"], "")):
-                    share = f"; {sum(mine) / sum(other):.2f} ({shown(minus(mine, other), 4, '+')})"
-                    cells.append(shown(mine, 4, sign) + ("" if by == "llama.cpp" else share))
-            print("| " + " | ".join(cells) + " |")
-        print("\n| size of | file | tokens/s | " + " | ".join(
-            f"{t}: KL median | 99 % | same token | repeated" for t in texts_of_model) + " |")  # fmt: skip
-        print("| --- " * (3 + 4 * len(texts_of_model)) + "|")
+            for text, original in base.items() if by == "llama.cpp" else ():
+                there, cells = row["texts"][text], [at, text]
+                cells += [shown(minus(there["loss"], original["loss"]), 4, "+"), shown(there["kl"], 4)]
+                for other in ("relinear", "types", "rounding"):
+                    here = of.get((other, at), {}).get("texts", {}).get(text)
+                    if other == "relinear":
+                        cells.append(shown(minus(here["loss"], original["loss"]), 4, "+") if here else "")
+                    share = sum(here["kl"]) / sum(there["kl"]) if here else 0
+                    cells.append(f"{share:.2f} ({shown(minus(here['kl'], there['kl']), 4, '+')})" if here else "")
+                print("| " + " | ".join(cells) + " |")
+        print(f"\n| size of | file | bytes | tokens/s | KL median, {', '.join(base)} | 99 % | same token | repeated |")
+        print("| --- " * 8 + "|")
         for (by, at), row in of.items():
             speeds = zip(row["tokens_per_second"], of["llama.cpp", at]["tokens_per_second"], strict=True)
             ratio, speed = median(a / b for a, b in speeds), median(row["tokens_per_second"])
-            cells = [at, BY[by], f"{speed:.1f}" + ("" if by == "llama.cpp" else f" ({ratio:.2f})")]
-            for here in row["texts"].values():
-                cells += [shown(here["kl_median"], 4), shown(here["kl_99"]), shown(here["same_token"])]
-                cells.append(f"{here['repeated']:.0%}")
-            print("| " + " | ".join(cells) + " |")
+            cells = [at, BY[by], f"{row['bytes']:,}", f"{speed:.0f}" + ("" if by == "llama.cpp" else f" ({ratio:.2f})")]
+            here = row["texts"].values()
+            for key, digits in (("kl_median", 4), ("kl_99", 3), ("same_token", 3)):
+                cells.append("; ".join(shown(one[key], digits) for one in here))
+            print("| " + " | ".join([*cells, "; ".join(f"{one['repeated']:.0%}" for one in here)]) + " |")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = Path(given.command[given.command.index("--out") + 1])
     start, most = time.monotonic(), 0
-    process = subprocess.Popen([sys.executable, "-m", "relinear_cli.main", "compress", *given.command])
+    process = subprocess.Popen([Path(sys.executable).with_name("relinear"), "compress", *given.command])
     while process.poll() is None:
         most = max(most, bytes_in(folder))
         time.sleep(0.2)

@@ -67,7 +67,7 @@ def main() -> None:
                     theirs = by_transformers((folder / name).parent, prompts, work)
                 else:
                     theirs = observed(relinear.from_pretrained(folder / "model", dtype=torch.float32).eval(), prompts)
-                row["logits"] = float((own["logits"] - theirs["logits"]).abs().max())
+                row["logits"] = float((own["logits"] - theirs["logits"]).detach().abs().max())
                 row["spread"] = float(theirs["logits"].std())
                 row["greedy"] = sum(a == b for a, b in zip(own["made"], theirs["made"], strict=True))
         print(row, flush=True)
