@@ -4,8 +4,8 @@
         BUILD/src/libllama.a BUILD/ggml/src/libggml{,-cpu,-base}.a -fopenmp -lpthread -ldl
     python results/compress/llama_files.py MODEL --program ./llama_files --calibrate TEXT TEXT --evaluate NAME=TEXT \\
         --types IQ4_XS Q4_0 Q5_0 --ours IQ4_XS Q4_0 Q5_0 --rounding Q4_0 --work runs/llama-files \\
-        --out results/compress/llama_files.jsonl
-    python results/compress/llama_files.py table results/compress/llama_files.jsonl
+        --out results/compress/judged.jsonl
+    python results/compress/llama_files.py table results/compress/judged.jsonl
 
 llama.cpp rounds the model to mixtures of its own, as ``llama-quantize`` does, with an importance matrix of the tokens
 that calibrate ours. Ours are what ``relinear compress --for llama.cpp`` makes of the size of each. So that types and
@@ -244,7 +244,8 @@ def table(path: str) -> None:
                 for other in ("relinear", "types", "rounding"):
                     here = of.get((other, at), {}).get("texts", {}).get(text)
                     if other == "relinear":
-                        cells.append(shown(minus(here["loss"], original["loss"]), 4, "+") if here else "")
+                        more = f"{shown(minus(here['loss'], original['loss']), 4, '+')}" if here else ""
+                        cells.append(more + f" ({shown(minus(here['loss'], there['loss']), 4, '+')})" if here else "")
                     share = sum(here["kl"]) / sum(there["kl"]) if here else 0
                     cells.append(f"{share:.2f} ({shown(minus(here['kl'], there['kl']), 4, '+')})" if here else "")
                 print("| " + " | ".join(cells) + " |")

@@ -9,6 +9,7 @@ A fresh process runs the command behind ``--`` as it stands; its folder is looke
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -23,11 +24,10 @@ from relinear.system.machine import provenance
 def bytes_in(folder: Path) -> int:
     """Bytes of a folder's files, some of which may go away meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue
+    for where, _, names in os.walk(folder):  # which passes over folders that went away
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(where) / name).stat().st_size
     return total
 
 
