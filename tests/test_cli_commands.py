@@ -294,7 +294,9 @@ def test_what_a_recipe_says_of_entries_goes_with_them(monkeypatch, tmp_path, cap
         assert main(["compare", "--recipe", name, *two]) == 2
         assert capfd.readouterr().err == "error: enough\n"
     assert main(["compare", "-o", "dense", "-o", "low_rank:rank=48", "--match", "parameters"]) == 2
-    quick, claims, counted, equal = asked
+    assert main(["compare", "--recipe", "quick", "--match", "parameters"]) == 2
+    quick, claims, counted, equal, resized = asked
+    assert (quick.entries["dense"].resizing, resized.entries["dense"].resizing) == ("fixed", "width"), "by --match"
     assert (quick.match.by, quick.match.to) == ("parameters", None)
     assert (claims.match.to, claims.reference) == ("hdpl", "dense")
     assert counted.match.to == 983_168

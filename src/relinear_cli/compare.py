@@ -101,12 +101,13 @@ def command(
             del entry["resize"]
     if operators:  # the recipe's entries go, and with them what is to be like one of them
         entries: dict[str, Any] = dict(options.named_entries(operators))
-        if match in ("parameters", "flops"):  # dense is a control at the size of the others
-            entries |= {name: {"resize": "width"} for name, setting in entries.items() if setting == "dense"}
         changes = {"entries": entries} | changes
         for parent, key in ((values, "reference"), (values.get("match"), "to")):
             if isinstance(parent, dict) and isinstance(named := parent.get(key), str) and named not in entries:
                 del parent[key]
+    if match in ("parameters", "flops"):  # dense is a control at the size of the others
+        named = changes.get("entries") or values.get("entries", {})
+        named |= {name: {"resize": "width"} for name, setting in named.items() if setting == "dense"}
     if tune and not values.get("tune"):  # else as the recipe tunes
         changes = {"tune": True} | changes
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
