@@ -96,7 +96,6 @@ def test_refusals(tmp_path) -> None:
 
 def test_compression_and_healing_on_conversations(tmp_path) -> None:
     settings = {"tokens": 512, "sequence_length": 16, "heal_tokens": 256}
-    settings |= {"heal_held_out_tokens": 64}
     chats = [[{"role": "user", "content": f"What comes after {i}?"}] for i in range(60)]
     model = make_family("llama", vocab_size=260)
     report = relinear.compress(model, chats, tokenizer=chat_tokenizer(), settings=settings, out_dir=tmp_path)

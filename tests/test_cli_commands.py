@@ -81,7 +81,7 @@ def options_in(printed):
 FIELDS = {
     "train": (TrainSettings, "model data.data data.tokenizer steps batch_size learning_rate seed"),
     "distill": (DistillSettings, "tokens learning_rate seed"),
-    "compress": (CompressSettings, "reader tokens heal_tokens heal evaluate"),
+    "compress": (CompressSettings, "reader tokens heal_tokens evaluate"),
     "bench": (BenchSettings, "shapes tokens dtypes modes rounds repeats"),
 }
 

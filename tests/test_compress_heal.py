@@ -1,4 +1,4 @@
-"""Healing: a compressed model comes nearer to its original, never further away; killed, it resumes to the same bits."""
+"""Healing: a compressed model comes nearer to its original; killed, it resumes to the same bits."""
 
 import copy
 
@@ -13,7 +13,7 @@ from relinear.compression.healing import original_copy
 from tiny_models import VOCABULARY, make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "candidates": ["low_rank"], "self_sampled": False}
-HEALED = SETTINGS | {"heal_tokens": 4096, "heal_held_out_tokens": 256, "heal_learning_rate": 3e-3}
+HEALED = SETTINGS | {"heal_tokens": 4096, "heal_learning_rate": 3e-3}
 
 
 def tokens(count: int = 8192) -> list[torch.Tensor]:
@@ -39,16 +39,14 @@ def divergence(model, original) -> float:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(["llama", "gpt2"], "llama"))
-@pytest.mark.parametrize("what", mostly_slow(["operators", "all"], "operators"))
-def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, tmp_path) -> None:
+def test_healing_brings_the_model_nearer_to_the_original(kind: str, tmp_path) -> None:
     original = pretrained(kind)
     before, after = copy.deepcopy(original), copy.deepcopy(original)
     compress(before, tokens(), keep=0.6, settings=SETTINGS)
     flags = {name: p.requires_grad for name, p in before.named_parameters()}
-    settings = HEALED | {"heal": what, "heal_learning_rate": 1e-3}
+    settings = HEALED | {"heal_learning_rate": 1e-3}
     report = compress(after, tokens(), keep=0.6, settings=settings, out_dir=tmp_path)
     assert divergence(after, original) < 0.9 * divergence(before, original)
-    assert report.healing.after <= report.healing.before
     assert report.healing.steps == 64
     assert {name: p.requires_grad for name, p in after.named_parameters()} == flags
     assert not any(p.grad is not None for p in after.parameters())
@@ -56,17 +54,16 @@ def test_healing_brings_the_model_nearer_to_the_original(kind: str, what: str, t
     changed = {n for n, p in after.named_parameters() if not torch.equal(p, before.get_parameter(n))}
     replaced = tuple(f"{name}." for name in report.plan.replaced)
     assert any(name.startswith(replaced) for name in changed)
-    assert (what == "operators") == all(name.startswith(replaced) for name in changed)
+    assert all(name.startswith(replaced) for name in changed)
     loaded = relinear.from_pretrained(tmp_path / "model").eval()
     ids = tokens()[0][None, :16]
     with torch.no_grad():
         assert torch.allclose(loaded(input_ids=ids).logits, after.eval()(input_ids=ids).logits, atol=1e-5)
-    assert "on held-out text" in str(report)
+    assert "healed on 4,096 tokens in 64 steps" in str(report)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["operators", "all"])
-def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
+def test_killed_healing_resumes_to_the_same_bits(tmp_path) -> None:
     def run(folder, stop_at=None):
         model = pretrained()
 
@@ -74,7 +71,7 @@ def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
             if progress.stage == "heal" and progress.done == stop_at:
                 raise KeyboardInterrupt
 
-        settings = HEALED | {"heal": what, "heal_tokens": 1024}
+        settings = HEALED | {"heal_tokens": 1024}
         compress(model, tokens(), keep=0.6, settings=settings, out_dir=folder, on_progress=told)
         return model.state_dict()
 
@@ -88,19 +85,6 @@ def test_killed_healing_resumes_to_the_same_bits(what: str, tmp_path) -> None:
     assert not list(tmp_path.rglob("checkpoints"))
 
 
-def test_healing_that_does_harm_is_undone() -> None:
-    original = pretrained()
-    model = copy.deepcopy(original)
-    relinear.replace_(model, {"mlp.down_proj": relinear.LowRank(rank=30)}, init="from_weight")
-    start = copy.deepcopy(model.state_dict())
-    blocks = tokens(64 * 16)[0].view(64, 16)
-    settings = CompressSettings.load(HEALED | {"heal_learning_rate": 30.0})
-    report = heal(model, original, blocks[:48], blocks[48:], settings=settings)
-    assert report.best_step == 0
-    assert report.before == report.after
-    assert all(torch.equal(value, start[key]) for key, value in model.state_dict().items())
-
-
 def test_the_teacher_takes_no_memory_until_it_must() -> None:
     model = pretrained()
     teacher = original_copy(model)
@@ -111,8 +95,7 @@ def test_the_teacher_takes_no_memory_until_it_must() -> None:
     ids = tokens()[0][None, :16]
     wanted = teacher(input_ids=ids).logits
     blocks = tokens(64 * 16)[0].view(64, 16)
-    settings = CompressSettings.load(HEALED | {"heal": "all"})
-    heal(model, teacher, blocks[:48], blocks[48:], settings=settings)
+    heal(model, teacher, blocks, settings=CompressSettings.load(HEALED))
     assert torch.equal(wanted, teacher(input_ids=ids).logits)
 
 
@@ -120,20 +103,15 @@ def test_the_teacher_takes_no_memory_until_it_must() -> None:
 def test_half_precision_is_healed_in_full_and_given_back() -> None:
     model = pretrained().bfloat16()
     settings = HEALED | {"heal_tokens": 1024, "heal_learning_rate": 2e-4}
-    report = compress(model, tokens(), keep=0.6, settings=settings)
-    assert report.healing.after < report.healing.before
+    assert compress(model, tokens(), keep=0.6, settings=settings).healing.steps == 16
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"heal": "all"}, "heal_tokens=0 that nothing is healed"),
-        ({"heal_tokens": 63}, "less than one step of heal_batch=4 blocks of sequence_length=16"),
-        ({"heal_tokens": 64, "heal_held_out_tokens": 15}, "less than one block"),
-        ({"heal_tokens": 96, "heal_batch": 6}, "heal_batch=6 must be a multiple of batch_size=4"),
-        ({"heal_tokens": 100_000}, "tokens plus heal_tokens and heal_held_out_tokens"),
-        ({"heal_tokens": 64, "heal": "some"}, "heal"),
+        ({"heal_tokens": 63}, "less than one step of 4 blocks of sequence_length=16"),
+        ({"heal_tokens": 100_000}, "tokens plus heal_tokens"),
     ],
 )
 def test_refusals_before_anything_is_computed(settings: dict, message: str, tmp_path) -> None:
@@ -144,11 +122,10 @@ def test_refusals_before_anything_is_computed(settings: dict, message: str, tmp_
 
 def test_plans_that_leave_nothing_to_train_are_refused() -> None:
     with pytest.raises(ValueError, match="trains the operators, and the plan has none"):
-        heal(pretrained(), pretrained(), *tokens(1024)[0].view(64, 16).split(32))
+        heal(pretrained(), pretrained(), tokens(1024)[0].view(64, 16))
 
 
-@pytest.mark.parametrize("what", ["operators", "all"])
-def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
+def test_the_teacher_is_given_back_as_it_was() -> None:
     model = pretrained().bfloat16()
     teacher = original_copy(model)
     teacher.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
@@ -157,8 +134,7 @@ def test_the_teacher_is_given_back_as_it_was(what: str) -> None:
     before |= {name: (p.dtype, p.detach().clone()) for name, p in teacher.named_parameters()}
     flags = {name: p.requires_grad for name, p in teacher.named_parameters()}
     blocks = tokens(64 * 16)[0].view(64, 16)
-    settings = CompressSettings.load(HEALED | {"heal": what})
-    heal(model, teacher, blocks[:48], blocks[48:], settings=settings)
+    heal(model, teacher, blocks, settings=CompressSettings.load(HEALED))
     after = dict(teacher.named_buffers()) | dict(teacher.named_parameters())
     assert {name: value.dtype for name, value in after.items()} == {name: dtype for name, (dtype, _) in before.items()}
     assert all(torch.equal(value, before[name][1]) for name, value in after.items())

@@ -14,7 +14,7 @@ from tiny_models import make_family
 
 SETTINGS = {"tokens": 256, "sequence_length": 16, "batch_size": 4, "evaluate": False}
 SETTINGS |= {"candidates": ["low_rank"], "self_sampled": False}
-SETTINGS |= {"heal_tokens": 512, "heal_held_out_tokens": 64, "heal_learning_rate": 3e-3}
+SETTINGS |= {"heal_tokens": 512, "heal_learning_rate": 3e-3}
 
 
 class _Kill(BaseException):

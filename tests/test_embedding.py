@@ -135,7 +135,7 @@ def test_its_scales_train_through_lookup_and_head() -> None:
 def test_a_budget_of_bytes_rounds_it(tie: bool, tmp_path) -> None:
     model, ids = tiny(tie=tie), torch.randint(300, (64, 16), generator=torch.Generator().manual_seed(1))
     settings = {"bits": 4.5, "tokens": 512, "sequence_length": 16, "evaluation_tokens": 64, "heal_tokens": 64}
-    settings |= {"heal_held_out_tokens": 32, "passages": 0}
+    settings |= {"passages": 0}
     report = compress(model, ids, settings=settings, out_dir=tmp_path)
     assert model.get_input_embeddings().config.kind == "quantized"
     assert report.bytes == stored_bytes(model)

@@ -57,7 +57,7 @@ ROUNDED = {"int8": 8, "int4": 4}
 COMPRESSED = {
     "allocated": {"candidates": ("low_rank",)},
     "pivoted": {"candidates": ("pivoted_low_rank",)},
-    "healed": {"candidates": ("pivoted_low_rank",), "heal_held_out_tokens": 4096},
+    "healed": {"candidates": ("pivoted_low_rank",)},
 }
 #: those with their factors rounded
 BOTH = {f"{name}+{rounded}": (name, bits) for name in ("pivoted", "allocated") for rounded, bits in ROUNDED.items()}
@@ -193,7 +193,6 @@ def main() -> None:
     parser.add_argument("--evaluation-tokens", type=int, default=20480)
     parser.add_argument("--heal-tokens", type=int, default=122880, help="that 'healed' trains on")
     parser.add_argument("--heal-rate", type=float, default=3e-5, help="the learning rate's peak in that")
-    parser.add_argument("--heal", choices=["operators", "all"], default="operators", help="what that trains")
     parser.add_argument("--skip", type=int, default=0, help="blocks of each text to leave out: another calibration")
     parser.add_argument("--state", type=Path, default=Path("runs/compress-methods"))
     parser.add_argument("--out", type=Path, required=True)
@@ -202,7 +201,7 @@ def main() -> None:
     settings = CompressSettings(tokens=given.tokens, evaluate=False)
     length, parts = settings.sequence_length, len(given.calibrate)
     each = given.tokens // length // parts
-    healing = -(-(given.heal_tokens + COMPRESSED["healed"]["heal_held_out_tokens"]) // length // parts)
+    healing = -(-given.heal_tokens // length // parts)
     read = [
         token_blocks(list(texts(t)), tokenizer, length, given.skip + each + healing * ("healed" in given.methods))
         for t in given.calibrate
@@ -262,7 +261,7 @@ def main() -> None:
             chosen = settings.updated(keep=keep, **COMPRESSED[base])
             ids, more = [blocks.flatten()], {}
             if method == "healed":
-                healing = {"heal_tokens": given.heal_tokens, "heal_learning_rate": given.heal_rate, "heal": given.heal}
+                healing = {"heal_tokens": given.heal_tokens, "heal_learning_rate": given.heal_rate}
                 chosen, ids, more = chosen.updated(**healing), [*ids, further.flatten()], healing
             # healing's tokens make another corpus, of which other excerpts calibrate
             folder = state / f"{method}-{given.heal_tokens}" if method == "healed" else state

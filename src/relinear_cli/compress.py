@@ -48,10 +48,6 @@ def command(
     heal_tokens: Annotated[
         int | None, typer.Option(min=0, help="Distillation tokens after compression; 0 turns it off.", show_default="0")
     ] = None,
-    heal: Annotated[
-        Literal["operators", "all"] | None,
-        typer.Option(help="What distillation trains: new operators, or all.", show_default="operators"),
-    ] = None,
     plan: Annotated[
         Path | None, typer.Option(exists=True, help="A plan to apply, such as an edited DIR/plan.json.")
     ] = None,

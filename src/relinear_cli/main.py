@@ -36,7 +36,7 @@ _GROUPS = {
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "evaluate",
     "Budget": "budget bits size keep reader batch steps tokens trials seeds widths base_width "
-    "max_tokens limit heal_tokens heal batch_size learning_rate tune parameters",
+    "max_tokens limit heal_tokens batch_size learning_rate tune parameters",
     "Output": "out export plan plan_only dry_run as_json report index static check",
     "Cases": "shapes dtypes modes passes inference_batches",
     "Speed": "threads workers executor partition slurm rounds repeats",

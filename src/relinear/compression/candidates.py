@@ -81,7 +81,10 @@ class SearchSpace:
         modules = self.task.modules
         cache_key = _cache_key([entry.to_dict() for entry in self.entries])
         errors = calibration.map_layers("candidates", cache_key, self._errors)
-        nats = {name: layer_nats(module, name, self.entries, errors) for name, module in modules.items()}
+        nats = dict[str, dict[OperatorConfig, float]]()
+        for name, module in modules.items():  # the second-order estimate 0.5 tr(G (W - W') A (W - W')^T)
+            configs = [config for entry in self.entries for config in entry.candidates(*linear_features(module))]
+            nats[name] = dict(zip(configs, (0.5 * errors[name]).tolist(), strict=True)) if name in errors else {}
         groups = self.reader.groups(modules)
         candidates = {
             key: group_candidates([(name, nats[name]) for name in names], budget) for key, names in groups.items()
@@ -89,45 +92,23 @@ class SearchSpace:
         chosen, layers = allocate(candidates, budget.limit, budget.unit), dict[str, LayerPlan]()
         for key, names in groups.items():
             for name in names:
-                config, stored = chosen[key].config, None
-                if budget.unit == "bytes":
-                    stored = budget.cost(name, config)
+                config = chosen[key].config
+                stored = budget.cost(name, config) if self.task.settings.by_bytes else None
                 predicted = 0.0 if config is None else nats[name][config]
                 layers[name] = LayerPlan.of(modules[name], config, predicted, stored)
         return CompressPlan.of(self.task.model, {name: layers[name] for name in modules})
 
     def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
-        """Return the errors of all sizes of the entries for layers, by the entry's number and the layer's name."""
-        errors_by_name = {}
+        """Return the errors of what each layer could be, by its name."""
+        errors = dict[str, Tensor]()
         for name, layer_statistics in statistics.items():
             module = self.task.modules[name]
-            sizes = linear_features(module)
-            if layer_statistics.tokens is not None and layer_statistics.tokens < sizes[0]:
-                continue  # a layer that hardly saw a token, as experts of which none did: its moments say nothing
-            for at, entry in enumerate(self.entries):
-                if entry.candidates(*sizes):
-                    errors = [error for _, error in entry.candidate_errors(module, layer_statistics)]
-                    errors_by_name[f"{at} {name}"] = torch.tensor(errors, dtype=torch.float64)
-        return errors_by_name
-
-
-def layer_nats(
-    module: Any, name: str, entries: Sequence[OperatorConfig], errors: Mapping[str, Tensor]
-) -> dict[OperatorConfig, float]:
-    """Return what the linear layer ``module`` could become, and the predicted rise of the loss per token.
-
-    That is the second-order estimate 0.5 tr(G (W - W') A (W - W')^T).
-
-    Args:
-        module: called ``name``.
-        entries: operators, each at all its sizes.
-        errors: of the sizes, by the number of the entry and the name; of some there may be none.
-    """
-    nats = dict[OperatorConfig, float]()
-    for at, entry in enumerate(entries):
-        if (layer_errors := errors.get(f"{at} {name}")) is not None:
-            nats |= zip(entry.candidates(*linear_features(module)), (0.5 * layer_errors).tolist(), strict=True)
-    return nats
+            inputs, tokens = linear_features(module)[0], layer_statistics.tokens
+            if tokens is None or tokens >= inputs:  # moments of a layer that hardly saw a token, an expert, say nothing
+                entries = [entry for entry in self.entries if entry.candidates(*linear_features(module))]
+                curves = [entry.candidate_errors(module, layer_statistics) for entry in entries]
+                errors[name] = torch.tensor([error for curve in curves for _, error in curve], dtype=torch.float64)
+        return errors
 
 
 def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]], budget: Budget) -> list[Candidate]:

@@ -233,8 +233,8 @@ def read_corpus(
             tokenizer returns, of which each part would count as a corpus.
     """
     count, evaluation_count, length = settings.blocks, settings.evaluation_blocks, settings.sequence_length
-    further = 0 if plan_only else settings.heal_blocks + settings.held_out_blocks
-    what = "tokens plus heal_tokens and heal_held_out_tokens" if further else "tokens"
+    further = 0 if plan_only else settings.heal_blocks
+    what = "tokens plus heal_tokens" if further else "tokens"
     corpora = texts if isinstance(texts, Mapping) else {"": texts}
     if "input_ids" in corpora:
         raise ValueError("texts is one mapping with input_ids, which is a single item of a corpus; give a list of such")

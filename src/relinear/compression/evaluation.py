@@ -64,7 +64,6 @@ class Observation:
 def observe(
     model: Any,
     blocks: Tensor,
-    tokenizer: Any = None,
     elsewhere: Mapping[str, Tensor] | None = None,
     passages: int = 0,
     on_step: Callable[[int, int], None] = lambda done, total: None,
@@ -72,7 +71,6 @@ def observe(
     """Run ``model`` (in eval mode) on token ids (N, T), and let it continue passages of them.
 
     Args:
-        tokenizer: of the model, whose end of a text it stops at, too.
         elsewhere: further token ids, by name.
         passages: of these token ids, how many are continued to see whether the model repeats itself.
         on_step: called with how many blocks are done, and how many there are.
@@ -89,7 +87,7 @@ def observe(
     repeated = None
     if passages:
         beginnings = _passages(torch.cat([blocks, *other_texts.values()]), passages)
-        repeated = _repeated(model, beginnings.to(next(model.parameters()).device), tokenizer)
+        repeated = _repeated(model, beginnings.to(next(model.parameters()).device))
         count()
     return Observation(reading, readings, repeated)
 
@@ -113,24 +111,16 @@ def _passages(blocks: Tensor, count: int) -> Tensor:
 
 
 @torch.no_grad()
-def _repeated(model: Any, passages: Tensor, tokenizer: Any) -> float:
+def _repeated(model: Any, passages: Tensor) -> float:
     """Share of the 4-grams of greedy continuations that stood in the continuation before, in mean over passages."""
-    ends = _ends(model, tokenizer)
+    stops = model.generation_config.eos_token_id
+    ends = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
     shares = []
     for ids in _continued(model, passages, ends, CONTINUED_TOKENS).tolist():
         end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
         runs = list(zip(*(ids[at:end] for at in range(4)), strict=False))
         shares += [1 - len(set(runs)) / len(runs)] if runs else []
     return sum(shares) / len(shares) if shares else 0.0
-
-
-def _ends(model: Any, tokenizer: Any) -> list[int]:
-    """Return token ids that end a text: the model's, and the tokenizer's."""
-    ends: list[int] = []
-    for owner in (getattr(model, "generation_config", None), tokenizer):
-        stops = getattr(owner, "eos_token_id", None)
-        ends += [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-    return list(dict.fromkeys(ends))
 
 
 def _continued(model: Any, ids: Tensor, ends: Sequence[int], new_tokens: int) -> Tensor:

@@ -1,14 +1,14 @@
 """A compressed model as a directory of compressed-tensors, whose integers other programs load."""
 
 import copy
-import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from relinear.compression.budget import at_half_precision, stored_bytes
+from relinear.compression.budget import at_half_precision
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.linear_layers import embeds, is_conv1d, linear_features
 from relinear.contract.operator import NotLinearError
@@ -54,8 +54,8 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
     """Write ``model`` so that transformers with the package compressed-tensors loads it; all of it or nothing.
 
     Symmetric ``Quantized`` layers stay integers as they are, in 4 or 8 bits. Embedding, head, zero points and what else
-    the format cannot hold become dense; a warning says what that costs. Parameters in single precision are written in
-    bfloat16.
+    the format cannot hold become dense: compress with ``reader="vllm"`` for a file without surprises. Parameters in
+    single precision are written in bfloat16.
 
     Args:
         model: a Hugging Face decoder with ``Quantized`` layers; stays as it is.
@@ -69,8 +69,8 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
     check_packable(model)
     stock = copy.deepcopy(model)
     with at_half_precision(stock):
-        operators, bytes_before = dict[str, Any](named_operators(stock)), stored_bytes(stock)
-        packed = {name: one.packed() for name, one in operators.items() if packs(stock, one, one.config)}
+        operators: Iterable[tuple[str, Any]] = named_operators(stock)
+        packed = {name: one.packed() for name, one in operators if packs(stock, one, one.config)}
         if not packed:
             raise ValueError(
                 "compressed-tensors packs linear layers of symmetric integers whose group divides their inputs, and "
@@ -95,14 +95,4 @@ def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: A
             stock.save_pretrained(folder, state_dict=state)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-            bytes_written = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    dense = [name for name in operators if name not in packed]
-    wider = sum(scheme["num_bits"] > operators[name].config.bits for name, (scheme, _) in packed.items())
-    if dense or wider:
-        warnings.warn(
-            f"compressed-tensors holds symmetric integers of 4 or 8 bits: {wider} layers take more bits, and dense are "
-            f"{', '.join(dense[:3] + ['...'] * (len(dense) > 3)) or 'none'}. The files are "
-            f"{bytes_written - bytes_before:,} bytes larger than relinear's",
-            stacklevel=3,
-        )
     return Path(directory)

@@ -14,8 +14,6 @@ from torch import Tensor
 from relinear.compression.export import check_stock
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.folding import plain_linear
-from relinear.contract.linear_layers import linear_features
-from relinear.contract.operator import OperatorConfig
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
 
@@ -55,24 +53,6 @@ def check_gguf(model: Any, tokenizer: Any) -> None:
     if beyond:
         raise ValueError(
             f"the tokenizer has {len(beyond)} tokens beyond the {config.vocab_size} of the model, such as {beyond[0]!r}"
-        )
-
-
-def check_gguf_operator(name: str, config: OperatorConfig, shape: tuple[int, int]) -> None:
-    """Raise ValueError if what layer ``name``, of (in_features, out_features), may become has no place in GGUF.
-
-    That is an operator of several matrices, and integers that GGUF has no blocks for.
-    """
-    operator: Any = config.build(*shape, device="meta")
-    if hasattr(operator, "gguf_type"):
-        try:
-            operator.gguf_type()
-        except ValueError as error:
-            raise ValueError(f"{name} as {config}: {error}") from error
-    elif len(operator.dense_chain()) > 1:
-        raise ValueError(
-            f"{name} as {config} is a product of matrices, and no layer of a GGUF file is one; give candidates="
-            "quantized:symmetric=true, or relinear.fold_ it"
         )
 
 
@@ -159,7 +139,13 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     check_gguf(model, tokenizer)
     operators = dict(named_operators(model))
     for name, operator in operators.items():
-        check_gguf_operator(name, operator.config, linear_features(operator))
+        try:
+            if hasattr(operator, "gguf_type"):
+                operator.gguf_type()
+            elif len(operator.dense_chain()) > 1:
+                raise ValueError("no layer of a GGUF file is a product of matrices; relinear.fold_ it")
+        except ValueError as error:
+            raise ValueError(f"{name} as {operator.config}: {error}") from error
     inside = tuple(f"{name}." for name in operators)
     values = {name: value for name, value in model.named_parameters() if not name.startswith(inside)}
     for name, operator in operators.items():

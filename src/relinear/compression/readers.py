@@ -66,18 +66,15 @@ def _outside(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> in
 
 
 def _gguf(model: Any, name: str, config: OperatorConfig | None) -> int | None:
-    inputs, outputs = linear_features(module := model.get_submodule(name))
-    bias = 0 if getattr(module, "bias", None) is None else 4 * outputs
-    if config is None:
-        return 2 * inputs * outputs + bias
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+    inputs, outputs = linear_features(module := model.get_submodule(name))
     try:
-        operator: Any = config.build(inputs, outputs, device="meta")
-        block, stored = GGML_QUANT_SIZES[GGMLQuantizationType[operator.gguf_type()]]
+        kind = "F16" if config is None else config.build(inputs, outputs, device="meta").gguf_type()  # type: ignore
     except (AttributeError, ValueError):
         return None
-    return outputs * inputs // block * stored + bias
+    block, stored = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return outputs * inputs // block * stored + (0 if getattr(module, "bias", None) is None else 4 * outputs)
 
 
 def _gguf_remainder(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
@@ -94,11 +91,9 @@ def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
         return stored_bytes(module)
     if not packs(model, module, config):
         return None
-    (inputs, outputs), (bits, group) = linear_features(module), (config.bits, config.group)  # type: ignore[attr-defined]
-    width = 4 if bits <= 4 else 8
-    shape = 2 * torch.int64.itemsize
-    bias = 0 if getattr(module, "bias", None) is None else 2 * outputs
-    return outputs * (4 * -(-inputs * width // 32) + 2 * inputs // min(group, inputs)) + shape + bias
+    operator: Any = config.build(*linear_features(module), device="meta", dtype=torch.bfloat16)
+    bias = 0 if getattr(module, "bias", None) is None else 2 * operator.out_features
+    return sum(part.nbytes for part in operator.packed()[1].values()) + bias
 
 
 READERS = {
@@ -141,48 +136,30 @@ def budget_of(
     Raises:
         ValueError: if all else in the file already exceeds the budget.
     """
-    if not settings.by_bytes:
-        parameters = {name: size_of(module).parameters for name, module in modules.items()}
-        total = sum(parameters.values())
-        what, limit = f"keep={settings.keep}", settings.keep * total  # type: ignore[operator]
-        return Budget(
-            what,
-            "parameters",
-            limit,
-            total,
-            lambda name, config: size_of(modules[name], config).parameters,
-            lambda least: f"keep={math.ceil(1000 * least / total) / 1000:g}",
-        )
     reader = READERS[settings.reader]
 
     def cost(name: str, config: OperatorConfig | None) -> int | None:
-        return reader.stored(model, name, config)
+        return reader.stored(model, name, config) if settings.by_bytes else size_of(modules[name], config).parameters
 
-    total = sum(reader.stored(model, name, None) or 0 for name in modules)
+    whole = sum(cost(name, None) or 0 for name in modules)
+    weights = sum(math.prod(linear_features(module)) for module in modules.values())
     if settings.bits is not None:
-        weights = sum(math.prod(linear_features(module)) for module in modules.values())
-        biases = total - 2 * weights  # as they are
-        limit = settings.bits / 8 * weights + biases
-        return Budget(
-            f"bits={settings.bits}",
-            "bytes",
-            limit,
-            total,
-            cost,
-            lambda least: f"bits={math.ceil(800 * (least - biases) / weights) / 100:g}",
-        )
-    requested, remainder = settings.bytes_of(stored_bytes(model)), reader.remainder(model, tokenizer, modules)
-    what = f"size={settings.size}"
-    if requested <= remainder:
-        raise ValueError(
-            f"{what}, {requested:,.0f} bytes, is less than the {remainder:,.0f} that all else takes in a file for "
-            f"{settings.reader} (norms, what is excluded, the tokenizer); ask for more"
-        )
-    return Budget(
-        what,
-        "bytes",
-        requested - remainder,
-        total,
-        cost,
-        lambda least: f"size={math.ceil((least + remainder) / 1e4) / 100:.10g}MB",
-    )
+        outside = 2 * weights - whole  # biases, which stay as they are
+        name, step, limit = "bits", weights / 8, settings.bits / 8 * weights - outside
+    elif settings.keep is not None:
+        name, step, outside, limit = "keep", whole, 0, settings.keep * whole
+    else:
+        outside = reader.remainder(model, tokenizer, modules)
+        name, step, limit = "size", 1e6, settings.bytes_of(stored_bytes(model)) - outside
+        if limit <= 0:
+            raise ValueError(
+                f"size={settings.size}, {limit + outside:,.0f} bytes, is less than the {outside:,.0f} that all else "
+                f"takes in a file for {settings.reader} (norms, what is excluded, the tokenizer); ask for more"
+            )
+
+    def setting(least: float) -> str:
+        value = math.ceil(1000 * (least + outside) / step) / 1000
+        return f"{name}={value:.10g}" + "MB" * (name == "size")
+
+    unit = "bytes" if settings.by_bytes else "parameters"
+    return Budget(f"{name}={getattr(settings, name)}", unit, limit, whole, cost, setting)

@@ -146,7 +146,7 @@ def compress(
         adds_samples = resolved.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1
         if adds_samples:
             corpus = with_sampled_text(corpus, model, folder / "calibration", resolved.seed)
-        report = job.run(corpus, tokenizer, given_plan, plan_only)
+        report = job.run(corpus, given_plan, plan_only)
         if out_dir is not None and not plan_only:
             with at_half_precision(model) if resolved.by_bytes else nullcontext():
                 save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
@@ -202,7 +202,7 @@ class _Job:
     def _lap(self, phase: str) -> None:
         self.ends[phase] = time.monotonic()
 
-    def run(self, corpus: Corpus, tokenizer: Any, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
+    def run(self, corpus: Corpus, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.reset()
@@ -219,7 +219,7 @@ class _Job:
         self._lap("plan")
         healing, evaluation = None, None
         if not plan_only and plan.replaced:
-            healing, evaluation = self._make(corpus, calibration, plan, tokenizer)
+            healing, evaluation = self._make(corpus, calibration, plan)
         if not plan_only:  # not earlier: if killed before this point, an existing model must keep its own plan
             self._rename_others(place)
             place.replace(self.folder / "plan.json")
@@ -257,42 +257,33 @@ class _Job:
             self.run_folder.write(made=made_by)
 
     def _make(
-        self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, tokenizer: Any
+        self, corpus: Corpus, calibration: Calibration, plan: CompressPlan
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Apply the plan and heal; compare the result with the original if the settings say so."""
-        original = self._observe("original", corpus, tokenizer)
+        original = self._observe("original", corpus)
         self._lap("original")
         teacher = original_copy(self.model) if self.settings.heal_tokens else None
         replace_layers_(self.task, plan, fit_layers(self.task, plan, calibration))
         self._lap("fit")
         healing = None
         if teacher is not None:
-            # some of the blocks evaluate healing, spread evenly over them
-            held_out = torch.linspace(0, len(corpus.further) - 1, self.settings.held_out_blocks).round().long()
-            trained = torch.ones(len(corpus.further), dtype=torch.bool)
-            trained[held_out] = False
+            folder, progress = self.folder, self.task.on_progress
             healing = heal(
-                self.model,
-                teacher,
-                corpus.further[trained],
-                corpus.further[held_out],
-                settings=self.settings,
-                folder=self.folder,
-                on_progress=self.task.on_progress,
+                self.model, teacher, corpus.further, settings=self.settings, folder=folder, on_progress=progress
             )
             self._lap("heal")
         if self.settings.by_bytes:
             round_to_half_(self.model)  # what is evaluated is what is saved
-        compressed = self._observe("evaluation", corpus, tokenizer)
+        compressed = self._observe("evaluation", corpus)
         if original is None or compressed is None:
             return healing, None
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen)
 
-    def _observe(self, phase: str, corpus: Corpus, tokenizer: Any) -> Observation | None:
+    def _observe(self, phase: str, corpus: Corpus) -> Observation | None:
         """Evaluate the model as it now is; None if nothing is to be evaluated."""
         settings = self.settings
         if not settings.evaluate:
             return None
-        on_step = self.task.progress_of(phase)
-        return observe(self.model, corpus.evaluation, tokenizer, corpus.elsewhere, settings.passages, on_step)
+        on_step = partial(self.task.on_progress, phase)
+        return observe(self.model, corpus.evaluation, corpus.elsewhere, settings.passages, on_step)

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import Batch, Seed, Settings, size_in_bytes
 from relinear.distill.settings import check_whole_blocks
 
@@ -36,11 +35,8 @@ class CompressSettings(Settings):
         seed: of the excerpts, of the next tokens that the model draws, and of the order of blocks in
             healing.
         heal_tokens: distillation tokens after compression, of the corpus behind those that calibrate; 0 turns it off.
-            The whole model learns to give the original's logits.
-        heal: what is trained then: the "operators", or "all" parameters.
-        heal_held_out_tokens: how many evaluate healing: the parameters that were best there are kept.
+            The operators learn to give the original's logits, four blocks a step or ``batch_size``.
         heal_learning_rate: the peak; None is 3e-5.
-        heal_batch: blocks a step; ``batch_size`` of them at a time are in memory.
         evaluate: compare the compressed model with the original: loss and agreement on tokens that
             calibration has not seen.
         evaluation_tokens: of documents that do not calibrate, for ``evaluate``.
@@ -66,10 +62,7 @@ class CompressSettings(Settings):
     candidates: tuple[str, ...] = ()
     seed: Seed = 0
     heal_tokens: int = Field(default=0, ge=0)
-    heal: Literal["operators", "all"] = "operators"
-    heal_held_out_tokens: int = Field(default=8192, ge=2)
     heal_learning_rate: float | None = Field(default=None, gt=0)
-    heal_batch: Batch = 4
     evaluate: bool = True
     evaluation_tokens: int = Field(default=16384, ge=2)
     passages: int = Field(default=50, ge=0)
@@ -86,8 +79,11 @@ class CompressSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> CompressSettings:
-        for check in (self._check_budget, self._check_blocks, self._check_candidates, self._check_healing):
-            check()
+        self._check_budget()
+        check_whole_blocks(self, "tokens")
+        if self.heal_tokens and not self.heal_blocks:
+            step = f"{self.heal_batch} blocks of sequence_length={self.sequence_length}"
+            raise ValueError(f"heal_tokens={self.heal_tokens} is less than one step of {step}")
         return self
 
     def _check_budget(self) -> None:
@@ -99,25 +95,10 @@ class CompressSettings(Settings):
         if self.size is not None:
             self.bytes_of(1)
 
-    def _check_blocks(self) -> None:
-        check_whole_blocks(self, "tokens")
-        if self.heal_tokens:
-            check_whole_blocks(self, "heal_held_out_tokens")
-
-    def _check_candidates(self) -> None:
-        for text in self.candidates:
-            OperatorConfig.read(text)
-
-    def _check_healing(self) -> None:
-        if not self.heal_tokens:
-            if self.heal != "operators":
-                raise ValueError(f"heal={self.heal!r} says how, heal_tokens=0 that nothing is healed; give heal_tokens")
-            return
-        if self.heal_blocks < self.heal_batch:
-            step = f"heal_batch={self.heal_batch} blocks of sequence_length={self.sequence_length}"
-            raise ValueError(f"heal_tokens={self.heal_tokens} is less than one step of {step}")
-        if self.heal_batch > self.batch_size and self.heal_batch % self.batch_size:
-            raise ValueError(f"heal_batch={self.heal_batch} must be a multiple of batch_size={self.batch_size}")
+    @property
+    def heal_batch(self) -> int:
+        """Return blocks a step of healing: four, or ``batch_size`` times what comes nearest below."""
+        return self.batch_size * max(1, 4 // self.batch_size)
 
     @property
     def by_bytes(self) -> bool:
@@ -143,11 +124,6 @@ class CompressSettings(Settings):
         """Return blocks that are trained on in healing: whole steps."""
         blocks = self.heal_tokens // self.sequence_length
         return blocks - blocks % self.heal_batch
-
-    @property
-    def held_out_blocks(self) -> int:
-        """Return blocks that evaluate healing; 0 without any."""
-        return self.heal_held_out_tokens // self.sequence_length if self.heal_tokens else 0
 
     @property
     def blocks(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +76,6 @@ class Task:
                 f"tokens={self.settings.tokens}, in whole blocks of sequence_length={self.settings.sequence_length} "
                 f"{calibration_tokens:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
             )
-
-    def progress_of(self, phase: str) -> Callable[[int, int], None]:
-        """Return a callback for the progress of ``phase``: called with how much is done and how much there is."""
-        return partial(self.on_progress, phase)
 
     def calibrate(self, blocks: Tensor, kinds: Sequence[int] = ()) -> Calibration:
         """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
