@@ -200,9 +200,7 @@ def main() -> None:
 
     def seen(model: nn.Module) -> tuple[dict[str, Reading], dict[str, float | None]]:
         first, *others = windows
-        found = observe(
-            model, windows[first], tokenizer, elsewhere={n: windows[n] for n in others}, passages=given.passages
-        )
+        found = observe(model, windows[first], elsewhere={n: windows[n] for n in others}, passages=given.passages)
         words = (
             {}
             if given.lambada is None

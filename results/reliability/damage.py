@@ -26,8 +26,7 @@ from relinear.system.machine import describe_machine
 from relinear_cli.main import main as command
 
 CASES = 200
-SETTINGS = ("tokens=512", "sequence_length=16", "batch_size=4", "heal_tokens=128")
-SETTINGS += ("heal_held_out_tokens=64", "heal_batch=2", "evaluate=false")
+SETTINGS = ("tokens=512", "sequence_length=16", "batch_size=4", "heal_tokens=128", "evaluate=false")
 
 
 def damaged(content: bytes, kind: str, rng: random.Random) -> bytes | None:

@@ -71,7 +71,7 @@ def _arguments() -> dict[str, list[str]]:
     out = ["--out", "out"]
     text = ["--data", "text.txt"]
     sizes = ["--set", "tokens=256", "--set", "sequence_length=32"]
-    healed = ["--set", "heal_tokens=128", "--set", "heal_batch=2", "--set", "heal_held_out_tokens=64"]
+    healed = ["--set", "heal_tokens=128"]
     return {
         "train": ["train", "--recipe", "train.yaml", "-r", "up_proj=low_rank:rank=4", *out],
         "compare": ["compare", "--recipe", "compare.yaml", *out],

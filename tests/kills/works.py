@@ -86,7 +86,7 @@ def _tokenizer() -> Any:
     return train_bpe([text], 300, len(text))
 
 
-def _compress_by(heal: str, plan: str, reader: str, bits: float | None = None) -> Callable[[Path, Path], None]:
+def _compress_by(heal: bool, plan: str, reader: str, bits: float | None = None) -> Callable[[Path, Path], None]:
     """A compression with all that it keeps state of; its figures are compared, times are not waited for.
 
     With ``bits`` it is by bytes: integers, the embedding among them. The plan "proposed" is made by a second command,
@@ -99,7 +99,7 @@ def _compress_by(heal: str, plan: str, reader: str, bits: float | None = None) -
         del chosen["keep"], chosen["candidates"]
         chosen |= {"bits": bits, "reader": reader}
     if heal:
-        chosen |= {"heal": heal, "heal_tokens": 192, "heal_held_out_tokens": 32, "heal_learning_rate": 1e-3}
+        chosen |= {"heal_tokens": 192, "heal_learning_rate": 1e-3}
 
     def work(data: Path, out: Path) -> None:
         torch.manual_seed(0)
@@ -142,17 +142,17 @@ WORKS: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
-_AXES = itertools.product(("", "operators", "all"), ("made", "given"))
+_AXES = itertools.product((False, True), ("made", "given"))
 #: every way of compressing: its axes in words -> as in ``WORKS``
 COMPRESSIONS: dict[str, Callable[[Path, Path], None]] = {
-    f"compress heal={heal or None} plan={plan}": _compress_by(heal, plan, "relinear") for heal, plan in _AXES
+    f"compress heal={heal} plan={plan}": _compress_by(heal, plan, "relinear") for heal, plan in _AXES
 }
 
 
-#: of integers: every way of healing, two readers, the plan made at once or behind one that was proposed
-_INTEGERS = itertools.product(("operators", "", "all"), ("proposed", "made"), ("relinear", "llama.cpp"))
+#: of integers: healed and not, two readers, the plan made at once or behind one that was proposed
+_INTEGERS = itertools.product((True, False), ("proposed", "made"), ("relinear", "llama.cpp"))
 COMPRESSIONS |= {
-    f"compress bits=4.75 heal={heal or None} plan={plan} for={reader}": _compress_by(heal, plan, reader, bits=4.75)
+    f"compress bits=4.75 heal={heal} plan={plan} for={reader}": _compress_by(heal, plan, reader, bits=4.75)
     for heal, plan, reader in _INTEGERS
 }
 
@@ -171,7 +171,7 @@ def come_to(out: Path) -> dict[str, Any]:
             found[str(name)] = digest.hexdigest()
         elif path.suffix == ".gguf":
             found[str(name)] = hashlib.sha256(path.read_bytes()).hexdigest()
-        elif path.name in ("run.json", "results.json", "report.json", "plan.json", "healed.json"):
+        elif path.name in ("run.json", "results.json", "report.json", "plan.json"):
             found[str(name)] = _lasting(json.loads(path.read_text()))
         elif path.name == "metrics.jsonl":
             found[str(name)] = [_lasting(json.loads(line)) for line in path.read_text().splitlines()]
