@@ -120,8 +120,6 @@ def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, An
     print("\n".join(sorted(failed)))
     if "forward" in settings.passes:
         print(f"forward: {_INFERENCE}")
-    roofs = (f"{r['dtype']} {r['gemm'] / 1e9:.0f} GFLOP/s, {r['copy'] / 1e9:.1f} GB/s" for r in result["roofline"])
-    print(f"machine: {', '.join(roofs)}")
     page = write_page(out / "report.html", [section])
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
     return result

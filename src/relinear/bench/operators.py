@@ -1,4 +1,4 @@
-"""Single layers on the clock: operators against dense nn.Linear, and what this machine can do at best."""
+"""Single layers on the clock: operators against dense nn.Linear."""
 
 # Legend: I in_features, O out_features, N tokens
 
@@ -17,39 +17,11 @@ from relinear.contract.inference import caching_for_inference, for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.system.timing import Timing, interleave, peak_memory
 
-
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """Rates of one device and dtype.
-
-    gemm: FLOP/s of a large square matrix product.
-    copy: bytes/s of a large copy, reads and writes both counted.
-    """
-
-    dtype: str
-    gemm: float
-    copy: float
-
-
-@torch.no_grad()
-def measure_roofline(dtype: torch.dtype) -> Roofline:
-    """Measure both rates with inputs that are not zero (zeros can be faster, and denormals slower)."""
-    size = 2048
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    out = torch.empty_like(a)
-    big = torch.randn(64 * 2**20 // a.element_size()).to(dtype)
-    target = torch.empty_like(big)
-    calls = {"gemm": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(big)}
-    seconds = {name: timing.seconds for name, timing in interleave(calls, "gemm", rounds=7).items()}
-    moved = 2 * big.numel() * big.element_size()
-    return Roofline(str(dtype).removeprefix("torch."), 2 * size**3 / seconds["gemm"], moved / seconds["copy"])
-
-
 DENSE = "dense"
 Pass = Literal["forward", "step"]
 Mode = Literal["eager", "compiled"]
 #: columns of a row after its case and times; ``error`` is set, and nothing timed, where it failed the correctness gate
-FIGURES = ("peak_bytes", "memory_ratio", "flops", "parameters", "share_of_floor", "relative_error", "error")
+FIGURES = ("peak_bytes", "memory_ratio", "flops", "parameters", "relative_error", "error")
 #: largest relative error, in the Frobenius norm, of a contender against its own float64 copy
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
@@ -128,18 +100,10 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
     return step
 
 
-def _bytes_at_least(module: nn.Module, case: Case) -> int:
-    """Return the bytes of parameters, inputs and outputs, which any implementation has to move."""
-    size = torch.empty(0, dtype=case.dtype).element_size()
-    weights = sum(p.numel() for p in module.parameters())
-    return size * (weights + case.tokens * (case.in_features + case.out_features))
-
-
 def bench_case(
     case: Case,
     operators: Sequence[tuple[str, OperatorConfig]],
     *,
-    roofline: Roofline | None = None,
     rounds: int = 15,
 ) -> list[dict[str, Any]]:
     """Measure dense and the operators in one case, taking turns in this process.
@@ -173,17 +137,11 @@ def bench_case(
         peaks = {name: peak_memory(call) for name, call in calls.items()} if case.phase == "step" else {}
     measured = []
     for name, module in modules.items():
-        flops = _flops(module, case)
-        floor = None
-        if roofline is not None and flops is not None:
-            passes = 3 if case.phase == "step" else 1  # backward: one product for the input, one for the weights
-            floor = passes * max(flops / roofline.gemm, _bytes_at_least(module, case) / roofline.copy)
         figures = {
             "peak_bytes": peaks.get(name),
             "memory_ratio": peaks[name] / peaks[DENSE] if peaks else None,
-            "flops": flops,
+            "flops": _flops(module, case),
             "parameters": sum(p.numel() for p in module.parameters()),
-            "share_of_floor": None if floor is None else floor / timings[name].seconds,
             "relative_error": errors[name],
         }
         measured.append(_row(name, case, timings[name], **figures))

@@ -3,7 +3,6 @@
 And a benchmark against a recorded one: what became slower by more than either varies.
 """
 
-import dataclasses
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import AfterValidator, Field
 
-from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, measure_roofline, phase_of
+from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, phase_of
 from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
@@ -101,15 +100,14 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
     if compiler():
         is_loaded()
     dtypes = [DTYPES[name] for name in settings.dtypes]
-    roofs = {dtype: measure_roofline(dtype) for dtype in dtypes}
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []
     every = itertools.product(map(_shape, settings.shapes), dtypes, settings.modes, settings.passes, settings.tokens)
     todo = [Case(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in every]
     for number, case in enumerate(todo):
         print(f"{number}/{len(todo)}  {case}", flush=True)  # read by _child
-        rows += bench_case(case, operators, roofline=roofs[case.dtype], rounds=settings.rounds)
-    return {"roofline": [dataclasses.asdict(roof) for roof in roofs.values()], "rows": rows}
+        rows += bench_case(case, operators, rounds=settings.rounds)
+    return {"rows": rows}
 
 
 def _child(settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
@@ -145,7 +143,7 @@ def run_bench(
         on_progress: called before every case.
 
     Returns:
-        what ``bench.json`` holds: settings, machine, allocator, roofline, and a row for every contender in every case,
+        what ``bench.json`` holds: settings, machine, allocator, and a row for every contender in every case,
         with ``ratio`` (time to dense in the same round, median; of several runs the median, with ``ratio_minimum`` and
         ``ratio_maximum``).
 
