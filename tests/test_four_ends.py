@@ -74,7 +74,7 @@ def type_in(tmp_path) -> Callable[[str], str]:
     (site / "these.pth").write_text(f"{REPOSITORY / 'src'}\n{sysconfig.get_path('purelib')}\n")
     python = programs / "python"
     scripts = {
-        "relinear": f"#!{python}\nfrom relinear_cli.main import run\nrun()\n",
+        "relinear": f'#!{python}\nfrom relinear_cli.main import run\nif __name__ == "__main__":\n    run()\n',
         "pytest": f"#!{python}\nimport sys, pytest\nsys.exit(pytest.main())\n",
         "pip": f"#!{python}\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n",
     }
