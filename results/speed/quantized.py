@@ -59,13 +59,15 @@ def contenders(inputs: int, outputs: int) -> dict[str, list[Callable]]:
     for bits in (2, 3, 4, 5, 6, 8):
         config = relinear.Quantized(bits=bits)
         found[f"{bits} bits"] = copies(lambda c=config: c.build(inputs, outputs, False).eval(), size * bits / 8)
+        rounded = copies(lambda c=config: relinear.for_inference_(c.build(inputs, outputs, False)), size * bits / 8)
+        found[f"{bits} bits, rounded inputs"] = rounded
     found["int4pack"] = copies(lambda: packed_int4(inputs, outputs), size / 2)
     found["int8pack"] = copies(lambda: packed_int8(inputs, outputs), size)
     found["dynamic int8"] = copies(lambda: dynamic_int8(inputs, outputs), size)
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def main() -> None:
     """Measure and print a line for every shape and number of rows."""
     warnings.filterwarnings("ignore")
