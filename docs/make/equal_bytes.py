@@ -1,4 +1,4 @@
-"""Losses of compressed models at equal file size: few rows for the README, all for the page of compression."""
+"""Compressed models at equal file size: GGUF files beside llama.cpp's for the README, losses for the page of compression."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import measured
 import svg
 from measured import signed
+from relinear.system.confidence import half_width
 
 __all__ = ["PICTURES", "alt", "picture"]
 
@@ -16,26 +17,35 @@ WIDTH, LEFT, RIGHT, STEP, TOP = 400, 130, 108, 24, 40
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows under headings, each a label and a row of the record of ``model``; a bar longer than ``most`` is cut."""
+    """Rows under headings, each a label and a row of the record of ``model``; a bar longer than ``most`` is cut.
+
+    Rows of "smollm2-rotated" are losses (``rounding.jsonl``), those of "unrounded" are KL divergences (``judged.jsonl``).
+    """
 
     groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]
     most: float
     tick: float
     model: str = "smollm2-rotated"
+    shown: str = "nats per token above the original: less is better"
+    said: str = "Loss above the original in nats per token, rotated SmolLM2-135M on WikiText-2"
+    decimals: int = 3
 
 
 _AT_4, _AT_3 = "170 MB", "160 MB"
+#: llama.cpp's mixtures of which the README shows the size
+_SIZES = {"Q3_K_M": 3276096, "IQ4_XS": 3512128, "Q4_K_M": 3777856, "Q5_K_M": 4310336}
 PICTURES = {
     "compress-file-size": Rows(
         [
-            (
-                "4.25 bits a weight",
-                [("relinear", "bits:4.25"), ("GPTQ", "gptq-order:4@96"), ("CALDERA", "caldera:4.25")],
-            ),
-            ("3.5 bits a weight", [("relinear", "bits:3.5"), ("CALDERA", "caldera:3.5"), ("GPTQ", "gptq-order:3@48")]),
+            (f"{size}, {bytes / 1e6:.1f} MB", [("relinear", f"relinear:{size}"), ("llama.cpp", f"llama.cpp:{size}")])
+            for size, bytes in _SIZES.items()
         ],
-        0.28,
-        0.1,
+        0.0048,
+        0.002,
+        "unrounded",
+        "KL divergence from the original, nats: less is better",
+        "KL divergence of GGUF files from the original in nats per token, a Llama of 5.8 M parameters on books",
+        5,
     ),
     "compress-equal-bytes": Rows(
         [
@@ -75,7 +85,13 @@ PICTURES = {
 
 
 def _found(row: str, model: str) -> tuple[float, float, int]:
-    """Nats above the original on WikiText-2, half the interval, and the file's bytes: seed 0."""
+    """What a row measured, half its interval, and the file's bytes: seed 0."""
+    if model == "unrounded":
+        by, at = row.split(":")
+        wanted = {"model": model, "by": by, "at": at}
+        record = next(one for one in measured.read("compress/judged.jsonl") if wanted.items() <= one.items())
+        windows = record["texts"]["books"]["kl"]
+        return sum(windows) / len(windows), half_width(windows), record["bytes"]
     wanted = {"row": row, "model": model, "seed": 0}
     record = next(one for one in measured.read("compress/rounding.jsonl") if wanted.items() <= one.items())
     return record["against"]["wikitext2"]["nats"], record["against"]["wikitext2"]["interval"], record["bytes"]
@@ -91,11 +107,11 @@ def picture(theme: str, name: str) -> str:
     def at(nats: float) -> float:
         return LEFT + min(nats, rows.most) / rows.most * (WIDTH - LEFT - RIGHT)
 
-    parts = [svg.text(0, 16, "nats per token above the original: less is better", soft, "start")]
+    parts = [svg.text(0, 16, rows.shown, soft, "start")]
     for tick in range(int(rows.most / rows.tick) + 1):
         x = at(tick * rows.tick)
         parts += [svg.line(x, TOP - 14, x, bottom, grid, 1)]
-        parts += [svg.text(x, bottom + 18, svg.number(tick * rows.tick, ".1f"), soft)]
+        parts += [svg.text(x, bottom + 18, svg.number(tick * rows.tick, "g"), soft)]
     y = TOP
     for heading, group in rows.groups:
         parts.append(svg.text(0, y, heading, ink, "start", weight=600))
@@ -107,7 +123,7 @@ def picture(theme: str, name: str) -> str:
             parts.append(svg.text(LEFT - 6, y + 4, label, ink, "end"))
             parts.append(f'<rect x="{LEFT}" y="{y - 7}" width="{width:.1f}" height="14" fill="{colour}"/>')
             parts.append(svg.line(at(max(0.0, nats - half)), y, at(nats + half), y, ink, 1.6))
-            parts.append(svg.text(WIDTH, y + 4, f"{signed(nats, 3)} ± {half:.3f}", ink, "end"))
+            parts.append(svg.text(WIDTH, y + 4, _number(rows, nats) + f" ± {half:.{rows.decimals}f}", ink, "end"))
         y += 2 * STEP
     return svg.whole(WIDTH, bottom + 28, alt(name), parts)
 
@@ -116,8 +132,12 @@ def alt(name: str) -> str:
     """What the picture shows in words: of each size the best two, or all where they are few."""
     rows = PICTURES[name]
     groups = [
-        f"{heading}: " + ", ".join(f"{label} {signed(_found(row, rows.model)[0], 3)}" for label, row in group[:3])
+        f"{heading}: " + ", ".join(f"{label} {_number(rows, _found(row, rows.model)[0])}" for label, row in group[:3])
         for heading, group in rows.groups
     ]
-    model = "rotated SmolLM2-135M" if rows.model == "smollm2-rotated" else "SmolLM2-135M"
-    return f"Loss above the original in nats per token, {model} on WikiText-2. {'; '.join(groups)}."
+    return f"{rows.said}. {'; '.join(groups)}."
+
+
+def _number(rows: Rows, value: float) -> str:
+    """A difference has a sign, a divergence none."""
+    return f"{value:.{rows.decimals}f}" if rows.model == "unrounded" else signed(value, rows.decimals)
