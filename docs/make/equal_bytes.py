@@ -44,7 +44,7 @@ PICTURES = {
         0.002,
         "unrounded",
         "KL divergence from the original, nats: less is better",
-        "KL divergence of GGUF files from the original in nats per token, a Llama of 5.8 M parameters on books",
+        "KL divergence from the original in nats, GGUF files of equal size",
         5,
     ),
     "compress-equal-bytes": Rows(
