@@ -1,4 +1,4 @@
-"""Compressed models at equal file size: GGUF files beside llama.cpp's for the README, losses for the page of compression."""
+"""Compressed models at equal file size: GGUF files beside llama.cpp's for the README, losses for its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, LEFT, RIGHT, STEP, TOP = 400, 130, 108, 24, 40
 class Rows:
     """Rows under headings, each a label and a row of the record of ``model``; a bar longer than ``most`` is cut.
 
-    Rows of "smollm2-rotated" are losses (``rounding.jsonl``), those of "unrounded" are KL divergences (``judged.jsonl``).
+    Rows of "smollm2-rotated" are losses (``rounding.jsonl``), of "unrounded" KL divergences (``judged.jsonl``).
     """
 
     groups: Sequence[tuple[str, Sequence[tuple[str, str]]]]
