@@ -18,6 +18,7 @@ from relinear.compare import gaps
 from relinear.compare.figures import budgets
 from relinear.compare.settings import Match, Plan, read_plan
 from relinear.contract import config as registry
+from relinear.deprecated import RENAMED_SETTINGS
 from relinear.system.confidence import half_width, seeds_needed, t_quantile
 
 #: two-sided 95 %, by degrees of freedom
@@ -247,8 +248,9 @@ def test_records_differ_from_their_plan_as_their_page_says(committed):
             if not isinstance(record, dict) or f"plans/{name}.yaml" not in record.get("command", ""):
                 continue
             page = (folder / "README.md").read_text(encoding="utf-8")
-            match = Match.upgraded(record["recipe"]["match"])  # with what came after the record
-            found = departures(comparison, record["recipe"] | {"match": match})
+            recipe = record["recipe"]  # with what came after it, under today's names
+            train = {RENAMED_SETTINGS["TrainSettings"].get(key, key): value for key, value in recipe["train"].items()}
+            found = departures(comparison, recipe | {"match": Match.upgraded(recipe["match"]), "train": train})
             assert [one for one in found if f"`{one}`" not in page] == []
             seen.append(name)
     assert "rotor" in seen

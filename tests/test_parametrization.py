@@ -10,6 +10,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import attach_, from_preset, replace_
 from relinear.compare.settings import CompareSettings
 from relinear.contract.parameter_roles import ParamRole
+from relinear.hf.attached import attachments
 from relinear.models import ReadoutScale
 from relinear.training import FitSettings, TrainSettings, build_model, fit
 from relinear.training.optim import parameter_groups, parameter_roles, scale_stock_, width_ratio
@@ -220,7 +221,7 @@ def test_a_tied_head_keeps_its_weight_and_scales_the_logits(make, tmp_path):
 def test_a_tied_preset_gets_the_factor():
     sizes = {"hidden_size": 256, "num_attention_heads": 16, "tie_word_embeddings": True}
     model = build_model(at_width(256, model_overrides=SIZES | sizes))
-    assert relinear.contract.attachment.attachments(model) == (ReadoutScale(factor=0.25),)
+    assert attachments(model) == (ReadoutScale(factor=0.25),)
     assert float(model.model.embed_tokens.weight.std().detach()) == pytest.approx(0.02, rel=0.05)
     with pytest.raises(ValueError, match="factor must be above 0"):
         ReadoutScale(factor=0.0)

@@ -6,6 +6,7 @@
 import relinear.models.cgt  # the configuration, to transformers' Auto classes
 import relinear.models.heads
 import relinear.operators
+import relinear.operators.fused_decoder  # the forward of decoder layers that for_inference_ puts in place
 import relinear.residual
 import relinear.surgery.layer_bias
 import relinear.surgery.rebuild  # the loader of checkpoints with operators in them, to transformers

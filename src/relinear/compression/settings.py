@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import Batch, Seed, Settings, size_in_bytes
 from relinear.distill.settings import check_whole_blocks
 
@@ -81,6 +82,8 @@ class CompressSettings(Settings):
     def _consistent(self) -> CompressSettings:
         self._check_budget()
         check_whole_blocks(self, "tokens")
+        for text in self.candidates:
+            OperatorConfig.read(text)
         if self.heal_tokens and not self.heal_blocks:
             step = f"{self.heal_batch} blocks of sequence_length={self.sequence_length}"
             raise ValueError(f"heal_tokens={self.heal_tokens} is less than one step of {step}")

@@ -1,6 +1,5 @@
 """Every operator; importing a file here registers its kind, and makes its config ``relinear.NAME``."""
 
-import relinear.operators.fused_decoder  # noqa: F401  # what for_inference_ puts in place
 from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
 from relinear.operators.ccl import CCL as CCL
 from relinear.operators.context_manager import ContextManager as ContextManager
