@@ -65,9 +65,8 @@ class FusedDecoderLayer:
 def _matrices(layer: nn.Module) -> list[tuple[Any, ...]]:
     """Return inputs and packed integers of all linear layers of a decoder layer, or nothing if some are others."""
     linear = [layer.get_submodule(name) for name in _LINEAR]
-    if any(type(one) is not QuantizedLinear or one.config.levels != "uniform" for one in linear):
-        return []
-    return [(one.in_features, *one._tensors()) for one in linear if isinstance(one, QuantizedLinear)]
+    fitting = [one for one in linear if type(one) is QuantizedLinear and one.config.levels == "uniform"]
+    return [(one.in_features, *one._tensors()) for one in fitting] if len(fitting) == len(linear) else []
 
 
 def fused_llama(layer: Any) -> FusedDecoderLayer | None:

@@ -289,11 +289,8 @@ def quantized_layer(
     Raises ValueError unless inputs are a multiple of 64, a group's of 32.
     """
     outputs, dtype = _check_packed(inputs, codes, scales, zeros, bits, group, bias)
-    half, of_few, most_rows = (
-        dtype == torch.bfloat16,
-        _kernel("quantized_bytes" if rounded else "quantized_rows"),
-        FEW_ROWS[dtype],
-    )
+    half, most_rows = dtype == torch.bfloat16, FEW_ROWS[dtype]
+    of_few = _kernel("quantized_bytes" if rounded else "quantized_rows")
     most = max(1, PORTION_BYTES // (inputs * 4))
 
     def layer(x: Tensor) -> Tensor:
