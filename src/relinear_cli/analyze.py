@@ -10,7 +10,11 @@ import typer
 from relinear_cli.options import Overwrite, TextColumn, Tokenizer, load_model, load_model_tokenizer, prepare_process
 
 if TYPE_CHECKING:
-    from relinear.analysis.analyses import HeldOutText, Result
+    from relinear.analysis.analyses import HeldOutText
+
+
+#: rows of a table in the terminal
+_ROWS = 12
 
 
 def command(
@@ -31,17 +35,21 @@ def command(
 
     **Example:** `relinear analyze runs/ccl/model --control runs/static/model --data books/ --out runs/look`
     """
-    from relinear.analysis.analyses import HeldOutText, check_names
+    from relinear.analysis.analyses import HeldOutText, analysis, check_names
     from relinear.data import DataSettings
+    from relinear.pages.blocks import Table
     from relinear_cli.report import write_report_of
+    from relinear_cli.terminal import print_table
 
     names = [name.strip() for name in only.split(",")] if only else []
     check_names(names)
     text = HeldOutText(DataSettings(data=data, text_column=text_column), sequences, length)
     prepare_process(models=[model, *([control] if control else [])], texts=[text.data])
     results = analyze_saved(model, text, out, names, control, tokenizer, overwrite=overwrite)
-    for name, result in results.items():
-        print(f"\n{name}\n{result.text}")
+    for name, numbers in results.items():
+        for block in analysis(name).blocks(numbers):
+            if isinstance(block, Table):
+                print_table(block, name.replace("_", " "), _ROWS)
     print(f"\nnumbers and figures: {out.resolve()}")
     print(f"report: {write_report_of([out])}")
 
@@ -55,7 +63,7 @@ def analyze_saved(
     tokenizer: str | None = None,
     loaded: Any = None,
     overwrite: bool = False,
-) -> dict[str, Result]:
+) -> dict[str, dict[str, Any]]:
     """Run analyses of a saved model.
 
     Args:

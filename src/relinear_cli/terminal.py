@@ -54,8 +54,8 @@ def print_scale(results: Mapping[str, Any]) -> None:
     _remark("loss = a x^-b", *results["verdicts"])
 
 
-def print_table(table: Table, title: str = "") -> None:
-    """Print a table of a page on stdout: names in full, what is best in bold."""
+def print_table(table: Table, title: str = "", most: int | None = None) -> None:
+    """Print a table of a page on stdout: names in full, what is best in bold; the first ``most`` rows."""
     import rich.table
     from rich import box
 
@@ -65,9 +65,11 @@ def print_table(table: Table, title: str = "") -> None:
     for index, name in enumerate(table.head):
         short = index == 0 or name.startswith("gap")
         shown.add_column(name, justify="left" if index in table.words else "right", no_wrap=short)
-    for row in table.rows:
+    for row in table.rows[:most]:
         shown.add_row(*(cell.text for cell in row.shown), style="bold" if row.best and len(table.rows) > 1 else None)
     _console().print(shown)
+    if most is not None and len(table.rows) > most:
+        _remark(f"{len(table.rows) - most} more rows are in the report")
 
 
 def _remark(*texts: str) -> None:

@@ -1,8 +1,8 @@
-"""The analyses of ``relinear analyze``: each looks at a model on tokens and gives numbers, figures and a few lines.
+"""The analyses of ``relinear analyze``: each looks at a model on tokens and gives numbers, as JSON values.
 
-An analysis is one file with ``applies(model) -> bool`` and ``run(subject) -> Result``, and its name in ``ANALYSES``;
-it has ``HOW_TO_READ`` and ``blocks(numbers)``, which makes tables and figures of what ``run`` wrote down: for the page
-and, those with a stem, for files.
+An analysis is one file with ``applies(model) -> bool`` and ``run(subject) -> numbers``, and its name in ``ANALYSES``;
+it has ``HOW_TO_READ`` and ``blocks(numbers)``, which makes tables and figures of the numbers: for the page, the
+terminal and, figures with a stem, for files.
 """
 
 # Legend: N sequences, T tokens
@@ -72,14 +72,6 @@ class Subject:
         return text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t").replace(" ", "\u2423")
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """numbers: JSON values. text: what to print, a few lines."""
-
-    numbers: dict[str, Any]
-    text: str
-
-
 def short_name(name: str) -> str:
     """Return a layer's name without the parts that all layers share."""
     parts = [p for p in name.split(".") if p not in ("model", "transformer", "layers", "h", "base_model")]
@@ -119,10 +111,13 @@ def analyze(
     only: Sequence[str] = (),
     on_progress: ProgressCallback = no_progress,
     on_file: Callable[[str], object] = lambda name: None,
-) -> dict[str, Result]:
+) -> dict[str, dict[str, Any]]:
     """Run the analyses that apply to the model, or those in ``only``; write ``NAME.json`` and the figures into ``out``.
 
     ``on_progress`` is called before each, ``on_file`` with the name of each file before it is written.
+
+    Returns:
+        name -> numbers.
 
     Raises:
         ValueError: for an unknown name, or if none applies.
@@ -136,10 +131,10 @@ def analyze(
     results = {}
     for number, (name, module) in enumerate(chosen.items()):
         on_progress(Progress(name, number, len(chosen), "analyze"))
-        results[name] = result = module.run(subject)
+        results[name] = numbers = module.run(subject)
         on_file(f"{name}.json")
-        write_json(out / f"{name}.json", result.numbers)
-        charts = [block for block in module.blocks(result.numbers) if isinstance(block, Chart) and block.panel]
+        write_json(out / f"{name}.json", numbers)
+        charts = [block for block in module.blocks(numbers) if isinstance(block, Chart) and block.panel]
         for stem in dict.fromkeys(chart.stem for chart in charts):
             on_file(f"{stem}.png")
             on_file(f"{stem}.svg")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.analyses import Subject
 from relinear.analysis.cgt_context import context_variation
 from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
 from relinear.hf.modes import evaluating
@@ -201,7 +201,7 @@ def applies(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "vocab_size", None) == len(SYMBOLS)
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the rows of Table 1: accuracies, variation of y (Eq. 4) and errors of linear probes."""
     samples, model, ids = subject.samples, subject.model, subject.ids
     if samples is None or not isinstance(task := samples.task, ArithmeticTask):
@@ -214,11 +214,6 @@ def run(subject: Subject) -> Result:
         },
         "guessing": guessing_accuracy(samples),
     }
-    lines = [
-        f"{KINDS[kind]}: {right_shares['answers']:.1%} of the answers"
-        for kind, right_shares in numbers["accuracy"].items()
-    ]
-    lines.append(f"the best guess without examples: {numbers['guessing']:.1%}")
     if hasattr(model, "context"):
         y = model.context(ids)
         starts = range(0, task.length, task.task_length)
@@ -227,14 +222,9 @@ def run(subject: Subject) -> Result:
         hidden = torch.from_numpy(np.concatenate([samples.draw(i)["coefficients"] for i in range(len(ids))]))
         probes = {place: linear_probe(probe_features(y, task, place).flatten(0, 1), hidden) for place in PLACES}
         numbers |= {"variation": float(np.mean(variation)), "probe": probes}
-        lines.append(
-            f"y varies by {numbers['variation']:.2f}; error of a probe anywhere {probes['anywhere']['error']:.3f}"
-        )
     elif hasattr(model, "transformer"):
         numbers["task_vectors"] = {token: task_vector_accuracy(model, task, ids, token) for token in "=|"}
-        best = max(max(layers) for layers in numbers["task_vectors"].values())
-        lines.append(f"moved activations answer {best:.1%} at best")
-    return Result(numbers, "\n".join(lines))
+    return numbers
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

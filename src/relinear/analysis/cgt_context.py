@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.analyses import Subject
 from relinear.models.cgt import CGTForCausalLM, CGTForRegression
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import PALETTE, Axis, Heat, Panel, Series
@@ -87,7 +87,7 @@ def applies(model: nn.Module) -> bool:
     return isinstance(model, CGTForCausalLM | CGTForRegression)
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return variation, dot products, spectrum, a trace and an embedding of y over the subject's texts."""
     y, names = subject.model.context(subject.ids).float(), subject.sources
     length, vectors = y.shape[1], y[:, -LAST:].mean(1)
@@ -109,14 +109,11 @@ def run(subject: Subject) -> Result:
         "classes": classes,
         "sources": list(names),
     }
-    text = f"from token to token y varies by {results['variation']:.2f} (Eq. 4)"
     if len(names) > 1:
         results["neighbours"], results["chance"] = neighbours(vectors, classes)
         before = untrained(subject.model).context(subject.ids)[:, -LAST:].mean(1)
         results["neighbours_untrained"] = neighbours(before, classes)[0]
-        text += f"; the nearest neighbour of {results['neighbours']:.0%} of texts is of their source (by chance "
-        text += f"{results['chance']:.0%}, without training {results['neighbours_untrained']:.0%})"
-    return Result(results, text)
+    return results
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.analyses import Subject
 from relinear.data.tasks import RegressionTask, Samples
 from relinear.hf.modes import evaluating
 from relinear.models.cgt import CGTForRegression
@@ -69,21 +69,15 @@ def applies(model: nn.Module) -> bool:
     return isinstance(model, CGTForRegression)
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the errors of the model and of ridge regression."""
     samples = subject.samples
     if samples is None or not isinstance(samples.task, RegressionTask):
         raise ValueError("cgt_regression needs samples of the task that the model knows: --data cgt-regression:...")
     after = [k for k in FREEZE_AFTER if k < samples.task.pairs] if subject.model.config.modulated else []
     error = regression_errors(subject.model, samples, after)
-    ridge = ridge_errors(samples)
-    lines = [f"y computed: {error['dynamic'][-1]:.4f} at the last pair, ridge {ridge[-1]:.4f}"]
-    for k in after:
-        lines.append(
-            f"after {k}: frozen {error[f'frozen_{k}'][0]:.4f}, computed {error['dynamic'][k]:.4f}, ridge {ridge[k]:.4f}"
-        )
-    numbers = {"errors": {name: values.tolist() for name, values in error.items()}, "ridge": ridge.tolist()}
-    return Result(numbers, "\n".join(lines))
+    errors = {name: values.tolist() for name, values in error.items()}
+    return {"errors": errors, "ridge": ridge_errors(samples).tolist()}
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.analyses import Subject
 from relinear.data.tasks import SYMBOLS
 from relinear.hf.modes import evaluating
 from relinear.models.cgt import CGTForCausalLM
@@ -83,7 +83,7 @@ def applies(model: nn.Module) -> bool:
     return config is not None and config.modulated and config.vocab_size != len(SYMBOLS)
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return losses on second halves of texts by the origin of y, and the tokens that a source's y makes likelier.
 
     The learned constant is fitted on the first half of the texts, everything is measured on the others.
@@ -120,13 +120,7 @@ def run(subject: Subject) -> Result:
         foreign = [index for index in range(len(rest)) if index % len(names) != number][:16]
         shifts = token_shifts(model, rest[foreign], own[foreign], own[number :: len(names)].mean(0))
         numbers["shifts"][name] = [[subject.token_text(token), round(rise, 4)] for token, rise in shifts]
-    lines = [
-        f"{kind}: {', '.join(f'{v[0]:+.4f} at {place}' for place, v in places.items() if v)}"
-        for kind, places in numbers["less_computed"].items()
-    ]
-    return Result(
-        numbers, "loss less that with y computed there, in nats, by place in the second half\n" + "\n".join(lines)
-    )
+    return numbers
 
 
 def _mean(values: Tensor) -> list[float] | None:

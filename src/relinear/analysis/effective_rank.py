@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row
+from relinear.analysis.analyses import Subject, layer_row
 from relinear.analysis.recording import record_gates
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.operator import NotLinearError
@@ -145,22 +145,13 @@ def applies(model: nn.Module) -> bool:
     return any(is_ranked(operator) for _, operator in named_operators(model))
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the ranks of the model along its first sequence, and of the control along the same one."""
     sequence = subject.ids[:1]
     ranks = {subject.name: effective_ranks(subject.model, sequence)}
     if subject.control is not None:
         ranks[subject.control_name] = effective_ranks(subject.control, sequence)
-    lines = []
-    for name, layers in ranks.items():
-        means = {s: sum(v["effective_rank"][s] for v in layers.values()) / len(layers) for s in SPACES}
-        first = next(iter(layers.values()))
-        lines.append(
-            f"{name}: over {len(layers)} layers and {first['tokens']} tokens ({first['distinct_tokens']} distinct), "
-            f"mean effective rank {means['operators']:.1f} of the operators, {means['outputs']:.1f} of their outputs, "
-            f"{means['inputs']:.1f} of their inputs; a single one has rank {first['rank']} or less"
-        )
-    return Result(ranks, "\n".join(lines))
+    return ranks
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context_owner
-from relinear.analysis.analyses import Result, Subject
+from relinear.analysis.analyses import Subject
 from relinear.analysis.recording import record_contexts
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
 from relinear.pages.figures import Heat, Panel, numbered
@@ -55,15 +55,11 @@ def applies(model: nn.Module) -> bool:
     return context_owner(model) is not None
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return fingerprints of the first inputs."""
     fingerprints = context_fingerprints(subject.model, subject.ids[:INPUTS, :TOKENS])
     words = [[subject.token_text(token) for token in row] for row in fingerprints["ids"]]
-    rows = fingerprints["similarity"]
-    pairs = [rows[i][j] for i in range(len(rows)) for j in range(i)]
-    alike = f"cosine between the inputs' mean contexts {sum(pairs) / len(pairs):.2f}; " if pairs else ""
-    text = f"{alike}the context moves {fingerprints['step']:.2f} as far from token to token as between any two tokens"
-    return Result(fingerprints | {"text": words}, text)
+    return fingerprints | {"text": words}
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, short_name
+from relinear.analysis.analyses import Subject, layer_row, short_name
 from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import Axis, Heat, Panel
@@ -76,20 +76,9 @@ def applies(model: nn.Module) -> bool:
     return bool(gated_operators(model))
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the statistics over all tokens of the subject."""
-    statistics = gate_statistics(subject.model, subject.ids)
-    lines = []
-    for part in ("basis", "output"):
-        rows = [parts[part] for parts in statistics.values() if part in parts]
-        if rows:
-            mean = {key: sum(row[key] for row in rows) / len(rows) for key in _COLUMNS}
-            lines.append(
-                f"{part} gates, mean over {len(rows)} layers: value {mean['mean']:.2f}, "
-                f"entropy {mean['entropy']:.2f} nats, {mean['active']:.0%} active, {mean['shut']:.0%} shut, "
-                f"{mean['open']:.0%} open, standard deviation over tokens {mean['variation']:.2f}"
-            )
-    return Result(statistics, "\n".join(lines))
+    return gate_statistics(subject.model, subject.ids)
 
 
 #: value -> what its column is called

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.interventions import Latent, LatentOperator, observe
-from relinear.analysis.analyses import Result, Subject, layer_row
+from relinear.analysis.analyses import Subject, layer_row
 from relinear.hf.modes import evaluating
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
@@ -73,15 +73,9 @@ def applies(model: nn.Module) -> bool:
     return any(isinstance(module, LatentOperator) for module in model.modules())
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the statistics over all tokens of the subject."""
-    statistics = latent_statistics(subject.model, subject.ids)
-    active, size = (sum(row[key] for row in statistics.values()) for key in ("active", "size"))
-    text = f"{len(statistics)} latents: {active} of {size} dimensions are active"
-    nats = [row["nats"] for row in statistics.values() if row["nats"] is not None]
-    if nats:
-        text += f"; {sum(nats) / len(nats):.2f} nats per token and layer from the prior"
-    return Result(statistics, text)
+    return latent_statistics(subject.model, subject.ids)
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row
+from relinear.analysis.analyses import Subject, layer_row
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.modes import evaluating, watching
 from relinear.pages.blocks import Block, Cell, Chart, Table
@@ -131,27 +131,16 @@ def applies(model: nn.Module) -> bool:
     return bool(modulators(model))
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the statistics over all tokens of the subject; figures of the first tokens of its first sequence."""
     record = record_modulators(subject.model, subject.ids, tokens=TOKENS)
     labels = [subject.token_text(int(token)) for token in subject.ids[0, :TOKENS]]
-    lines = []
-    for gate in ("scalar", "channel"):
-        rows = [row["gates"][gate] for row in record.statistics.values() if gate in row["gates"]]
-        if rows:
-            mean = float(np.mean([row["mean"] for row in rows]))
-            least, largest = min(row["least"] for row in rows), max(row["largest"] for row in rows)
-            line = f"{gate} gates of {len(rows)} modules: mean {mean:.2f}, from {least:.2f} to {largest:.2f}"
-            if gate == "channel":
-                line += f"; {np.mean([row['varying'] for row in rows]):.0%} of a module's variance is with the token"
-            lines.append(line)
-    numbers = {
+    return {
         "modules": record.statistics,
         "scalar": {name: [round(v, 5) for v in gate.tolist()] for name, gate in record.scalar.items()},
         "channel": _shown_channels(record),
         "tokens": labels,
     }
-    return Result(numbers, "\n".join(lines))
 
 
 TOKENS = 48  # tokens shown in surfaces and maps

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, short_name
+from relinear.analysis.analyses import Subject, layer_row, short_name
 from relinear.analysis.effective_rank import decay_panel, decays, effective_rank, singular_values
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.operator import is_replaceable, named_operators
@@ -114,7 +114,7 @@ def applies(model: nn.Module) -> bool:
     return bool(_replaced(model))
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the statistics of every operator, and of what the control has in the same places."""
     layers = _replaced(subject.model)
     if not layers:
@@ -129,13 +129,7 @@ def run(subject: Subject) -> Result:
         same_layers = {name: m for name, m in subject.control.named_modules() if name in layers and is_replaceable(m)}
         if same_layers:
             numbers[subject.control_name] = output_statistics(subject.control, same_layers, subject.ids)
-    lines = []
-    for name, rows in numbers.items():
-        ranks = [row["effective_rank"]["data"] for row in rows.values()]
-        shares = [row["linear_share"] for row in rows.values() if row["linear_share"] is not None]
-        text = f"{name}: {len(rows)} layers, mean effective rank {sum(ranks) / len(ranks):.1f} of their outputs"
-        lines.append(text + (f"; a dense layer explains {sum(shares) / len(shares):.1%} of them" if shares else ""))
-    return Result(numbers, "\n".join(lines))
+    return numbers
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row, short_name
+from relinear.analysis.analyses import Subject, layer_row, short_name
 from relinear.clifford import bivector_to_matrix
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Panel, Series
@@ -58,18 +58,12 @@ def applies(model: nn.Module) -> bool:
     return bool(_with_rotors(model))
 
 
-def run(subject: Subject) -> Result:
+def run(subject: Subject) -> dict[str, Any]:
     """Return the angles of the model's rotors; its text is not read."""
     by_module = planes(subject.model)
     if not by_module:
         raise ValueError("no layer of this model has rotors; this analysis is for relinear.Rotor")
-    largest = [rotor[0] for row in by_module.values() for rotors in row.values() for rotor in rotors]
-    text = (
-        f"{len(largest)} rotors in {len(by_module)} modules: the largest angle of a rotor is "
-        f"{sum(largest) / len(largest):.1f} degrees "
-        f"on average, {max(largest):.1f} at most"
-    )
-    return Result(by_module, text)
+    return by_module
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Result, Subject, layer_row
+from relinear.analysis.analyses import Subject, layer_row
 from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
@@ -20,8 +20,6 @@ HOW_TO_READ = (
     "Each row is a gate with the tokens that open it most; purity far above the base rate says that the gate "
     "stands for one kind of token, near it that the list is an accident."
 )
-
-SHOWN = 12  # gates in print
 
 
 def top_tokens(
@@ -86,28 +84,13 @@ def applies(model: nn.Module) -> bool:
     return any(op.config.basis_gate for op in gated_operators(model).values() if hasattr(op.config, "basis_gate"))
 
 
-def run(subject: Subject) -> Result:
-    """Return top tokens of every basis gate; the text names the gates with the largest lift of the middle layer."""
+def run(subject: Subject) -> dict[str, Any]:
+    """Return top tokens of every basis gate."""
     by_layer: dict[str, list[dict[str, Any]]] = top_tokens(subject.model, subject.ids)
     for gates in by_layer.values():
         for gate in gates:
             gate["text"] = [subject.token_text(token) for token in gate["tokens"]]
-    layer = list(by_layer)[len(by_layer) // 2]
-    order = sorted(
-        range(len(by_layer[layer])), key=lambda k: by_layer[layer][k]["purity"] - by_layer[layer][k]["base_rate"]
-    )
-    chosen = order[::-1][:SHOWN]
-    every = [gate for gates in by_layer.values() for gate in gates]
-    mean = {key: sum(gate[key] for gate in every) / len(every) for key in _COLUMNS}
-    lines = [
-        f"{len(every)} basis gates: purity {mean['purity']:.2f} on average, where chance is {mean['base_rate']:.2f}; "
-        f"{mean['explained_by_token']:.0%} of their variance is explained by the current token",
-        f"{layer}, gates of largest lift:",
-    ]
-    for k in chosen:
-        gate = by_layer[layer][k]
-        lines.append(f"  gate {k:3d}  purity {gate['purity']:.2f} ({gate['base_rate']:.2f})  {'  '.join(gate['text'])}")
-    return Result({"layers": by_layer}, "\n".join(lines))
+    return {"layers": by_layer}
 
 
 LISTED = 200  # gates in the table of a page
