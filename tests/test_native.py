@@ -638,7 +638,8 @@ def test_bfloat16_is_rounded_to_nearest_and_keeps_what_is_not_a_number(any_size)
     ("change", "message"),
     [
         ({"bias": torch.zeros(3)}, "bias must be a contiguous"),
-        ({"value": torch.zeros(4, 5).double()}, "value must be a float32 or bfloat16"),
+        ({"value": torch.zeros(4, 5).double()}, "value must be a contiguous"),
+        ({"out": torch.empty(4, 5).double()}, "must be a contiguous torch.float64"),
         ({"logits": torch.zeros(5, 4).T}, "logits must be a contiguous"),
     ],
 )

@@ -266,48 +266,29 @@ def test_a_few_tokens_in_inference_take_what_is_built_and_training_keeps_to_one_
     assert calls == ["rotor_network"]
 
 
-#: of coordinates of blades, beside their places
-SIGNS = {"signs": [torch.ones(64)] * 4, "rows": [8] * 4, "components": [1] * 4}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(3, 64, dtype=torch.float64)}, "float32 or bfloat16"),
+        ({"x": torch.zeros(3, 64, dtype=torch.float64)}, "x must be a contiguous torch.float32"),
         ({"slopes": torch.zeros(5)}, "slopes must be"),
-        ({"orders": torch.full((6 * 64,), 64, dtype=torch.int32)}, "orders must hold places below 64"),
-        ({"windows": (64, 64, 64)}, "windows and parts of each layer"),
-        ({"parts": [3] * 4}, "do not divide"),
-        ({"left": [torch.zeros(1, 1, 1, 4, 4)] * 4}, "divisible by 8"),
-        ({"y": torch.zeros(3, 60)}, "the exit needs writes"),
-        ({"blades": [torch.zeros(64, dtype=torch.int32)]}, "every layer has tables"),
-        ({"blades": [torch.full((64,), 64, dtype=torch.int32)] * 4} | SIGNS, "blades must hold places below 64"),
-        ({"blades": [torch.zeros(64, dtype=torch.int32)] * 4} | SIGNS | {"rows": [4] * 4}, "has no 4 rows"),
+        ({"orders": torch.zeros(5, 64, dtype=torch.int32)}, "orders must be"),
+        ({"left": [torch.zeros(branches, 1, 1, 4, 4) for branches in (1, 3, 3, 1)]}, "divisible by 8"),
+        ({"left": [torch.zeros(branches, 1, 1, 8, 8) for branches in (1, 3, 3, 2)]}, "output and input windows"),
+        ({"y": torch.zeros(3, 60)}, "y must be"),
     ],
     ids=str,
 )
 def test_what_the_kernel_refuses(change, message, any_size):
     *tensors, settings = network({}, 64, 64)._network_tensors()
-    x = torch.zeros(3, 64)
-    prepared = rotor.PreparedNetwork(64, *tensors, settings)
-    names = ("left", "right", "windows", "parts", "blades", "signs", "rows", "components")
-    names += ("orders", "slopes", "mix", "reads", "writes")
-    arguments = {"y": torch.zeros(3, 64), "x": x} | dict(zip(names, prepared.layers, strict=True)) | change
-    y, x, *layers = arguments.values()
+    names = ("left", "right", "orders", "slopes", "mix")
+    given = dict(zip(names, tensors, strict=True)) | {"y": torch.zeros(3, 64), "x": torch.zeros(3, 64)} | change
 
     def run():
-        of_layers = native.calls.Network(64, y.shape[1], *layers, *prepared.settings)
-        native.kernels().rotor_network(y, x, of_layers, None)
+        of_layers = native.calls.Network(64, *(given[name] for name in names), settings)
+        native.kernels().rotor_network(given["y"], given["x"], of_layers, None)
 
     with pytest.raises(ValueError, match=message):
         run()
-
-
-def test_an_unknown_activation_is_refused(any_size):
-    *tensors, settings = network({}, 64, 64)._network_tensors()
-    prepared = rotor.PreparedNetwork(64, *tensors, settings)
-    with pytest.raises(ValueError, match="prelu, gelu, silu or elu, got tanh"):
-        native.calls.Network(64, 64, *prepared.layers, *prepared.settings[:-1], "tanh")
 
 
 @pytest.mark.parametrize("layout", ["wrapped", "spread"])

@@ -82,17 +82,8 @@ class PreparedNetwork:
     def __init__(self, in_features: int, left, right, orders, slopes, mix, network: reference.NetworkSettings) -> None:
         # copies: their addresses are kept, and a parameter's memory may change places
         self.left, self.right = ([_ready(factor).clone() for factor in factors] for factors in (left, right))
-        sizes = zip(network.windows, self.left, self.right, strict=True)
-        self.parts = [window // reference.shared_coordinates(window, a, b) for window, a, b in sizes]
-        self.orders = slopes.new_empty(0, dtype=torch.int32) if orders is None else orders.flatten()
-        self.numbers = [_ready(values) for values in (slopes, mix)]
-        self.tables = reference.window_tables(in_features, network.out_features, network, slopes)
-        basis = reference.basis_tables(network, slopes)
-        activation = network.activation if callable(reference.ACTIVATIONS[network.activation]) else "prelu"
-        tensors = self.left, self.right, network.windows, self.parts, *basis, self.orders, *self.numbers
-        self.layers: tuple[Any, ...] = (*tensors, *self.tables)
-        self.settings = network.normalize, network.after_entry, network.residual, activation
-        self.run = native.calls.Network(in_features, network.out_features, *(*self.layers, *self.settings))
+        tensors = self.left, self.right, orders, _ready(slopes), _ready(mix)
+        self.run = native.calls.Network(in_features, *tensors, network)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape[0], self.run.out_features)

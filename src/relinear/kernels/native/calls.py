@@ -3,7 +3,8 @@
 No compiler, autograd or dispatch mode sees these calls: who calls them asks ``unsupported_reason`` first.
 """
 
-# Legend: N tokens, I in_features, O out_features, R rank or latent size, K blocks, G width of gate features
+# Legend: N tokens, I in_features, O out_features, R rank or latent size, K blocks or groups, C context, S parts of a
+# window with factors of their own, of sizes L and R, o / i windows of its output / input
 
 import ctypes
 import functools
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relinear.functional import rotor as reference
 from relinear.kernels.native import build
 
 _TYPES = {
@@ -40,7 +42,6 @@ _KERNELS = {
     "decoder_after": ("threads", "pppp f"),
     "rotor_network": ("half threads", "pp n pp"),
     "rotor_network_backward": ("half threads", "pp n pp n pp"),
-    "places_below": ("", "p nn"),
 }
 #: most of a low rank that gates have
 LARGEST_RANK = 16
@@ -60,7 +61,7 @@ def _kernel(name: str) -> Any:
     assert library is not None
     kernel, (first, others) = getattr(library, name), _KERNELS[name]
     kernel.argtypes = [_TYPES[kind] for kind in (*first.split(), *others.replace(" ", ""))]
-    kernel.restype = ctypes.c_bool if name == "places_below" else None
+    kernel.restype = None
     return kernel
 
 
@@ -80,29 +81,47 @@ def _numbers(values: Iterable[int]) -> bytes:
     return struct.pack(f"{len(values)}q", *values)
 
 
-def _check(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
-    """Raise ValueError unless a tensor, or none, lies as a kernel takes it."""
-    if tensor is None or (tensor.shape == shape and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()):
-        return
-    raise ValueError(
-        f"{name} must be a contiguous {dtype} tensor of shape {shape} on the CPU, got {tensor.dtype} "
-        f"{tuple(tensor.shape)} on {tensor.device}"
-    )
+#: dtypes of tensors in a layout, other than the first tensor's
+_DTYPES = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
 
 
-def _matrix(name: str, tensor: Tensor) -> tuple[int, int]:
-    """The shape of a matrix that kernels take. Raises ValueError for others."""
-    if tensor.ndim != 2 or tensor.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"{name} must be a float32 or bfloat16 matrix, got {tensor.dtype} {tuple(tensor.shape)}")
-    rows, columns = tensor.shape
-    _check(name, tensor, tensor.dtype, rows, columns)
-    return rows, columns
+def _fit(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
+    """Return the sizes by letter of tensors that lie as a kernel takes them, contiguous on the CPU.
+
+    Args:
+        layout: name and shape of each tensor, as an einsum writes shapes, "x:NI bias:O"; behind them its dtype where
+            that is not the first tensor's, "up:RO:f32".
+        tensors: in this order; None for those that are left out, but the first.
+        sizes: that are known before.
+
+    Raises:
+        ValueError: a tensor is another, or the first is neither float32 nor bfloat16.
+    """
+    first, sizes = tensors[0], {"1": 1} | sizes
+    assert first is not None
+    for part, tensor in zip(layout.split(), tensors, strict=True):
+        name, letters, *other = part.split(":")
+        if tensor is None:
+            continue
+        dtype = _DTYPES[other[0]] if other else first.dtype
+        same = tensor.ndim == len(letters) and all(sizes.setdefault(at, n) == n for at, n in zip(letters, tensor.shape))
+        if not (same and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()):
+            shape = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
+            raise ValueError(
+                f"{name} must be a contiguous {dtype} tensor of shape ({shape}) on the CPU, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+    if first.dtype not in FEW_ROWS:
+        raise ValueError(f"{layout.partition(':')[0]} must be float32 or bfloat16, got {first.dtype}")
+    return sizes
 
 
-def _rank(up: Tensor) -> int:
-    if up.ndim != 2 or not 0 < up.shape[0] <= LARGEST_RANK:
-        raise ValueError(f"up must be (R, O) with R of at most {LARGEST_RANK}, got {tuple(up.shape)}")
-    return up.shape[0]
+def _run(name: str, layout: str, tensors: Sequence[Tensor | None], counts: str) -> None:
+    """Run a kernel that takes ``tensors``, which ``layout`` describes, and the sizes of the letters ``counts``."""
+    sizes = _fit(layout, *tensors)
+    assert tensors[0] is not None
+    assert sizes.get("R", 0) <= LARGEST_RANK
+    _typed(name, tensors[0], *map(_at, tensors), *(sizes[letter] for letter in counts))
 
 
 def modulate(
@@ -113,13 +132,8 @@ def modulate(
     The gates are 2 sigmoid(B phi) and 2 sigmoid(b phi), phi = sigmoid(u), with A ``down`` (R, I), B^T ``up`` (R, O) and
     b ``scalar`` (1, R), which may be missing; the last two in float32.
     """
-    (rows, columns), (_, inputs), rank = _matrix("z", z), _matrix("x", x), _rank(up)
-    for name, tensor, *shape in (("out", out, rows, columns), ("u", u, rows, rank), ("x", x, rows, inputs)):
-        _check(name, tensor, z.dtype, *shape)
-    _check("down", down, z.dtype, rank, inputs)
-    _check("up", up, torch.float32, rank, columns)
-    _check("scalar", scalar, torch.float32, 1, rank)
-    _typed("modulate", z, *map(_at, (out, u, z, x, down, up, scalar)), rows, inputs, columns, rank)
+    layout = "out:NO u:NR z:NO x:NI down:RI up:RO:f32 scalar:1R:f32"
+    _run("modulate", layout, (out, u, z, x, down, up, scalar), "NIOR")
 
 
 def modulated_layer(
@@ -127,11 +141,10 @@ def modulated_layer(
 ) -> Callable[[Tensor], Tensor]:
     """``modulate`` of weight x + bias as a function of x (..., I), without a graph; ``channel`` is B (O, R)."""
     down, up = down.contiguous(), channel.T.contiguous()
-    (outputs, inputs), rank, half = weight.shape, _rank(up), weight.dtype == torch.bfloat16
-    _check("down", down, weight.dtype, rank, inputs)
-    _check("up", up, torch.float32, rank, outputs)
-    _check("scalar", scalar, torch.float32, 1, rank)
-    run = _kernel("modulate")
+    sizes = _fit("down:RI up:RO:f32 scalar:1R:f32", down, up, scalar)
+    inputs, outputs, rank = sizes["I"], sizes["O"], sizes["R"]
+    assert rank <= LARGEST_RANK
+    run, half = _kernel("modulate"), weight.dtype == torch.bfloat16
 
     def layer(x: Tensor) -> Tensor:
         z, x = F.linear(x, weight, bias), x.contiguous()  # which refuses what does not fit
@@ -152,35 +165,19 @@ def modulate_backward(
     Writes those of z, of phi (``hidden``) through the channel gate, and the sums ``total`` (N, 1) of grad y; adds that
     of ``up``. ``twice`` (N, 1) is twice the scalar gate.
     """
-    (rows, columns), rank = _matrix("y", y), _rank(up)
-    for name, tensor in (("grad", grad), ("to_z", to_z)):
-        _check(name, tensor, y.dtype, rows, columns)
-    for name, tensor, *shape in (
-        ("up", up, rank, columns), ("to_up", to_up, rank, columns), ("hidden", hidden, rows, rank),
-        ("to_hidden", to_hidden, rows, rank), ("twice", twice, rows, 1), ("total", total, rows, 1),
-    ):  # fmt: skip
-        _check(name, tensor, torch.float32, *shape)
-    arguments = to_z, to_hidden, to_up, total, y, grad, hidden, up, twice
-    _typed("modulate_backward", y, *map(_at, arguments), rows, columns, rank)
+    layout = "to_z:NO to_hidden:NR:f32 to_up:RO:f32 total:N1:f32 y:NO grad:NO hidden:NR:f32 up:RO:f32 twice:N1:f32"
+    _run("modulate_backward", layout, (to_z, to_hidden, to_up, total, y, grad, hidden, up, twice), "NOR")
 
 
 def gate(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> None:
     """Write value * sigmoid(logits + bias) (N, O) to ``out``."""
-    rows, columns = _matrix("value", value)
-    _check("out", out, value.dtype, rows, columns)
-    _check("logits", logits, value.dtype, rows, columns)
-    _check("bias", bias, value.dtype, columns)
-    _typed("gate", value, *map(_at, (out, value, logits, bias)), rows, columns)
+    _run("gate", "out:NO value:NO logits:NO bias:O", (out, value, logits, bias), "NO")
 
 
 def gate_backward(to_value: Tensor, logits: Tensor, to_bias: Tensor, y: Tensor, grad: Tensor, bias: Tensor) -> None:
     """Write the gradients of value and, over ``logits``, of logits; add their sums over rows to ``to_bias`` (2, O)."""
-    rows, columns = _matrix("y", y)
-    for name, tensor in (("grad", grad), ("to_value", to_value), ("logits", logits)):
-        _check(name, tensor, y.dtype, rows, columns)
-    _check("bias", bias, y.dtype, columns)
-    _check("to_bias", to_bias, torch.float32, 2, columns)
-    _typed("gate_backward", y, *map(_at, (to_value, logits, to_bias, y, grad, bias)), rows, columns)
+    layout = "to_value:NO logits:NO to_bias:2O:f32 y:NO grad:NO bias:O"
+    _run("gate_backward", layout, (to_value, logits, to_bias, y, grad, bias), "NO")
 
 
 def _contiguous_rows(x: Tensor, like: Tensor, inputs: int) -> Tensor:
@@ -194,16 +191,10 @@ def hdpl_layer(
     blocks: Tensor, encoder: Tensor, encoder_bias: Tensor, decoder: Tensor, bias: Tensor | None
 ) -> Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]:
     """HDPL without noise as a function of a few rows x (..., I) and of whether z is wanted beside y: (y, z or None)."""
-    if blocks.ndim != 3 or decoder.ndim != 2 or not blocks.shape[1]:
-        shapes = f"{tuple(blocks.shape)} and {tuple(decoder.shape)}"
-        raise ValueError(f"blocks and decoder must be of 3 and 2 dimensions, got {shapes}")
-    (groups, own, depth), rank, dtype = blocks.shape, decoder.shape[1], blocks.dtype
-    inputs, outputs, half = groups * depth, groups * own, dtype == torch.bfloat16
-    _check("blocks", blocks, dtype, groups, own, depth)
-    _check("encoder", encoder, dtype, rank, inputs)
-    _check("encoder_bias", encoder_bias, dtype, rank)
-    _check("decoder", decoder, dtype, outputs, rank)
-    _check("bias", bias, dtype, outputs)
+    groups, own, depth = blocks.shape
+    inputs, outputs, half = groups * depth, groups * own, blocks.dtype == torch.bfloat16
+    layout = "blocks:KGD encoder:RI encoder_bias:R decoder:OR bias:O"
+    rank = _fit(layout, blocks, encoder, encoder_bias, decoder, bias, I=inputs, O=outputs)["R"]
     run, sizes = _kernel("hdpl_layer"), (inputs, rank, outputs, groups)
 
     def layer(x: Tensor, with_latent: bool) -> tuple[Tensor, Tensor | None]:
@@ -229,23 +220,15 @@ def ccl_layer(
         others: weight and bias of the basis' gate, of the output's; whether the bias is gated, and eps of the norm.
     """
     *gates, gate_bias, eps = others
-    if basis.ndim != 2 or mix.ndim != 2 or len(trunk) % 2 or any(weight.ndim != 2 for weight in trunk[::2]):
-        raise ValueError("basis, mix and what is in a trunk must be matrices, the last with a bias each")
-    width, (rank, inputs), outputs, dtype = context, basis.shape, len(mix), basis.dtype
-    for weight, of_weight in zip(trunk[::2], trunk[1::2], strict=True):
-        _check("trunk", weight, dtype, len(weight), width)
-        _check("trunk", of_weight, dtype, width := len(weight))
-    _check("basis", basis, dtype, rank, inputs)
-    _check("mix", mix, dtype, outputs, rank)
-    for name, tensor, size in (("bias", bias, outputs), ("gain", gain, rank), ("offset", offset, rank)):
-        _check(name, tensor, dtype, size)
-    for name, (weight, of_weight), size in (("basis_gate", gates[:2], rank), ("output_gate", gates[2:], outputs)):
-        _check(name, weight, dtype, size, width)
-        _check(name, of_weight, dtype, size)
-        if weight is not None and not context:
-            raise ValueError("gates need a context")
-    half, run, parameters = dtype == torch.bfloat16, _kernel("ccl_layer"), (basis, mix, bias, gain, offset, *gates)
-    sizes, widths = (inputs, context, len(trunk) // 2, rank, outputs, gate_bias), _numbers(map(len, trunk[::2]))
+    width, parameters = context, (basis, mix, bias, gain, offset, *gates)
+    for pair in zip(trunk[::2], trunk[1::2], strict=True):
+        width = _fit("trunk:OI trunk:O", *pair, I=width)["O"]
+    layout = "basis:RI mix:OR bias:O gain:R offset:R basis_gate:RC basis_gate:R output_gate:OC output_gate:O"
+    shape = _fit(layout, *parameters, C=width)
+    if not context and any(gate is not None for gate in gates):
+        raise ValueError("gates need a context")
+    inputs, outputs, run, half = shape["I"], shape["O"], _kernel("ccl_layer"), basis.dtype == torch.bfloat16
+    sizes, widths = (inputs, context, len(trunk) // 2, shape["R"], outputs, gate_bias), _numbers(map(len, trunk[::2]))
 
     def layer(x: Tensor, features: Tensor | None) -> Tensor:
         rows, count = _contiguous_rows(x, basis, inputs), x.numel() // inputs
@@ -264,12 +247,8 @@ def _check_packed(inputs: int, codes: Tensor, scales: Tensor, zeros, bits: int, 
     """Outputs of packed integers, and the dtype of their scales. Raises ValueError as ``quantized_layer`` does."""
     if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
         raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
-    outputs, dtype = scales.shape[0], scales.dtype
-    _check("scales", scales, dtype, outputs, -(-inputs // group))
-    _check("codes", codes, torch.uint8, outputs, inputs // 8 * bits)
-    _check("zeros", zeros, torch.uint8, *scales.shape)
-    _check("bias", bias, dtype, outputs)
-    return outputs, dtype
+    layout, groups = "scales:OK codes:OW:u8 zeros:OK:u8 bias:O", -(-inputs // group)
+    return _fit(layout, scales, codes, zeros, bias, K=groups, W=inputs // 8 * bits)["O"], scales.dtype
 
 
 def quantized_layer(
@@ -331,21 +310,19 @@ def decoder_layer(
     numbers, outputs = [], []
     for inputs, codes, scales, zeros, bits, group, bias in matrices:
         outputs.append(_check_packed(inputs, codes, scales, zeros, bits, group, bias)[0])
-        _check("scales", scales, torch.float32, *scales.shape)
+        _fit("scales:OK:f32", scales)
         numbers += [*map(_at, (codes, scales, zeros, bias)), inputs, outputs[-1], bits, group]
     width, read, kept, inner = matrices[0][0], outputs[0], outputs[1], outputs[4]
     fits = [m[0] for m in matrices] == [width, width, width, read, width, width, inner]
     if not fits or outputs != [read, kept, kept, width, inner, inner, width] or read % kept or kept % size or size % 2:
         raise ValueError(f"matrices of {outputs} outputs do not fit into a decoder layer with heads of {size}")
-    for norm in norms:
-        _check("norm", norm, torch.float32, width)
+    _fit("norm:W:f32 norm:W:f32", *norms, W=width)
     shared, sharing = kept // size, read // kept
     layer = _numbers((*numbers, *map(_at, norms), shared * sharing, shared, size))
     first, second = _kernel("decoder_before"), _kernel("decoder_after")
 
     def before(x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _check("cosines", cosine, torch.float32, 1, 1, size)
-        _check("sines", sine, torch.float32, 1, 1, size)
+        _fit("cosines:11S:f32 sines:11S:f32", cosine, sine, S=size)
         query, key = x.new_empty(1, shared, sharing, size), x.new_empty(1, shared, 1, size)
         value = torch.empty_like(key)
         at = query.data_ptr(), key.data_ptr(), value.data_ptr(), x.data_ptr(), cosine.data_ptr(), sine.data_ptr()
@@ -362,135 +339,78 @@ def decoder_layer(
 
 def change_codes(values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, scale, zero, top, own, parts) -> None:
     """``functional.rounding.change_codes`` of contiguous vectors in float32."""
-    count = values.numel()
-    for tensor in (values, codes, pull, scale, zero, top):
-        _check("a vector", tensor, torch.float32, count)
-    _check("outputs", outputs, torch.float32, count, count)
-    arguments = values, codes, pull, outputs, scale, zero, top
-    _kernel("change_codes")(*map(_at, arguments), own, count, parts)
+    tensors = values, codes, pull, outputs, scale, zero, top
+    _fit("values:O codes:O pull:O outputs:OO scale:O zero:O top:O", *tensors)
+    _kernel("change_codes")(*map(_at, tensors), own, len(values), parts)
 
 
 class Network:
-    """Check and return the arguments of ``rotor_network`` other than its inputs.
+    """A network of rotor layers as C++ reads it; the memory of its tensors must stay where it is.
 
     Args:
-        in_features, out_features: sizes of inputs and results.
-        left, right: factors of every layer: entry, hidden ones, exit.
-        windows, parts: of every layer, its coordinates and how many share no factors.
-        blades, signs, rows, components: of every layer, ``reference.basis_tables``; none in spin coordinates.
-        orders: int32, for every branch and coordinate; without numbers where coordinates stay.
-        slopes, mix: of every branch.
-        reads, writes: ``reference.window_tables``.
-        normalize, after_entry, residual, activation: as in ``reference.NetworkSettings``.
+        in_features: size of the inputs.
+        left, right, orders, slopes, mix, network: as for ``functional.rotor.rotor_network``, in single precision.
 
     Raises:
-        ValueError: shapes, dtypes or places do not fit.
+        ValueError: shapes do not fit.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, left: Sequence[Tensor], right: Sequence[Tensor], windows, parts,
-        blades: Sequence[Tensor], signs: Sequence[Tensor], rows, components, orders: Tensor, slopes: Tensor,
-        mix: Tensor, reads: Tensor | None, writes: Tensor | None, normalize: bool, after_entry: bool, residual: bool,
-        activation: str,
-    ) -> None:  # fmt: skip
-        count = len(left)
-        if count < 2 or not len(right) == len(windows) == len(parts) == count:
-            raise ValueError("a network has an entry and an exit, and windows and parts of each layer")
-        turned = count if blades else 0
-        if not len(blades) == len(signs) == len(rows) == len(components) == turned:
-            raise ValueError("every layer has tables of its coordinates, or none")
-        sizes = [_layer(*arguments) for arguments in zip(left, right, windows, parts, strict=True)]
-        spins = [_spin(*arguments) for arguments in zip(windows[:turned], blades, signs, rows, components, strict=True)]
-        spins, tables = spins or [(0, 0, 0)] * count, [*map(list, zip(blades, signs, strict=True))] or [[]] * count
-        self.tensors = [*left, *right, *blades, *signs]  # whose addresses are in ``layers``
-        self.layers = _numbers(
-            number
-            for size, *factors, spin, table in zip(sizes, left, right, spins, tables, strict=True)
-            for number in (*size, *map(_at, factors), *spin, *map(_at, table or (None, None)))
-        )
-        (entries, entry_inputs), (exits, exit_inputs) = left[0].shape[:2], left[-1].shape[:2]
-        inner, read, places = entries * windows[0], entry_inputs * windows[0], exits * windows[-1]
-        _check_places("reads", reads, read, in_features)
-        _check_places("writes", writes, 2 * out_features, places)
-        if reads is None and read != in_features:
-            raise ValueError("the entry needs reads")
-        if writes is None and places != out_features:
-            raise ValueError("the exit needs writes")
-        if exit_inputs * windows[-1] != inner:
-            raise ValueError(f"the exit must read {inner} coordinates")
-        for factor, window in zip(left[1:-1], windows[1:-1], strict=True):
-            if factor.shape[1] != 1 or window != inner:
-                raise ValueError(f"hidden layers must act on {inner} coordinates")
-        branches = after_entry + sum(len(factor) for factor in left[1:-1])
-        _check("slopes", slopes, torch.float32, branches)
-        _check("mix", mix, torch.float32, branches)
-        if orders.numel():
-            _check_places("orders", orders, branches * inner, inner)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be prelu, gelu, silu or elu, got {activation}")
-        self.out_features, self.in_features, self.count = out_features, in_features, count
-        self.places, self.numbers = (reads, writes), (orders if orders.numel() else None, slopes, mix)
-        self.flags = residual, after_entry, turned > 0
-        self.settings = normalize, ACTIVATIONS.index(activation)
+        self,
+        in_features: int,
+        left: Sequence[Tensor],
+        right: Sequence[Tensor],
+        orders: Tensor | None,
+        slopes: Tensor,
+        mix: Tensor,
+        network: reference.NetworkSettings,
+    ) -> None:
+        self.in_features, self.out_features = in_features, network.out_features
+        windows, inner = network.windows, network.windows[1]
+        entry = inner // windows[0], reference.window_count(in_features, windows[0])
+        exit = reference.window_count(network.out_features, windows[-1]), inner // windows[-1]
+        counts = [entry, *((len(factor), 1) for factor in left[1:-1]), exit]
+        if counts != [factor.shape[:2] for factor in left] or {*windows[1:-1]} != {inner}:
+            raise ValueError(f"layers of {len(left)} windows {windows} must have {counts} output and input windows")
+        branches = network.after_entry + sum(len(factor) for factor in left[1:-1])
+        _fit("slopes:B mix:B orders:BV:i32", slopes, mix, orders, B=branches, V=inner)
+        reads, writes = reference.window_tables(in_features, network.out_features, network, slopes)
+        blades, signs, *spins = reference.basis_tables(network, slopes)
+        tables = [*zip(blades, signs, *spins, strict=True)] or [(None, None, 0, 0)] * len(left)
+        layers = zip(left, right, windows, tables, strict=True)
+        self.layers = _numbers(number for a, b, window, table in layers for number in _layer(a, b, window, *table))
+        self.tensors = *left, *right, orders, slopes, mix, reads, writes, *blades, *signs  # whose addresses C++ has
+        curve = network.activation if callable(reference.ACTIVATIONS[network.activation]) else "prelu"
+        flags = network.residual, network.after_entry, bool(blades)
+        self.head = in_features, network.out_features, _at(reads), _at(writes), *flags
+        self.tail = network.normalize, ACTIVATIONS.index(curve), *map(_at, (orders, slopes, mix)), len(left)
         self.gradients = 2 * branches + sum(factor.numel() for factor in (*left, *right))
 
     def description(self, bias: Tensor | None) -> tuple[Any, Any]:
         """Return its C++ form: ``Description``, and every ``Layer``."""
-        _check("bias", bias, torch.float32, self.out_features)
-        head = self.in_features, self.out_features, *map(_at, self.places), *self.flags, _at(bias), *self.settings
-        return _numbers((*head, *map(_at, self.numbers), self.count)), self.layers
+        return _numbers((*self.head, _at(bias), *self.tail)), self.layers
 
 
-def _layer(left: Tensor, right: Tensor, window: int, parts: int) -> tuple[int, ...]:
-    """The sizes of a layer with factors (o, i, S, L, L) and (o, i, S, R, R)."""
-    if left.ndim != 5 or right.ndim != 5:
-        shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
-        raise ValueError(f"factors must be (o, i, S, L, L) and (o, i, S, R, R), got {shapes}")
-    outputs, inputs, own, rows, _ = left.shape
-    columns = right.shape[3]
-    _check("left", left, torch.float32, outputs, inputs, own, rows, rows)
-    _check("right", right, torch.float32, outputs, inputs, own, columns, columns)
-    if not rows or not columns or rows % 8 or columns % 8:
-        raise ValueError(f"factors must have sizes divisible by 8, got {rows} and {columns}")
-    shared = window // parts if parts > 0 else 0
-    if own not in (1, parts) or shared * parts != window or shared % rows or shared % columns:
-        raise ValueError(f"factors of sizes {rows} and {columns} do not divide {parts} parts of a window of {window}")
-    return outputs, inputs, own, rows, columns, window, parts
-
-
-def _spin(window: int, blades: Tensor, signs: Tensor, rows: int, components: int) -> tuple[int, int, int]:
-    """Blocks, rows and components of a layer's coordinates."""
-    block = rows * rows * components
-    if not 0 < rows <= 64 or rows & (rows - 1) or components <= 0 or window not in (block, 2 * block):
-        raise ValueError(f"a window of {window} coordinates has no {rows} rows and columns of {components} components")
-    _check_places("blades", blades, window, window)
-    _check("signs", signs, torch.float32, window)
-    return window // block, rows, components
-
-
-def _check_places(name: str, places: Tensor | None, count: int, end: int) -> None:
-    """Raise ValueError unless all places are below ``end``: they may come from a file, and memory is read there."""
-    _check(name, places, torch.int32, count)
-    if places is not None and not _kernel("places_below")(_at(places), count, end):
-        raise ValueError(f"{name} must hold places below {end}")
+def _layer(a: Tensor, b: Tensor, window: int, blade, sign, rows: int, components: int) -> tuple[int, ...]:
+    """A layer as C++ reads it, with factors (o, i, S, L, L) and (o, i, S, R, R), and tables of its coordinates."""
+    sizes = _fit("left:oiSLL right:oiSRR", a, b)
+    outputs, inputs, own, left, right = (sizes[letter] for letter in "oiSLR")
+    shared = reference.shared_coordinates(window, a, b)
+    if left % 8 or right % 8 or shared % left or shared % right or own not in (1, window // shared):
+        raise ValueError(f"factors of sizes {left} and {right}, divisible by 8, must divide {shared} coordinates")
+    spin = window // (rows * rows * components) if rows else 0, rows, components, _at(blade), _at(sign)
+    return outputs, inputs, own, left, right, window, window // shared, _at(a), _at(b), *spin
 
 
 def rotor_network(y: Tensor, x: Tensor, network: Network, bias: Tensor | None) -> None:
     """Write the network of x (N, in_features) to y (N, out_features)."""
-    rows, _ = _matrix("x", x)
-    _check("x", x, x.dtype, rows, network.in_features)
-    _check("y", y, x.dtype, rows, network.out_features)
-    _typed("rotor_network", x, _at(y), _at(x), rows, *network.description(bias))
+    sizes = _fit("y:NO x:NI bias:O:f32", y, x, bias, I=network.in_features, O=network.out_features)
+    _typed("rotor_network", x, _at(y), _at(x), sizes["N"], *network.description(bias))
 
 
 def rotor_network_backward(to_x: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, network: Network) -> None:
     """Write gradients from that of the result: of x, and to ``sums`` (shares, numbers) of factors, slopes and mix."""
-    rows, _ = _matrix("x", x)
-    _check("x", x, x.dtype, rows, network.in_features)
-    _check("grad", grad, x.dtype, rows, network.out_features)
-    _check("to_x", to_x, x.dtype, *x.shape)
-    if sums.ndim != 2 or not len(sums):
-        raise ValueError(f"sums must be (shares, numbers), got {tuple(sums.shape)}")
-    _check("sums", sums, torch.float32, len(sums), network.gradients)
-    arguments = _at(to_x), _at(sums), len(sums), _at(grad), _at(x), rows
+    known = {"I": network.in_features, "O": network.out_features, "G": network.gradients}
+    sizes = _fit("grad:NO x:NI to_x:NI sums:SG:f32", grad, x, to_x, sums, **known)
+    arguments = _at(to_x), _at(sums), sizes["S"], _at(grad), _at(x), sizes["N"]
     _typed("rotor_network_backward", x, *arguments, *network.description(None))

@@ -47,28 +47,19 @@ struct Vectors {
   Floats* get() const { return own.get(); }
 };
 
-template <int... lane>
-inline Floats interleaved(Floats a, Floats b, std::integer_sequence<int, lane...>, std::integral_constant<int, 0>) {
+template <int half, int... lane>
+inline Floats interleaved(Floats a, Floats b, std::integer_sequence<int, lane...>) {
 #if defined(__clang__)
-  return __builtin_shufflevector(a, b, (lane % 2 * kLanes + lane / 2)...);
+  return __builtin_shufflevector(a, b, (lane % 2 * kLanes + (half * kLanes + lane) / 2)...);
 #else
-  return __builtin_shuffle(a, b, Ints{(lane % 2 * kLanes + lane / 2)...});
-#endif
-}
-
-template <int... lane>
-inline Floats interleaved(Floats a, Floats b, std::integer_sequence<int, lane...>, std::integral_constant<int, 1>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, (lane % 2 * kLanes + (kLanes + lane) / 2)...);
-#else
-  return __builtin_shuffle(a, b, Ints{(lane % 2 * kLanes + (kLanes + lane) / 2)...});
+  return __builtin_shuffle(a, b, Ints{(lane % 2 * kLanes + (half * kLanes + lane) / 2)...});
 #endif
 }
 
 // The first or the second halves of a and b, lane by lane in turn.
 template <int half>
 inline Floats zip(Floats a, Floats b) {
-  return interleaved(a, b, std::make_integer_sequence<int, kLanes>(), std::integral_constant<int, half>());
+  return interleaved<half>(a, b, std::make_integer_sequence<int, kLanes>());
 }
 
 inline void transpose(Floats (&rows)[kLanes]) {
@@ -361,25 +352,37 @@ struct Network : Description {
   int64_t depth() const { return int64_t(layers.size()) - 2; }
   const Step& hidden(int64_t k) const { return steps[k + after_entry]; }
 
-  int64_t largest(int64_t (*of)(const Layer&)) const {
+  int64_t largest_window() const {
     int64_t most = 0;
-    for (const Layer& layer : layers) most = std::max(most, of(layer));
+    for (const Layer& layer : layers) most = std::max(most, layer.window);
     return most;
   }
+  int64_t numbers_of_factors() const {
+    int64_t numbers = 0;
+    for (const Layer& layer : layers) numbers += layer.numbers();
+    return numbers;
+  }
+  // of the first ``count`` steps
+  int64_t branches_of(int64_t count) const {
+    int64_t branches = 0;
+    for (int64_t at = 0; at < count; ++at) branches += steps[at].branches;
+    return branches;
+  }
+  int64_t branches() const { return branches_of(steps.size()); }
 };
 
 // The memory of one tile. Where it is kept for the backward pass, every layer has its own.
 struct Tile {
   const Network& net;
   const bool keep;
-  int64_t branch_stride, half_stride;
+  int64_t branch_stride;
   Vectors memory;
   Floats *x, *windows, *states, *branches, *halves, *out, *y, *packed;
   Floats *of_blades, *of_spins;  // a state before it is turned, and what a layer leaves
   std::vector<Moments> of;
 
   Tile(const Network& net, bool keep)
-      : net(net), keep(keep), branch_stride(keep ? net.inner : 0), half_stride(branch_stride), memory(size()) {
+      : net(net), keep(keep), branch_stride(keep ? net.inner : 0), memory(size()) {
     Floats* at = memory.get();
     const auto part = [&](Floats*& name, int64_t count) { name = at, at += count; };
     for_parts(part);
@@ -394,13 +397,12 @@ struct Tile {
     body(windows, entry.inputs * entry.window);
     body(states, (keep ? net.depth() + 1 : 2) * net.inner);
     body(branches, all * net.inner);
-    body(halves, keep ? entry_halves() + (all - net.after_entry) * net.inner
-                      : net.largest([](const Layer& layer) { return layer.window; }));
+    body(halves, keep ? entry_halves() + (all - net.after_entry) * net.inner : net.largest_window());
     body(out, exit.outputs * exit.window);
     body(y, net.out_features);
-    body(packed, kColumns * net.largest([](const Layer& l) { return std::max(l.left_size, l.right_size); }));
+    body(packed, kColumns * net.largest_window());
     body(of_blades, net.blades ? std::max(net.inner, entry.inputs * entry.window) : 0);
-    body(of_spins, net.blades ? net.largest([](const Layer& layer) { return layer.window; }) : 0);
+    body(of_spins, net.blades ? net.largest_window() : 0);
   }
 
   int64_t size() {
@@ -412,11 +414,7 @@ struct Tile {
   int64_t entry_halves() const { return net.entry().outputs * net.entry().inputs * net.entry().window; }
 
   // number of the first branch of a hidden step
-  int64_t first_branch(int64_t k) const {
-    int64_t count = net.after_entry;
-    for (int64_t i = 0; i < k; ++i) count += net.hidden(i).branches;
-    return count;
-  }
+  int64_t first_branch(int64_t k) const { return net.branches_of(net.after_entry + k); }
 
   Floats* state(int64_t k) const { return states + (keep ? k : k % 2) * net.inner; }
   Floats* branch(int64_t number) const { return branches + number * branch_stride; }
@@ -508,32 +506,17 @@ struct Gradients {
   Floats *slopes, *mix;
   Vectors memory;
 
-  explicit Gradients(const Network& net) : net(net), memory(size(net)) {
+  explicit Gradients(const Network& net)
+      : net(net), memory(net.numbers_of_factors() / kLanes + 2 * net.branches()) {
     Floats* at = memory.get();
-    std::fill(at, at + size(net), Floats{});
     for (const Layer& layer : net.layers) {
       factors.push_back({at, at + layer.left_numbers() / kLanes});
       at += layer.numbers() / kLanes;
     }
     slopes = at;
-    mix = at + branches(net);
+    mix = at + net.branches();
+    std::fill(memory.get(), mix + net.branches(), Floats{});
   }
-
-  static int64_t branches(const Network& net) {
-    int64_t count = 0;
-    for (const Step& step : net.steps) count += step.branches;
-    return count;
-  }
-
-  static int64_t size(const Network& net) { return numbers_of_factors(net) / kLanes + 2 * branches(net); }
-
-  static int64_t numbers_of_factors(const Network& net) {
-    int64_t count = 0;
-    for (const Layer& layer : net.layers) count += layer.numbers();
-    return count;
-  }
-
-  static int64_t numbers(const Network& net) { return numbers_of_factors(net) + 2 * branches(net); }
 
   void write(float* to) const {
     for (size_t at = 0; at < net.layers.size(); ++at) {
@@ -543,20 +526,8 @@ struct Gradients {
       unblock(to, factors[at].second, layer.pairs(), layer.right_size);
       to += layer.right_numbers();
     }
-    for (int64_t i = 0; i < 2 * branches(net); ++i) *to++ = sum(slopes[i]);
+    for (int64_t i = 0; i < 2 * net.branches(); ++i) *to++ = sum(slopes[i]);
   }
-};
-
-// What the backward pass of a layer needs beside its tile.
-struct Workspace {
-  Vectors middle, turned_middle, turned_x;
-
-  static int64_t window(const Layer& layer) { return layer.window; }
-
-  explicit Workspace(const Network& net)
-      : middle(net.largest(window)),
-        turned_middle(net.largest(window)),
-        turned_x(net.largest(window)) {}
 };
 
 // (rows, columns) as (columns, rows), so that what is read together lies together.
@@ -565,43 +536,18 @@ void turn(Floats* to, const Floats* from, int64_t rows, int64_t columns) {
     for (int64_t r = 0; r < rows; ++r) to[c * rows + r] = from[r * columns + c];
 }
 
-// From the gradient of one output window, to those of the factors and, added to what ``add`` says is there, that of x.
-void run_backward(const Layer& layer, Floats* grad, Floats* x, int64_t o, Floats* half, Floats* to_x, bool add,
-                  std::pair<Floats*, Floats*> sums, const Workspace& work, Floats* packed) {
-  const int64_t size = layer.shared(), l = layer.left_size, r = layer.right_size;
-  const int64_t columns = layer.left_columns(), rows = layer.right_rows();
-  const bool scattered = size > kAliasing;
-  for (int64_t i = 0; i < layer.inputs; ++i)
-    for (int64_t part = 0; part < layer.parts; ++part) {
-      const int64_t at = layer.pair(o, i, part), start = part * size;
-      Floats *above = grad + start, *source = x + i * layer.window + start, *middle = work.middle.get();
-      add_products(sums.first + at * l * l / kLanes, {above, columns, 1}, {half + i * layer.window + start, columns, 1},
-                   l, columns);
-      multiply(layer.a(at, true), {above, columns, 1}, columns, {middle, columns, 1}, false, packed);
-      Place u = {middle, 1, r}, v = {source, 1, r};
-      if (scattered) {
-        turn(work.turned_middle.get(), middle, rows, r);
-        turn(work.turned_x.get(), source, rows, r);
-        u = {work.turned_middle.get(), rows, 1}, v = {work.turned_x.get(), rows, 1};
-      }
-      add_products(sums.second + at * r * r / kLanes, u, v, r, rows);
-      if (to_x)
-        multiply(layer.b(at, true), {middle, 1, r}, rows, {to_x + i * layer.window + start, 1, r}, add,
-                 packed);
-    }
-}
-
 // From the gradient of a tile's output to that of its input, where ``to_x`` is not null, in place of everything else.
 struct BackwardTile {
   const Network& net;
   Tile tile;
-  Workspace work;
-  Vectors result, halves, windows, above, below, to_x;
+  Vectors middle, turned_middle, turned_x, result, halves, windows, above, below, to_x;
 
   explicit BackwardTile(const Network& net)
       : net(net),
         tile(net, true),
-        work(net),
+        middle(net.largest_window()),
+        turned_middle(net.largest_window()),
+        turned_x(net.largest_window()),
         result(net.exit().outputs * net.exit().window),
         halves(net.inner),
         windows(net.entry().inputs * net.entry().window),
@@ -630,14 +576,32 @@ struct BackwardTile {
   }
 
  private:
-  // From the gradient of one output window to that of what the layer reads, added from the second one on.
-  void layer(size_t at, Floats* grad, Floats* x, int64_t o, Floats* half, Floats* to_x, Gradients& sums) {
-    const Layer& layer = net.layers[at];
+  // From the gradient of one output window to those of the factors and, added from the second one on, that of what the
+  // layer reads.
+  void layer(size_t number, Floats* grad, Floats* x, int64_t o, Floats* half, Floats* to_x, Gradients& sums) {
+    const Layer& layer = net.layers[number];
     if (net.blades) {
       layer.spin.to_spin(tile.of_spins, grad);
       grad = tile.of_spins;
     }
-    run_backward(layer, grad, x, o, half, to_x, o > 0, sums.factors[at], work, tile.packed);
+    const int64_t size = layer.shared(), l = layer.left_size, r = layer.right_size;
+    const int64_t columns = layer.left_columns(), rows = layer.right_rows();
+    for (int64_t i = 0; i < layer.inputs; ++i)
+      for (int64_t part = 0; part < layer.parts; ++part) {
+        const int64_t at = layer.pair(o, i, part), start = part * size, place = i * layer.window + start;
+        const Place given = {grad + start, columns, 1};
+        add_products(sums.factors[number].first + at * l * l / kLanes, given, {half + place, columns, 1}, l, columns);
+        multiply(layer.a(at, true), given, columns, {middle.get(), columns, 1}, false, tile.packed);
+        Place u = {middle.get(), 1, r}, v = {x + place, 1, r};
+        if (size > kAliasing) {
+          turn(turned_middle.get(), u.data, rows, r);
+          turn(turned_x.get(), v.data, rows, r);
+          u = {turned_middle.get(), rows, 1}, v = {turned_x.get(), rows, 1};
+        }
+        add_products(sums.factors[number].second + at * r * r / kLanes, u, v, r, rows);
+        if (to_x)
+          multiply(layer.b(at, true), {middle.get(), 1, r}, rows, {to_x + place, 1, r}, o > 0, tile.packed);
+      }
   }
 
   // The gradient of what a layer reads, in coordinates of the spin representation, as that of what came before.
@@ -714,7 +678,7 @@ void run_network_backward(T* to, float* totals, int64_t shares, const T* grads, 
         tile.run(gradients, to != nullptr);
         if (to) give(to + start * net.in_features, tile.to_x.get(), net.in_features, count);
       }
-      gradients.write(totals + share * Gradients::numbers(net));
+      gradients.write(totals + share * (net.numbers_of_factors() + 2 * net.branches()));
     }
   });
 }
@@ -737,11 +701,6 @@ void rotor_network_backward(bool half, int threads, void* to_x, float* sums, int
   most_threads = threads;
   const Network net(*given, layers);
   RELINEAR_DISPATCH(half, run_network_backward((T*)to_x, sums, shares, (const T*)grad, (const T*)x, tokens, net));
-}
-
-// Whether all of ``count`` places are below ``end``.
-bool places_below(const int32_t* places, int64_t count, int64_t end) {
-  return std::all_of(places, places + count, [=](int32_t place) { return place >= 0 && place < end; });
 }
 
 }  // extern "C"

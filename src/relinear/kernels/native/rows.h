@@ -22,14 +22,6 @@ inline void accumulate(Floats (&totals)[kCount], const T* weights, int64_t depth
   });
 }
 
-// sums[i] += the product of row i of weights with x
-template <int kCount, class T>
-inline void add_products(float (&sums)[kCount], const T* weights, int64_t depth, const float* x) {
-  Floats totals[kCount] = {};
-  accumulate(totals, weights, depth, x);
-  for (int i = 0; i < kCount; ++i) sums[i] += sum(totals[i]);
-}
-
 // Calls body(o, count) for all outputs on all threads, ``count`` at a time (a constant of the type): as many as are read
 // side by side, or one; never over the end of a group. ``work`` is the multiplications of an output.
 template <class Body>
