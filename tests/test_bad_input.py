@@ -19,7 +19,7 @@ from relinear.compare.folder import comparison_folder
 from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownSettingError
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.contract.setting_text import parse_setting
 from relinear.data import DataSettings, iter_texts
@@ -246,8 +246,8 @@ def test_what_is_shown_is_short():
 
 def test_long_names_among_the_known_ones_are_cut():
     for known in ([LONG], [LONG, "short"], [f"{LONG}{i}" for i in range(100)]):
-        assert len(nearest("other", known)) <= LONGEST_MESSAGE
-    assert len(nearest("y" * 200, ["y" * 150 + LONG[:200]] * 3)) <= LONGEST_MESSAGE
+        assert len(did_you_mean("other", known)) <= LONGEST_MESSAGE
+    assert len(did_you_mean("y" * 200, ["y" * 150 + LONG[:200]] * 3)) <= LONGEST_MESSAGE
 
 
 def test_a_base_that_is_a_long_text():

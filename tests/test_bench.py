@@ -11,7 +11,7 @@ from torch import nn
 import relinear
 from relinear.bench.operators import Case, bench_case
 from relinear.bench.report import _layers
-from relinear.bench.run import BenchSettings, of_runs, slower
+from relinear.bench.run import BenchSettings, merge_runs, slower
 from relinear.contract.operator import OperatorConfig
 from relinear_cli.main import main
 
@@ -80,13 +80,13 @@ def _row(contender, ratio, error=None):
 
 def test_slower_is_beyond_what_either_run_varies_by():
     def runs(*ratios):
-        return of_runs([[_row("dense", 1.0), _row("x", r), _row("y", 2 * r), _row("z", r)] for r in ratios])
+        return merge_runs([[_row("dense", 1.0), _row("x", r), _row("y", 2 * r), _row("z", r)] for r in ratios])
 
     recorded = runs(0.5, 0.7, 0.6)
     assert [row["contender"] for row in recorded] == ["dense", "x", "y", "z"]
     assert [recorded[1][name] for name in ("ratio_minimum", "ratio", "ratio_maximum")] == [0.5, 0.6, 0.7]
     assert slower(recorded, runs(0.69, 0.9, 0.8)) == []
-    lines = slower(recorded, of_runs([[_row("x", 0.75), _row("y", 1.3), _row("z", None, "off"), _row("new", 9.0)]]))
+    lines = slower(recorded, merge_runs([[_row("x", 0.75), _row("y", 1.3), _row("z", None, "off"), _row("new", 9.0)]]))
     assert [line.split(":")[0] for line in lines] == ["x", "z"]
     assert "0.75 (0.75 to 0.75), recorded 0.60 (0.50 to 0.70)" in lines[0]
     assert "not timed any more: off" in lines[1]

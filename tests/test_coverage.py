@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import relinear
 from conftest import make_tiny_llama
 from relinear.contract.operator import Operator
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.models.cgt import CGTConfig, CGTForCausalLM
 from tiny_models import FAMILIES, VOCABULARY, make_family
 
@@ -263,7 +263,7 @@ def test_evaluating_restores_the_mode_of_every_module() -> None:
     model.model.layers[0].eval()
     model.model.layers[0].mlp.train()
     before = {name: module.training for name, module in model.named_modules()}
-    with evaluating(model):
+    with eval_mode(model):
         assert not any(module.training for module in model.modules())
     assert {name: module.training for name, module in model.named_modules()} == before
 
@@ -271,7 +271,7 @@ def test_evaluating_restores_the_mode_of_every_module() -> None:
 def test_what_is_put_in_while_evaluating_takes_the_mode_of_its_place() -> None:
     model = make_tiny_llama().train()
     model.model.layers[0].self_attn.eval()
-    with evaluating(model):
+    with eval_mode(model):
         relinear.replace_(model, {"q_proj": relinear.Transponder(rank=2, base=THIN)})
     for layer, mode in zip(model.model.layers, (False, True), strict=True):
         parts = [*layer.self_attn.q_proj.modules()]

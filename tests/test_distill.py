@@ -345,7 +345,7 @@ def test_targets_of_a_layer_are_trained_together(loss):
 
 def test_a_directory_of_the_first_version_goes_on(tmp_path):
     """It had fewer settings, of distillations and of operators, and did not write the operators down."""
-    config = relinear.Transponder(rank=2, base=relinear.Rotor(scale=True), **relinear.Transponder.formerly)
+    config = relinear.Transponder(rank=2, base=relinear.Rotor(scale=True), **relinear.Transponder.legacy_defaults)
     mapping = {"q_proj": config}
     model = make_tiny_llama()
     start = weights(model)
@@ -361,8 +361,8 @@ def test_a_directory_of_the_first_version_goes_on(tmp_path):
     operators = [
         [
             name,
-            {k: v for k, v in values.items() if k not in config.formerly}
-            | {"base": {k: v for k, v in values["base"].items() if k not in config.base.formerly}},
+            {k: v for k, v in values.items() if k not in config.legacy_defaults}
+            | {"base": {k: v for k, v in values["base"].items() if k not in config.base.legacy_defaults}},
         ]
         for name, values in state["operators"]
     ]

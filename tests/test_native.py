@@ -362,7 +362,7 @@ def test_codes_change_as_in_the_reference(moment, few_rows):
     generator = torch.Generator().manual_seed(0)
     weight, x, g = (torch.randn(*shape, generator=generator) for shape in ((70, 40), (90, 40), (200, 70)))
     grid = rounding.nearest_grid(weight, 3, 16, False)
-    moments = rounding.steadied(x.T @ x / 90, 0.05), rounding.steadied(g.T @ g / 200, 0.5) if moment else None
+    moments = rounding.shrunk(x.T @ x / 90, 0.05), rounding.shrunk(g.T @ g / 200, 0.5) if moment else None
     start = rounding.nearest(weight, grid, 16)
     change = quantized.code_changer(weight)
     assert few_rows

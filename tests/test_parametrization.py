@@ -10,7 +10,7 @@ from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import attach_, from_preset, replace_
 from relinear.compare.settings import CompareSettings
 from relinear.contract.parameter_roles import ParamRole
-from relinear.hf.attached import attachments
+from relinear.hf.attachments import attachments
 from relinear.models import ReadoutScale
 from relinear.training import FitSettings, TrainSettings, build_model, fit
 from relinear.training.optim import parameter_groups, parameter_roles, scale_stock_, width_ratio
@@ -44,7 +44,7 @@ def test_factors_of_every_kind_of_parameter(ratio):
     assert stock.init_std_scale(ratio) == pytest.approx(ratio**-0.5)
     assert stock._replace(readout=True).init_std_scale(ratio) == pytest.approx(1 / ratio)
     assert hidden._replace(readout=True).init_std_scale(ratio) == pytest.approx(ratio**-0.5)
-    short = ParamRole(64 * ratio - 16, fan_in_short=16)  # a width less a rank
+    short = ParamRole(64 * ratio - 16, fan_in_offset=16)  # a width less a rank
     assert short.lr_scale(ratio) == pytest.approx(48 / (64 * ratio - 16))
     factor = hidden._replace(growth=0.5)
     assert factor.lr_scale(ratio) == pytest.approx(ratio**-0.5)

@@ -117,12 +117,12 @@ def test_a_broken_package_is_one_warning_that_names_it(package) -> None:
 
 def test_modules_are_named_on_the_command_line_for_every_process(package, capsys, monkeypatch) -> None:
     (package / "outside_package-0.3.dist-info" / "entry_points.txt").unlink()
-    monkeypatch.setenv(plugins.VARIABLE, "")  # restored afterwards
+    monkeypatch.setenv(plugins.IMPORT_VARIABLE, "")  # restored afterwards
     assert main(["inspect", "tiny", "-r", "q_proj=outside_scale"]) == 2
     assert "unknown operator kind 'outside_scale'" in capsys.readouterr().err
     assert main(["inspect", "tiny", "-r", "q_proj=outside_scale", "--import", "outside_package"]) in (None, 0)
     assert "Scale" in capsys.readouterr().out
-    assert "outside_package" in registry.worker_environment()[plugins.VARIABLE].split(",")
+    assert "outside_package" in registry.worker_environment()[plugins.IMPORT_VARIABLE].split(",")
     assert main(["inspect", "tiny", "--import"]) == 2
     assert "--import takes the name of a module" in capsys.readouterr().err
     assert main(["inspect", "tiny", "--import", "nosuchmodule"]) == 2

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 import relinear
-from relinear.hf.attached import apply_attachment_
+from relinear.hf.attachments import apply_attachment_
 from relinear.models import HeadBias, draw_as_torch_, from_preset, preset_config, preset_names
 from relinear.models.cgt import CGTForCausalLM, CGTForRegression
 from relinear.training import TrainSettings, train

@@ -12,7 +12,7 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.quantized import IQ4_NL, dequantized, pack, unpack
-from relinear.functional.rounding import Grid, descend, gptq, held_out, nearest, nearest_grid, steadied
+from relinear.functional.rounding import Grid, descend, gptq, held_out, nearest, nearest_grid, shrunk
 
 
 def moments_of(inputs: int, outputs: int, seed: int = 0) -> CalibrationStatistics:
@@ -222,7 +222,7 @@ def tried_one_by_one(
 def test_the_descent_is_that_of_trying_every_code(inputs: int, weighed: bool) -> None:
     torch.manual_seed(0)
     weight, both = torch.randn(6, inputs).double(), moments_of(inputs, 6)
-    moments = CalibrationStatistics(steadied(both.inputs, 0.05), steadied(both.outputs, 0.5) if weighed else None)
+    moments = CalibrationStatistics(shrunk(both.inputs, 0.05), shrunk(both.outputs, 0.5) if weighed else None)
     for bits in (2, 3):
         grid = nearest_grid(weight, bits, 16, False)
         start = nearest(weight, grid, 16)

@@ -21,7 +21,7 @@ from typing import Any
 
 from relinear.compare import CompareSettings, compare
 from relinear.compare.settings import read_plan
-from relinear.contract.plugins import VARIABLE, import_named
+from relinear.contract.plugins import IMPORT_VARIABLE, import_from_environment
 
 __all__ = ["QUEUE", "carry_out", "rehearse"]
 
@@ -123,9 +123,9 @@ def main() -> int:
     os.chdir(ROOT)
     sys.path.append(str(OPERATORS))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(OPERATORS)]))
-    os.environ[VARIABLE] = "dense_start"
+    os.environ[IMPORT_VARIABLE] = "dense_start"
     if given.rehearse:
-        import_named()
+        import_from_environment()
         left = rehearse(given.out, given.rehearse)
     else:
         left = carry_out(given.out, given.minutes, given.workers)

@@ -29,7 +29,7 @@ from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.hf.model_layout import layer_finder, model_name
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import write_json
@@ -59,7 +59,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
         record = json.loads(path.read_text(encoding="utf-8"))
         if {key: record[key] for key in stated} != stated:
             raise SystemExit(f"{path} is an atlas with other operators or settings: give another --out")
-    with evaluating(model):
+    with eval_mode(model):
         blocks = read_corpus(texts, {}, tokenizer, counted, True).blocks
         check_ids(blocks, model, "the corpus")
         calibration = KeptMoments.of(task.calibrate(blocks), given.out / "moments")

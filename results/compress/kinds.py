@@ -35,7 +35,7 @@ from relinear.compression.corpus import read_corpus, read_elsewhere, with_sample
 from relinear.compression.task import Task, linear_layers
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
-from relinear.functional.rounding import expected_error, gptq, held_out, nearest_grid, steadied
+from relinear.functional.rounding import expected_error, gptq, held_out, nearest_grid, shrunk
 from relinear.system.machine import describe_machine
 
 SIZES = [relinear.Quantized(bits=bits, group=group) for group in (64, 256) for bits in (2, 3, 4, 5, 6, 8)]
@@ -69,7 +69,7 @@ def errors(weight: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
     for known, kind in (near, near[::-1]):
         order = inputs[known].diagonal().argsort()
         root, lower = (
-            torch.linalg.cholesky(steadied(inputs[one].double()[order][:, order], *how)).float()
+            torch.linalg.cholesky(shrunk(inputs[one].double()[order][:, order], *how)).float()
             for one, how in ((kind, (0, 1e-5)), (known, (share,)))
         )
         transfer = torch.linalg.solve_triangular(lower, root, upper=False) * lower.diagonal()[:, None]
@@ -82,7 +82,7 @@ def errors(weight: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor]
         def expected(of_inputs: Tensor, of_rows: Tensor, grid=grid, config=config) -> float:
             return 0.5 * float(expected_error(weight, rows, grid, config.group, of_inputs.float(), of_rows))
 
-        codes = gptq(weight[rows], grid, config.group, steadied(pooled, share))
+        codes = gptq(weight[rows], grid, config.group, shrunk(pooled, share))
         missed = grid.values(codes, config.group) - weight[rows]
         own = {}
         for kind, moment in inputs.items():

@@ -24,7 +24,7 @@ from relinear.contract.config import register as register
 from relinear.contract.inference import for_inference_ as for_inference_
 from relinear.contract.operator import Operator as Operator
 from relinear.contract.operator import OperatorConfig as OperatorConfig
-from relinear.contract.plugins import import_named as _import_named
+from relinear.contract.plugins import import_from_environment as _import_named
 from relinear.deprecated import MOVED as _MOVED
 from relinear.deprecated import find_moved_modules as _find_moved_modules
 from relinear.deprecated import moved as _moved

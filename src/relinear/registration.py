@@ -12,6 +12,6 @@ import relinear.surgery.layer_bias
 import relinear.surgery.rebuild  # the loader of checkpoints with operators in them, to transformers
 import relinear.surgery.separate_experts
 import relinear.training.distill  # noqa: F401
-from relinear.surgery import wrapped
+from relinear.surgery import transformers_patches
 
-wrapped.install()
+transformers_patches.install()

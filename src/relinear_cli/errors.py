@@ -55,9 +55,9 @@ def _message(error: BaseException) -> str:
         message = f"{names}: {error.strerror}" if names else error.strerror
         return f"{message}; {_DISK}" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else message
     if hasattr(error, "errors") and hasattr(error, "error_count"):
-        from relinear.contract.messages import readable
+        from relinear.contract.messages import validation_message
 
-        return readable(error)  # type: ignore[arg-type]  # pydantic's, recognised without importing it
+        return validation_message(error)  # type: ignore[arg-type]  # pydantic's, recognised without importing it
     if isinstance(error, UnpicklingError):  # torch's message proposes to run it
         return "the weights are a pickle with more than tensors in it, which could run code; get them as safetensors"
     text = str(error).strip()

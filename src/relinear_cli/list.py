@@ -34,10 +34,10 @@ def command(
         for every in _WHAT:
             print(fitted(f"{every}: {', '.join(listed(every))}", sys.stdout, 2))
         return
-    from relinear.contract.messages import nearest
+    from relinear.contract.messages import did_you_mean
 
     if what not in _WHAT:
-        raise ValueError(f"there is no list of {what!r}; {nearest(what, _WHAT)}")
+        raise ValueError(f"there is no list of {what!r}; {did_you_mean(what, _WHAT)}")
     rows = listed(what)
     if name is None:
         width = max(map(len, rows), default=0)
@@ -49,7 +49,7 @@ def command(
     if name not in rows and what == "operators" and name in EXAMPLES:
         raise ValueError(f"{name!r} is an example: it is there {_INSTALL}")
     if name not in rows:
-        raise ValueError(f"there is no {name!r} among the {what}; {nearest(name, rows)}")
+        raise ValueError(f"there is no {name!r} among the {what}; {did_you_mean(name, rows)}")
     print(fitted(f"{name}: {_line(rows[name])}{_package(rows[name])}", sys.stdout))
     if isinstance(rows[name], type):
         meanings = meanings_of(rows[name])

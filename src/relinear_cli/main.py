@@ -66,7 +66,7 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
                 raise ValueError(f"--import {module}: no such module is installed, in PYTHONPATH or in this folder")
         os.environ["RELINEAR_IMPORT"] = ",".join([*filter(None, [os.environ.get("RELINEAR_IMPORT")]), *modules])
         if "relinear" in sys.modules:  # of a program that calls this
-            sys.modules["relinear.contract.plugins"].import_named()
+            sys.modules["relinear.contract.plugins"].import_from_environment()
     return rest
 
 

@@ -26,7 +26,7 @@ from relinear.activations.hook_points import (
     hook_points,
 )
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 
 
 def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
@@ -77,7 +77,7 @@ class Latents(dict[str, Latent]):
     """Latents of the last forward by operator name; filled by the forwards within the block."""
 
     def __missing__(self, name: str) -> Latent:
-        hint = nearest(name, self) if self else "no forward has run within the block"
+        hint = did_you_mean(name, self) if self else "no forward has run within the block"
         raise KeyError(f"no latent {name!r}; {hint}")
 
 
@@ -366,7 +366,7 @@ def _by_hook_point(
     for pattern, value in interventions.items():
         names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]
         if not names:
-            suggestion = nearest(str(pattern), inside or points)
+            suggestion = did_you_mean(str(pattern), inside or points)
             raise ValueError(f"no latent, gate or layer output is named {shown(pattern)}; {suggestion}")
         for intervention in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
             if not isinstance(intervention, Intervention):
@@ -435,7 +435,7 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     for ours, theirs in names.items():
         for name, record in ((ours, first), (theirs, second)):
             if name not in record:
-                raise ValueError(f"no latent {name!r} was recorded; {nearest(name, record)}")
+                raise ValueError(f"no latent {name!r} was recorded; {did_you_mean(name, record)}")
         (mean_a, std_a), (mean_b, std_b) = _distribution(first[ours]), _distribution(second[theirs])
         if mean_a.shape != mean_b.shape:
             raise ValueError(f"{ours} has {len(mean_a)} latent dimensions and {theirs} has {len(mean_b)}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from relinear.contract import plugins
-from relinear.contract.messages import nearest
+from relinear.contract.messages import did_you_mean
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tasks import MixtureTask, Samples, task_of
 from relinear.data.tokenizers import encode, text_start, windows
@@ -87,7 +87,7 @@ def check_names(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is not an analysis."""
     for name in names:
         if name not in known_analyses():
-            raise ValueError(f"unknown analysis {name!r}; {nearest(name, known_analyses())}")
+            raise ValueError(f"unknown analysis {name!r}; {did_you_mean(name, known_analyses())}")
 
 
 def applying(model: Any) -> list[str]:

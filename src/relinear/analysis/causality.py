@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import evaluating, watching
+from relinear.hf.modes import eval_mode, forward_hooks_on
 from relinear.hf.next_token_check import precision_of
 from relinear.hf.vocabulary import max_positions
 
@@ -111,7 +111,7 @@ def check_causality(
     length = inputs.shape[1]
     if tolerance is None:
         tolerance = 8 * precision_of(model)
-    with evaluating(model):
+    with eval_mode(model):
         expected = _outputs(model, inputs)
         again = _outputs(model, inputs)
         unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
@@ -158,7 +158,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
         if value.ndim and value.shape[0] == length and value.is_floating_point():
             outputs[name] = value.reshape(length, -1).clone()
 
-    with watching(model.named_modules(), save):
+    with forward_hooks_on(model.named_modules(), save):
         model(input_ids=inputs)
     return outputs
 

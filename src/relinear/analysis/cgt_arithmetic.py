@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Subject
 from relinear.analysis.cgt_context import context_variation
 from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
@@ -56,7 +56,7 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
     if second < 1:
         raise ValueError(f"accuracy is measured on the second half of the examples; the task has {task.examples}")
     answers = task.answer_mask() & (task.example_of() >= task.examples - second)
-    with evaluating(model):
+    with eval_mode(model):
         right_shares = {"dynamic": _right(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
         if not hasattr(model, "context"):
             return right_shares
@@ -171,7 +171,7 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
     begin = equals + 1 + (token == "|")
     answers[begin : begin + task.digits + 3] = True
     right_shares, states = [], []
-    with evaluating(model):
+    with eval_mode(model):
         # hooks, as the last of hidden_states comes after the final normalisation
         handles = [b.register_forward_hook(lambda m, a, out: states.append(_hidden(out))) for b in model.transformer.h]
         model(input_ids=shown)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject
 from relinear.data.tasks import RegressionTask, Samples
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.models.cgt import CGTForRegression
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Panel, Series
@@ -56,7 +56,7 @@ def regression_errors(model: Any, samples: Samples, freeze_after: Sequence[int] 
     def errors(predictions: Tensor, start: int) -> np.ndarray:
         return (predictions[:, 0::2] - clean[:, start:]).square().mean((0, 2)).numpy()
 
-    with evaluating(model):
+    with eval_mode(model):
         results = {"dynamic": errors(model(vectors=vectors).logits, 0)}
         for k in freeze_after:
             y = model.context(vectors[:, : 2 * k])[:, -1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject
 from relinear.data.tasks import SYMBOLS
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.models.cgt import CGTForCausalLM
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
@@ -35,7 +35,7 @@ ANOTHER = "frozen, of another text"
 def losses(model: Any, ids: Tensor, context: Tensor | None = None, rate: float = 0.0, batch: int = 32) -> Tensor:
     """Return cross-entropies (N, H - 1) of all tokens (N, H) but the first, with y frozen at ``context`` (N, E)."""
     parts = []
-    with evaluating(model):
+    with eval_mode(model):
         for start in range(0, len(ids), batch):
             part = ids[start : start + batch]
             y = {} if context is None else {"frozen_context": context[start : start + batch], "context_rate": rate}
@@ -48,7 +48,7 @@ def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, r
     """Return the one y (E,) that serves texts ids (N, H) best, by Adam from ``start``; the model stays as it is."""
     y = start.clone().requires_grad_()
     optimizer, generator = torch.optim.Adam([y], rate), torch.Generator().manual_seed(0)
-    with evaluating(model):
+    with eval_mode(model):
         for _ in range(steps):
             part = ids[torch.randperm(len(ids), generator=generator)[:16]]
             loss = model(part, labels=part, frozen_context=y.expand(len(part), -1), use_cache=False).loss
@@ -70,7 +70,7 @@ def token_shifts(model: Any, ids: Tensor, own: Tensor, other: Tensor, top: int =
     Returns:
         (token id, mean rise of its logit relative to the mean over the vocabulary), the largest first.
     """
-    with evaluating(model):
+    with eval_mode(model):
         logits = [model(ids, frozen_context=y, use_cache=False).logits for y in (own, other.expand(len(ids), -1))]
     rise = (logits[1] - logits[0]).mean((0, 1))
     best = (rise - rise.mean()).topk(min(top, len(rise)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from relinear.activations.interventions import Latent, LatentOperator, observe
 from relinear.analysis.analyses import Subject, layer_row
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
@@ -50,7 +50,7 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
         total["sigma"] += float((0.5 * logvar).exp().sum())
         total["nats"] += float(0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum())
 
-    with evaluating(model), observe(model, look):
+    with eval_mode(model), observe(model, look):
         for row in ids:
             model(input_ids=row[None])
     statistics = {}

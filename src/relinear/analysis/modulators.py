@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject, layer_row
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import evaluating, watching
+from relinear.hf.modes import eval_mode, forward_hooks_on
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 from relinear.system.grouped import grouped
@@ -117,7 +117,7 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
                 channel[name] = first.clone()
         statistics[name] = row
 
-    with watching(by_name.items(), look), evaluating(model):
+    with forward_hooks_on(by_name.items(), look), eval_mode(model):
         model(ids.to(next(model.parameters()).device), use_cache=False)
     return GateRecord({name: statistics[name] for name in by_name if name in statistics}, scalar, channel)
 

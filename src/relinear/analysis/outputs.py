@@ -13,7 +13,7 @@ from relinear.analysis.analyses import Subject, layer_row, short_name
 from relinear.analysis.effective_rank import decay_panel, decays, effective_rank, singular_values
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.operator import is_replaceable, named_operators
-from relinear.hf.modes import evaluating, watching
+from relinear.hf.modes import eval_mode, forward_hooks_on
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 from relinear.training.run import initial_values
@@ -47,7 +47,7 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
             both = torch.cat([x.new_ones(len(x), 1), x, y], 1)
             sums[name] = sums.get(name, 0) + both.T @ both
 
-        with evaluating(model), watching(group.items(), see):
+        with eval_mode(model), forward_hooks_on(group.items(), see):
             for row in ids:
                 model(row[None])
         seen = [name for name in group if name in sums and sums[name][0, 0] > 1]  # an expert may see no token

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import context_owner
 from relinear.hf.model_layout import decoder
-from relinear.hf.modes import evaluating, watching
+from relinear.hf.modes import eval_mode, forward_hooks_on
 
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
     def save(name: str, module: Any, args: Any, output: Any) -> None:
         seen[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
 
-    with watching(operators.items(), save), evaluating(model):
+    with forward_hooks_on(operators.items(), save), eval_mode(model):
         for row in ids:
             seen.clear()
             model(input_ids=row[None])
@@ -59,5 +59,5 @@ def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
     if owner is None:
         raise ValueError("this model has no context manager")
     base = decoder(model)
-    with evaluating(model):
+    with eval_mode(model):
         return owner.contexts(base, {"input_ids": ids, "use_cache": False}).float()

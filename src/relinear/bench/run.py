@@ -167,7 +167,7 @@ def run_bench(
 
 def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
     runs = [_child(settings, on_progress) for _ in range(settings.repeats)]
-    result = folder.write(**runs[0] | {"rows": of_runs([run["rows"] for run in runs])})
+    result = folder.write(**runs[0] | {"rows": merge_runs([run["rows"] for run in runs])})
     from relinear.bench.report import draw_layers
 
     for name in folder.names[1:]:
@@ -179,19 +179,19 @@ def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCal
 # Against a recorded benchmark
 
 
-def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what a row of ``bench.json`` is about: the contender and the case."""
     names = ("contender", "in_features", "out_features", "tokens", "dtype", "mode")
     return (*(row[name] for name in names), phase_of(row))
 
 
-def of_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return one row a contender and case from the rows of several runs of the same benchmark.
 
     That of the run with the median ratio, with ``ratio_minimum`` and ``ratio_maximum`` over the runs beside ``ratio``.
     """
     merged = []
-    for rows in zip(*(sorted(run, key=lambda row: str(key_of(row))) for run in runs), strict=True):
+    for rows in zip(*(sorted(run, key=lambda row: str(row_key(row))) for run in runs), strict=True):
         timed = [row for row in rows if row.get("ratio") is not None]
         if len(timed) < len(rows):
             merged.append(next(row for row in rows if row.get("ratio") is None))
@@ -199,11 +199,11 @@ def of_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
         ratios = [row["ratio"] for row in timed]
         middle = next(row for row in timed if row["ratio"] == statistics.median_low(ratios))
         merged.append(middle | {"ratio_minimum": min(ratios), "ratio_maximum": max(ratios)})
-    indices = {key_of(row): index for index, row in enumerate(runs[0])}
-    return sorted(merged, key=lambda row: indices[key_of(row)])
+    indices = {row_key(row): index for index, row in enumerate(runs[0])}
+    return sorted(merged, key=lambda row: indices[row_key(row)])
 
 
-def spread_of(row: Mapping[str, Any]) -> tuple[float, float, float]:
+def ratio_range(row: Mapping[str, Any]) -> tuple[float, float, float]:
     """Return the minimum, median and maximum of the ratio to dense over a row's runs."""
     return row["ratio_minimum"], row["ratio"], row["ratio_maximum"]
 
@@ -232,23 +232,23 @@ def slower(recorded: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str
 
     One that was timed in the record and is not any more, as its output is off, has a line too.
     """
-    before = {key_of(row): row for row in recorded if row.get("ratio") is not None and row["contender"] != DENSE}
+    before = {row_key(row): row for row in recorded if row.get("ratio") is not None and row["contender"] != DENSE}
     lines = []
     for row in measured:
-        old = before.get(key_of(row))
+        old = before.get(row_key(row))
         if old is None:
             continue
-        name, inputs, outputs, tokens, dtype, mode, phase = key_of(row)
+        name, inputs, outputs, tokens, dtype, mode, phase = row_key(row)
         case = f"{name}: {inputs} -> {outputs}, {tokens} tokens, {dtype}, {mode}, {phase}"
         if row.get("ratio") is None:
             lines.append(f"{case}: not timed any more: {row.get('error')}")
-        elif spread_of(row)[0] > spread_of(old)[2]:
+        elif ratio_range(row)[0] > ratio_range(old)[2]:
             lines.append(f"{case}: {_as_text(row)}, recorded {_as_text(old)}")
     return lines
 
 
 def _as_text(row: Mapping[str, Any]) -> str:
-    low, middle, high = spread_of(row)
+    low, middle, high = ratio_range(row)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 

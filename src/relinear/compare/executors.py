@@ -140,7 +140,7 @@ def _serve(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
     tune_allocator()
-    plugins.import_named()
+    plugins.import_from_environment()
     try:
         answer: tuple[Exception | None, Any] = (None, function(*arguments))
     except Terminated:

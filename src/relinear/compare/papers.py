@@ -14,7 +14,7 @@ from pydantic import Field
 from relinear.compare.recipe import read_yaml
 from relinear.compare.report import gap_text
 from relinear.compare.schema import Gap
-from relinear.contract.messages import nearest
+from relinear.contract.messages import did_you_mean
 from relinear.contract.settings import PositiveInt, Settings
 from relinear.pages.blocks import Cell, Row, Table
 from relinear.system.confidence import half_width
@@ -141,7 +141,7 @@ def read_paper(name: str) -> Paper:
     """Return a paper by its name. Raises ValueError if there is none of it, with the nearest."""
     known = [path.stem for path in sorted(PAPERS.glob("*.yaml"))]
     if name not in known:
-        raise ValueError(f"no paper {name!r}; {nearest(name, known)}")
+        raise ValueError(f"no paper {name!r}; {did_you_mean(name, known)}")
     return Paper.load(read_yaml(PAPERS / f"{name}.yaml"), name)
 
 

@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from relinear.contract import plugins
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 from relinear.system.files import read_text
 from relinear.system.text import cut
 
@@ -162,7 +162,7 @@ def find_recipe(name: str | Path) -> Path:
         set(plugins.entry_points("recipe"))
         | {file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")}
     )
-    raise FileNotFoundError(f"no recipe {str(name)!r}; {nearest(path.stem, known)}")
+    raise FileNotFoundError(f"no recipe {str(name)!r}; {did_you_mean(path.stem, known)}")
 
 
 def read_recipe(name: str | Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pydantic
 
 from relinear.compare import figures
 from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Statistic, Stored
-from relinear.contract.messages import readable, shown
+from relinear.contract.messages import shown, validation_message
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Panel, colours
@@ -65,7 +65,7 @@ def read_results(directory: str | Path) -> Results:
     try:
         pydantic.TypeAdapter(Results).validate_python(results)
     except pydantic.ValidationError as error:
-        raise ValueError(f"{path} is damaged; {advice}: {readable(error)}") from None
+        raise ValueError(f"{path} is damaged; {advice}: {validation_message(error)}") from None
     return results
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
 from relinear.compare.recipe import apply_overrides, read_yaml
-from relinear.contract.messages import nearest
+from relinear.contract.messages import did_you_mean
 from relinear.contract.setting_text import parse_setting
 from relinear.contract.settings import Patterns, PositiveInt, Seed, Settings, Unique, size_in_bytes
 from relinear.data.tasks import task_of
@@ -281,7 +281,7 @@ class CompareSettings(Settings):
     def _consistent(self) -> CompareSettings:
         for key, name in (("match.to", self.match.to), ("reference", self.reference)):
             if isinstance(name, str) and name not in self.entries:
-                raise ValueError(f"{key} names no entry: {name!r}; {nearest(name, self.entries)}")
+                raise ValueError(f"{key} names no entry: {name!r}; {did_you_mean(name, self.entries)}")
         if self.train.operators or self.train.attachments:
             raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
         if self.tokens is not None and "steps" in self.train.model_fields_set:

@@ -27,7 +27,7 @@ from relinear.compression.layerwise import LayerByLayer
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import linear_features
 from relinear.distill.record import fingerprint_of
-from relinear.hf.modes import frozen, watching
+from relinear.hf.modes import forward_hooks_on, frozen_parameters
 from relinear.surgery.tied import tied_head
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import remove_temporaries
@@ -289,7 +289,7 @@ class Calibration:
         variances: Any = 0.0
         for ids, states in zip(self.parts, self.streams.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
-            with frozen(self.model), watching_inputs(head, inputs), torch.enable_grad():
+            with frozen_parameters(self.model), watching_inputs(head, inputs), torch.enable_grad():
                 for at, piece, logits, labels in self.layers.next_tokens(states, ids):
                     losses.append(float(F.cross_entropy(logits.detach(), labels, reduction="sum")))
                     probabilities = logits.detach().softmax(-1)
@@ -317,7 +317,7 @@ class Calibration:
         for index in reversed(range(lowest, remaining)):
             self._ensure_hidden(index)
             sums, group = MomentSums(), self.targets.get(index, {})
-            with frozen(self.model), watched(group, sums):
+            with frozen_parameters(self.model), watched(group, sums):
                 gradients = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
                 self.streams.write(kind, index, self._before(index, gradients, sums))
             if group:
@@ -364,7 +364,7 @@ class Calibration:
 def watching_inputs(module: nn.Module | None, sums: dict[str, Tensor]) -> Iterator[None]:
     """Within the block, the second moment of what goes into ``module`` is summed as ``sums["inputs"]``."""
     watched_modules = [] if module is None else [("inputs", module)]
-    with watching(watched_modules, lambda name, _, args, output: _add(sums, name, args[0])):
+    with forward_hooks_on(watched_modules, lambda name, _, args, output: _add(sums, name, args[0])):
         yield
 
 
@@ -377,7 +377,7 @@ def watched(modules: Mapping[str, nn.Module], sums: MomentSums) -> Iterator[None
         if output.requires_grad:
             output.register_hook(lambda grad: _add(sums.outputs, name, grad))
 
-    with watching(modules.items(), seen):
+    with forward_hooks_on(modules.items(), seen):
         yield
     # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that no collector of
     # Python's sees.

@@ -23,7 +23,7 @@ from relinear.compression.settings import CompressSettings
 from relinear.data.chat import Closed, Conversation
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 
 #: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
 DOCUMENTS, LOOKED_AT = 4, 2**26
@@ -106,7 +106,7 @@ def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Co
     path = folder / f"{SAMPLED}-{fingerprint(model, corpus.blocks, [], {'seed': seed})[:16]}.safetensors"
     if not path.is_file():
         new = replaced.shape[1] - 1
-        with torch.random.fork_rng(), evaluating(model):
+        with torch.random.fork_rng(), eval_mode(model):
             torch.manual_seed(seed)
             starts = replaced[:, :1].to(next(model.parameters()).device).split(SAMPLED_AT_ONCE)
             options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}

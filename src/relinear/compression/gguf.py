@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relinear.compression.export import check_stock
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.folding import plain_linear
+from relinear.contract.folding import to_stock_layer
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
 
@@ -149,7 +149,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     inside = tuple(f"{name}." for name in operators)
     values = {name: value for name, value in model.named_parameters() if not name.startswith(inside)}
     for name, operator in operators.items():
-        values |= {f"{name}.{part}": value for part, value in plain_linear(operator).named_parameters()}
+        values |= {f"{name}.{part}": value for part, value in to_stock_layer(operator).named_parameters()}
     from gguf import GGUFWriter
 
     with atomic_path(path) as temporary:

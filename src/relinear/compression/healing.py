@@ -22,7 +22,7 @@ from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.training.distill import against
 from relinear.training.fitting import fit_in_folder, remove_checkpoints
 from relinear.training.settings import FitSettings
@@ -160,7 +160,7 @@ def _train(
             on_progress("heal", progress.done, progress.total)
 
     samples = [{"input_ids": row, "labels": row} for row in blocks]
-    with evaluating(model):
+    with eval_mode(model):
         fit_in_folder(
             model,
             samples,

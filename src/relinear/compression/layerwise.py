@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from relinear.contract.linear_layers import row_scale
 from relinear.distill.record import first_call
 from relinear.hf.model_layout import decoder_layers
-from relinear.hf.modes import frozen
+from relinear.hf.modes import frozen_parameters
 from relinear.hf.next_token_check import rounding_bound
 
 _Call = tuple[tuple, dict[str, Any]]
@@ -114,7 +114,7 @@ class LayerByLayer:
 
         handle = table.register_forward_hook(as_leaf)
         try:
-            with frozen(self.model), torch.enable_grad():
+            with frozen_parameters(self.model), torch.enable_grad():
                 (row_gradient,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
         finally:
             handle.remove()

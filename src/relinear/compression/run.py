@@ -25,7 +25,7 @@ from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
 from relinear.compression.task import Task, check_compressible, check_ids, linear_layers, tables_of, unreached
 from relinear.hf.model_layout import model_name
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts
@@ -127,7 +127,7 @@ def compress(
             folder = run_folder.path
             record = stack.enter_context(run_folder.open(resolved.measured, overwrite=overwrite))
         stack.enter_context(os_errors_named(folder))
-        stack.enter_context(evaluating(model))
+        stack.enter_context(eval_mode(model))
 
         def report_progress(stage: str, done: int, total: int) -> None:
             on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))

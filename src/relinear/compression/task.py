@@ -18,7 +18,7 @@ from relinear.contract.input_checks import check_finite
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, vocab_size_of
 from relinear.surgery.coverage import coverage, out_of_reach
@@ -153,7 +153,7 @@ def check_compressible(model: Any, sequence_length: int) -> None:
     check_finite(model)
     check_predicts_next_token(model, "compress")
     ids = torch.arange(min(sequence_length, CHECKED_TOKENS))[None] % vocab_size_of(model.get_input_embeddings())
-    with evaluating(model):
+    with eval_mode(model):
         LayerByLayer(model).check(ids.to(next(model.parameters()).device))
 
 

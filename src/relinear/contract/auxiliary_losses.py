@@ -54,9 +54,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
     """Return detached scalars of the last training forward to log, as ``{"layer.name/metric": scalar}``."""
-    return {
-        f"{name}/{key}": value for name, operator in named_operators(model) for key, value in operator.metrics().items()
-    }
+    return {f"{name}/{key}": value for name, op in named_operators(model) for key, value in op.metrics().items()}
 
 
 def install_aux_hooks(model: nn.Module) -> None:
@@ -93,7 +91,7 @@ def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
     return (labels[..., 1:] if shifted and labels.ndim > 1 else labels) != IGNORED_LABEL
 
 
-def counted_tokens(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
+def loss_mask(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
     """Return which tokens of a forward pass count in means over tokens: (B, T) bool, or None for all.
 
     These are the tokens whose prediction has a label other than -100; without labels, the tokens that
@@ -149,7 +147,7 @@ def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | flo
     divides the loss.
 
     Args:
-        inputs, model: as for ``counted_tokens``.
+        inputs, model: as for ``loss_mask``.
     """
     total, targets = inputs.get("num_items_in_batch"), _targets(inputs, _shifts_labels(model))
     return 1.0 if total is None or targets is None else targets.sum() / total
@@ -161,7 +159,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
         return None
     names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
     inputs = dict(zip(names, args)) | kwargs
-    counted = counted_tokens(inputs, model)
+    counted = loss_mask(inputs, model)
     for operator in recording:
         operator.reduce_auxiliary(counted)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)

@@ -33,7 +33,7 @@ class AuxiliaryLossMixin(nn.Module):
         """Return the weighted auxiliary losses (token means) of the last training forward, by name; {} in eval.
 
         The means are over the tokens that count: in a model those whose prediction counts in its loss (see
-        ``auxiliary_losses.counted_tokens``), in a layer that runs alone all of them.
+        ``auxiliary_losses.loss_mask``), in a layer that runs alone all of them.
         """
         recorded = [(part, part._aux_losses) for part in self._recording() if part.training]
         return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}

@@ -1,4 +1,4 @@
-"""Frozen configs that are serialised by kind: one registry for operators, one for model-level attachments.
+"""Frozen configs that are serialised by kind, with one registry for each family: operators, attachments, objectives.
 
 Only plain JSON values, tuples and nested configs are allowed as fields, so that a config can be written into a
 checkpoint's ``config.json`` and read back without running any code.
@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from relinear.contract import plugins
-from relinear.contract.messages import nearest, readable, shown
+from relinear.contract.messages import did_you_mean, shown, validation_message
 from relinear.contract.setting_text import parse_setting
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
@@ -82,13 +82,13 @@ def register(cls: C) -> C:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return environment variables by which a new process knows the kinds that are registered here."""
+    """Return environment variables that make a new process import every kind registered here."""
     return plugins.environment(cls for kinds in _REGISTRY.values() for cls in kinds.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Base of every serialisable setting. ``register`` makes subclasses frozen dataclasses of keywords, each of a kind.
+    """Base of operators', attachments' and objectives' settings; ``register`` makes a subclass a frozen dataclass.
 
     pydantic checks values by the annotations of fields, in strict mode: ``int``, ``Literal``, ``Count``,
     ``tuple[float, ...]``, ``Annotated[float, pydantic.Field(gt=0, lt=1)]``, and any of these or None.
@@ -96,8 +96,8 @@ class Config:
 
     family: ClassVar[str]
     kind: ClassVar[str]
-    #: settings added later -> the value that a config written before them implies
-    formerly: ClassVar[Mapping[str, Any]] = {}
+    #: settings that the first version lacked -> their values in configs that do not have them
+    legacy_defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         if args:
@@ -106,7 +106,7 @@ class Config:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Hold every setting to its annotation; a subclass that checks more calls this first."""
+        """Check every setting against its annotation; a subclass with further checks calls this first."""
         for name, hint in _hints(type(self)).items():  # type: ignore[arg-type]
             check_value(name, getattr(self, name), hint)
 
@@ -115,7 +115,7 @@ class Config:
         names = sorted(f.name for f in dataclasses.fields(cls))
         for key in values:
             if key not in names:
-                raise UnknownSettingError(f"{owner}: unknown setting {shown(key)}; {nearest(str(key), names)}")
+                raise UnknownSettingError(f"{owner}: unknown setting {shown(key)}; {did_you_mean(str(key), names)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
@@ -126,7 +126,7 @@ class Config:
         """Return the config that ``to_dict`` wrote, of this version or an earlier one.
 
         ``to_dict`` writes every setting. A config of an earlier version lacks those added since: they take their value
-        in ``formerly`` rather than today's default.
+        in ``legacy_defaults``, not today's default.
 
         Raises:
             ValueError: on an unknown kind, an unknown key or a bad value.
@@ -140,18 +140,18 @@ class Config:
         known = cls.kinds()
         if not isinstance(kind, str) or kind not in known:
             names = {**known, **plugins.entry_points(cls.family)}
-            hint = f"{nearest(str(kind), names)} (relinear list {cls.family}s shows all)"
+            hint = f"{did_you_mean(str(kind), names)} (relinear list {cls.family}s shows all)"
             raise UnknownKindError(f"unknown {cls.family} kind {shown(kind)}; {hint}")
         target = known[kind]
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
         target._check_names(values, kind)
         fields = dataclasses.fields(target)
-        words = {f.name for f in fields if isinstance(f.default, str) and not _may_be_none(target, f)}
-        values |= {key: "none" for key in words if key in values and values[key] is None}  # "none" read as null
+        text = {f.name for f in fields if isinstance(f.default, str) and not _is_optional(target, f)}
+        values |= {key: "none" for key in text if key in values and values[key] is None}  # YAML reads none as null
         decoded = {key: _decode(value) for key, value in values.items()}
-        known_before = {f.name for f in fields} - target.formerly.keys()
-        settings = (dict(target.formerly) if known_before <= decoded.keys() else {}) | decoded
+        known_before = {f.name for f in fields} - target.legacy_defaults.keys()
+        settings = (dict(target.legacy_defaults) if known_before <= decoded.keys() else {}) | decoded
         missing = [f.name for f in fields if f.name not in settings and f.default is f.default_factory]  # both MISSING
         if missing:
             raise ValueError(f"{kind}: the setting {' and '.join(missing)} is missing")
@@ -159,7 +159,7 @@ class Config:
 
     @classmethod
     def read(cls, setting: Self | str | Mapping[str, Any]) -> Self:
-        """Return the config that ``setting`` is or describes, as text of the command line or a mapping with a ``kind``.
+        """Return the config that ``setting`` describes: text of the command line, or a mapping with a ``kind``.
 
         Raises:
             ValueError: as ``parse_setting`` and ``from_dict``.
@@ -178,7 +178,7 @@ class Config:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        """Show the settings that define a size (whole numbers: ranks, blocks) and those that are not the default."""
+        """Show the integer settings (ranks, blocks), which define the size, and all that differ from their defaults."""
         values = {f: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields = [f for f, v in values.items() if (type(v) is int and f.name != "seed") or _differs(self, f)]
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields)})"
@@ -204,7 +204,7 @@ def _decode(value: Any) -> Any:
         value = dict(value)
         family = value.pop("family", "operator")
         if not isinstance(family, str) or family not in _REGISTRY:
-            raise ValueError(f"unknown config family {shown(family)}; {nearest(str(family), _REGISTRY)}")
+            raise ValueError(f"unknown config family {shown(family)}; {did_you_mean(str(family), _REGISTRY)}")
         base = next(iter(_REGISTRY[family].values()))
         root: Any = next(c for c in reversed(base.__mro__) if getattr(c, "family", None) == family)
         return root.from_dict(value)
@@ -213,26 +213,28 @@ def _decode(value: Any) -> Any:
     return value
 
 
-def without_later_settings(config: Config) -> dict[str, Any] | None:
-    """Return ``config.to_dict()`` as versions before the settings in ``formerly`` wrote it; None if they could not."""
+def to_legacy_dict(config: Config) -> dict[str, Any] | None:
+    """Return ``to_dict()`` without the settings in ``legacy_defaults``, as earlier versions wrote it.
+
+    None if a value differs from its legacy default, which no earlier version could have written.
+    """
     values = config.to_dict()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in config.formerly:
-            if value != config.formerly[field.name]:
+        if field.name in config.legacy_defaults:
+            if value != config.legacy_defaults[field.name]:
                 return None
             del values[field.name]
         elif isinstance(value, Config):
-            inner = without_later_settings(value)
+            inner = to_legacy_dict(value)
             if inner is None:
                 return None
             values[field.name] = {"family": value.family} | inner
     return values
 
 
-def _may_be_none(config: type[Config], field: dataclasses.Field) -> bool:
-    hints = _hints(config)  # type: ignore[arg-type]
-    return types.NoneType in typing.get_args(hints.get(field.name))
+def _is_optional(config: type[Config], field: dataclasses.Field) -> bool:
+    return types.NoneType in typing.get_args(_hints(config).get(field.name))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -249,7 +251,7 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     try:
         _adapter(hint).validate_python(value)
     except ValidationError as error:
-        raise ValueError(readable(error, name)) from None
+        raise ValueError(validation_message(error, name)) from None
 
 
 @functools.cache
@@ -279,7 +281,7 @@ def check_divides(name: str, value: int, **sizes: int) -> None:
 
 
 def layer_indices(layers: Any) -> tuple[int, ...]:
-    """Return ``layers=`` of surgery and of attachments as a tuple: one index or several, of any integer type.
+    """Return the argument ``layers`` of surgery and attachments, one index or several, as a tuple of ints.
 
     Raises:
         ValueError: for anything but integers.
@@ -298,7 +300,7 @@ def layer_indices(layers: Any) -> tuple[int, ...]:
 
 
 def _index(value: Any) -> int | None:
-    """Return ``value`` as an int if it is an integer, of numpy and torch too, and not a bool; else None."""
+    """Return ``value`` as an int if it is an integer (also of numpy or torch) and not a bool; else None."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -9,7 +9,7 @@ from relinear.contract.operator import NotLinearError, Operator
 
 
 @torch.no_grad()
-def plain_linear(operator: Operator) -> nn.Module:
+def to_stock_layer(operator: Operator) -> nn.Module:
     """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
 
     Raises:

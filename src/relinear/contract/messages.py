@@ -31,7 +31,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 2 * _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_NAMES) -> str:
+def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_NAMES) -> str:
     """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; else the first ``limit``."""
     known = list(known)
     short = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
@@ -45,7 +45,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_N
     return f"known: {cut(', '.join(known[:limit]), limit * 30)}{more}"
 
 
-def readable(error: ValidationError, name: str = "") -> str:
+def validation_message(error: ValidationError, name: str = "") -> str:
     """Return pydantic's errors as text, one per line: location (in ``name``), requirement, value, suggestion."""
     lines = []
     faults = error.errors(include_url=False)
@@ -64,7 +64,7 @@ def readable(error: ValidationError, name: str = "") -> str:
             lines.append(f"{location}: {reason}{got}" if location else reason + got)
         else:
             choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
-            hint = f"; {nearest(value, choices)}" if choices and isinstance(value, str) else ""
+            hint = f"; {did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
             lines.append(f"{location} {must_be}{hint if 'did you mean' in hint else ''}".lstrip())
     if len(faults) > _MAX_FAULTS:
         lines.append(f"and {len(faults) - _MAX_FAULTS} more")

@@ -29,7 +29,7 @@ from relinear.contract.linear_layers import (
     row_scale,
 )
 from relinear.contract.module_tree import outermost
-from relinear.contract.parameter_roles import ParamRole, StatedFans
+from relinear.contract.parameter_roles import DeclaredFans, ParamRole
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 
 Init = Literal["fresh", "from_weight"]
@@ -70,6 +70,7 @@ class OperatorConfig(Config):
     #: what to do if it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
     error_curve = RenamedHook("candidate_errors")
+    formerly = RenamedHook("legacy_defaults")
     resized = RenamedHook("scaled")
     sizes = RenamedHook("candidates")
 
@@ -372,7 +373,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Return the role of every parameter by its name here; the last dimension of a matrix is its fan-in."""
-        stated = StatedFans(self)
+        stated = DeclaredFans(self)
         return {name: stated.role(parameter) for name, parameter in self.named_parameters()}
 
     def extra_repr(self) -> str:

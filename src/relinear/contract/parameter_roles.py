@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 InitLaw = Literal["fan_in", "constant", "orthogonal"]
-#: what modules state in ``StatedFans`` -> the name that it had, which works for one version
+#: what modules state in ``DeclaredFans`` -> the name that it had, which works for one version
 _OLD_NAMES = {
     "finite_fan_in": "fixed_fan_in",
     "finite_fan_out": "fixed_fan_out",
@@ -30,7 +30,7 @@ class ParamRole(NamedTuple):
     init_law: how the default initialisation's standard deviation depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
         "constant" not at all, "orthogonal" as 1 / sqrt(max(fan_in, fan_out)).
     readout: whether this makes the logits.
-    fan_in_short: the fixed size by which the fan-in is smaller than a width.
+    fan_in_offset: the fixed size by which the fan-in is smaller than a width.
     """
 
     fan_in: int | None = None
@@ -42,7 +42,7 @@ class ParamRole(NamedTuple):
     growth: float = 1.0
     init_law: InitLaw = "fan_in"
     readout: bool = False
-    fan_in_short: int = 0
+    fan_in_offset: int = 0
 
     def lr_scale(self, ratio: float) -> float:
         """Return muP's factor on Adam's learning rate, base fan-in / fan-in.
@@ -74,7 +74,7 @@ class ParamRole(NamedTuple):
         if ratio == 1 or not self.fan_in_scales:
             return self.fan_in
         grown = ratio**self.growth
-        base = (self.fan_in + self.fan_in_short) / grown - self.fan_in_short
+        base = (self.fan_in + self.fan_in_offset) / grown - self.fan_in_offset
         return base if base > 0 else self.fan_in / grown  # where the base model has no such inputs at all
 
     def _standard(self, fan_in: float, fan_out: float) -> float:
@@ -83,7 +83,7 @@ class ParamRole(NamedTuple):
         return (fan_in if self.init_law == "fan_in" else max(fan_in, fan_out)) ** -0.5
 
 
-class StatedFans:
+class DeclaredFans:
     """Collect what the modules within ``module`` declare about their parameters in attributes.
 
     ``finite_fan_in``, ``finite_fan_out``: the settings fix the fan, which does not grow with the model's width;

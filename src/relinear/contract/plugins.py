@@ -19,7 +19,7 @@ from importlib import metadata
 from typing import Any
 
 #: modules to import, with commas
-VARIABLE = "RELINEAR_IMPORT"
+IMPORT_VARIABLE = "RELINEAR_IMPORT"
 #: family -> the group of its entry points
 GROUPS = {
     "operator": "relinear.operators",
@@ -48,23 +48,23 @@ def load(family: str, name: str) -> Any:
         return None
 
 
-def import_named() -> None:
+def import_from_environment() -> None:
     """Import the modules that the environment names; skip one that fails, with a warning."""
     for module in _modules_in_environment():
         try:
             importlib.import_module(module)
         except Exception as error:
-            warnings.warn(f"{VARIABLE} names {module}, which fails with {error!r}", UserWarning, stacklevel=2)
+            warnings.warn(f"{IMPORT_VARIABLE} names {module}, which fails with {error!r}", UserWarning, stacklevel=2)
 
 
 def _modules_in_environment() -> list[str]:
-    return [module for part in os.environ.get(VARIABLE, "").split(",") if (module := part.strip())]
+    return [module for part in os.environ.get(IMPORT_VARIABLE, "").split(",") if (module := part.strip())]
 
 
 def environment(classes: Iterable[type]) -> dict[str, str]:
     """Return the environment of a new process, so that it knows ``classes`` of other packages."""
     modules = dict.fromkeys([*_modules_in_environment(), *(cls.__module__ for cls in classes if _is_foreign(cls))])
-    return {VARIABLE: ",".join(module for module in modules if module != "__main__")}
+    return {IMPORT_VARIABLE: ",".join(module for module in modules if module != "__main__")}
 
 
 def _is_foreign(cls: type) -> bool:

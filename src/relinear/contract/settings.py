@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from relinear.contract.messages import nearest, readable, shown
+from relinear.contract.messages import did_you_mean, shown, validation_message
 from relinear.deprecated import with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits
@@ -58,7 +58,7 @@ class Settings(BaseModel):
             values = with_new_keys(cls, values)
             unknown = [str(key) for key in values if key not in cls.model_fields]
             if unknown:
-                faults = (f"unknown setting {shown(key)}; {nearest(key, cls.model_fields)}" for key in unknown)
+                faults = (f"unknown setting {shown(key)}; {did_you_mean(key, cls.model_fields)}" for key in unknown)
                 raise ValueError("; ".join(faults))
         return values
 
@@ -76,7 +76,7 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise ValueError(f"{name}: {readable(error)}") from None
+            raise ValueError(f"{name}: {validation_message(error)}") from None
 
     @classmethod
     def upgraded(cls, saved: Any) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 from relinear.data.cache import cache_folder, cached, digest, usable_folder
 from relinear.data.chat import Conversation, as_document
 from relinear.system.text import cut
@@ -318,7 +318,7 @@ def choose_column(
     if chosen is not None:
         if chosen not in columns:
             raise ValueError(
-                f"{where}: no column {shown(chosen)}; {nearest(chosen, columns)}; columns: {cut(', '.join(columns))}"
+                f"{where}: no column {shown(chosen)}; {did_you_mean(chosen, columns)}; all: {cut(', '.join(columns))}"
             )
         if chosen not in (*texts, *chats):
             raise ValueError(

@@ -18,7 +18,7 @@ from relinear.activations.shared_context import context
 from relinear.contract.objective import kl_terms
 from relinear.contract.operator import Operator
 from relinear.distill.record import output_of
-from relinear.hf.modes import evaluating, frozen
+from relinear.hf.modes import eval_mode, frozen_parameters
 
 #: recorded tokens that are evaluated at a time
 _ROWS = 4096
@@ -179,7 +179,7 @@ class Pairs:
 @torch.no_grad()
 def measure(module: nn.Module, pairs: Pairs, rows: slice) -> FitError:
     """Return the errors of ``module``, in eval mode, on ``rows``."""
-    with evaluating(module):
+    with eval_mode(module):
         return _error(pairs.both(module, rows))
 
 
@@ -193,7 +193,7 @@ def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) ->
             missing, and the bias that is there stays in.
     """
     assert module.bias is not None
-    with evaluating(module):
+    with eval_mode(module):
         sums = [
             (target_outputs.double() - got.double() if fitted else target_outputs.double()).sum(0)
             for got, target_outputs in pairs.both(module, rows)
@@ -270,7 +270,7 @@ class InModelFit:
     ) -> tuple[FitError, FitError]:
         """Train the operators by ``improve``."""
         unique = list({id(operator): operator for operator in self.operators.values()}.values())
-        with frozen(self.model):
+        with frozen_parameters(self.model):
             return improve(unique, objective, schedule, on_progress)
 
     def _ids(self, rows: Tensor | slice) -> Tensor:

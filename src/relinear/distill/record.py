@@ -22,7 +22,7 @@ from relinear.contract.auxiliary_losses import without_padding
 from relinear.contract.messages import shown
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
-from relinear.hf.modes import watching
+from relinear.hf.modes import forward_hooks_on
 
 
 def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
@@ -209,7 +209,7 @@ def record(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         recording = Recording(blocks.numel(), folder)
         stack.callback(recording.clear)
-        with torch.no_grad(), watching(modules.items(), on_output):
+        with torch.no_grad(), forward_hooks_on(modules.items(), on_output):
             for first in range(0, len(blocks), batch):
                 ids = blocks[first : first + batch].to(device)
                 _run_until_done(model, ids)
@@ -233,7 +233,7 @@ def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] |
         calls.append((args, output))
         raise _Done
 
-    with watching([("", module)], on_output), contextlib.suppress(_Done):
+    with forward_hooks_on([("", module)], on_output), contextlib.suppress(_Done):
         run()
     return calls[0] if calls else None
 

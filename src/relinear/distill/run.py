@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.config import without_later_settings
+from relinear.contract.config import to_legacy_dict
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
@@ -25,7 +25,7 @@ from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.losses import token_losses
 from relinear.hf.model_layout import layer_finder, model_name
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.peft_models import stock_name
 from relinear.hf.vocabulary import check_tokenizer_fits
@@ -141,14 +141,14 @@ def _carried_out(
     run: _Run, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
 ) -> DistillReport:
     """Fit what an earlier call did not."""
-    with evaluating(run.model):
+    with eval_mode(run.model):
         before = run.perplexity("before")
     if run.settings.bias:  # Give every target without a bias a zero bias, so its operator gets one.
         bare = [stock_name(r.name) for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
         if bare:
             attach_(run.model, LayerBias(layers=tuple(bare)))
     done = run.restore(groups, full_plan, earlier)
-    with evaluating(run.model):
+    with eval_mode(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
             done.append(run.layer(number, group))
             run.write_layer(number, group, done)
@@ -175,7 +175,7 @@ def _as_written(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
             return []
         return [stored] if known == configs else []
     # the first version did not write them down
-    first = [[name, without_later_settings(config)] for name, config in configs]
+    first = [[name, to_legacy_dict(config)] for name, config in configs]
     now = [[name, config.to_dict()] for name, config in configs]
     return [now] if any(values is None for _, values in first) else [now, first]
 

@@ -22,7 +22,7 @@ from relinear.contract.inference import caching_for_inference
 from relinear.contract.input_checks import check_model
 from relinear.data.tokenizers import encode, text_start
 from relinear.evaluate.losses import token_losses
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_no_nan, check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
 
@@ -231,7 +231,7 @@ def _check_positive(**values: int | None) -> None:
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
     """Evaluate within the block, without gradients and with weights that stay; give the model's device."""
-    with evaluating(model), torch.no_grad(), caching_for_inference(model):
+    with eval_mode(model), torch.no_grad(), caching_for_inference(model):
         yield next(model.parameters()).device
 
 

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import ConfigDict, StrictFloat, ValidationError, validate_call
 
-from relinear.contract.messages import readable, shown
+from relinear.contract.messages import shown, validation_message
 from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import Subject
@@ -36,7 +36,7 @@ def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: S
         arguments = {name: value for name, value in values.items() if name != "model"}
         return checked(function)(subjects[int(number)], **arguments)
     except ValidationError as error:
-        raise ValueError(readable(error)) from None
+        raise ValueError(validation_message(error)) from None
 
 
 def _unit(subject: Subject, point: str, unit: int, seed: int = 0) -> Any:

@@ -22,7 +22,7 @@ from relinear.data import DataSettings
 from relinear.data.cache import cache_folder, digest
 from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_hook_points, index_folder, index_units, read_index, values_of
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
 from relinear.system.private_cache import check_all_private, check_private
 from relinear.system.progress import ProgressCallback, no_progress
@@ -189,7 +189,7 @@ class Subject:
     def _running(self, interventions: Mapping[str, Intervention]) -> Iterator[None]:
         """Run the model within the block in eval mode, without a graph, under the interventions."""
         intervened = intervene(self.model, interventions) if interventions else contextlib.nullcontext()
-        with torch.no_grad(), evaluating(self.model), intervened:
+        with torch.no_grad(), eval_mode(self.model), intervened:
             yield
 
     def shares_of(self, ids: Tensor, interventions: Mapping[str, Intervention]) -> Tensor:

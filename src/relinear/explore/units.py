@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points
 from relinear.activations.interventions import observe_hook_points
-from relinear.contract.messages import nearest
+from relinear.contract.messages import did_you_mean
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.system.files import atomic_directory, read_json, write_json
 from relinear.system.private_cache import check_all_private
 from relinear.system.progress import Progress, ProgressCallback, no_progress
@@ -56,7 +56,7 @@ def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[s
         matched = {name: point for name, point in every.items() if name == pattern or name.endswith(f".{pattern}")}
         if not matched:
             ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in inside or every)
-            raise ValueError(f"no hook point of this model is named {pattern!r}; {nearest(pattern, ends)}")
+            raise ValueError(f"no hook point of this model is named {pattern!r}; {did_you_mean(pattern, ends)}")
         chosen |= matched
     if not patterns:
         chosen = inside or _outputs_of_layers(model, every)
@@ -115,7 +115,7 @@ class Index:
     def facts(self, point: str) -> HookPointFacts:
         """Return what is known of a hook point. Raises ValueError if there is none of this name."""
         if point not in self.hook_points:
-            raise ValueError(f"no hook point is named {point!r}; {nearest(point, self.hook_points)}")
+            raise ValueError(f"no hook point is named {point!r}; {did_you_mean(point, self.hook_points)}")
         return self.hook_points[point]
 
     def unit_at(self, row: int) -> tuple[str, int]:
@@ -294,5 +294,5 @@ def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable
             raise ValueError(f"{name} has values that are not finite on real text: this model is broken")
         see(name, values)
 
-    with evaluating(model), observe_hook_points(chosen, observer):
+    with eval_mode(model), observe_hook_points(chosen, observer):
         model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)

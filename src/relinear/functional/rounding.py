@@ -194,7 +194,7 @@ def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
     return snapped(torch.addcdiv(zero, weight, scale), grid.top, grid.levels)
 
 
-def steadied(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tensor:
+def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tensor:
     """Return ``moment`` (K, K) drawn towards its diagonal by the share ``shrinkage``, and damped.
 
     What is fitted to a sample's correlations otherwise holds for that sample alone.
@@ -241,12 +241,12 @@ def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     seen, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
     for known, moment, share in pairs:
         order = known.diagonal().argsort()
-        root = torch.linalg.cholesky(steadied(moment[order][:, order], _SUMMED, 1e-6)).float()
+        root = torch.linalg.cholesky(shrunk(moment[order][:, order], _SUMMED, 1e-6)).float()
         seen.append((known[order][:, order], root, order, share))
     for shrinkage in SHRINKAGES:
         left = torch.zeros_like(total[0])
         for known, root, order, share in seen:
-            lower = torch.linalg.cholesky(steadied(known, shrinkage)).float()
+            lower = torch.linalg.cholesky(shrunk(known, shrinkage)).float()
             transfer = torch.linalg.solve_triangular(lower, root, upper=False) * lower.diagonal()[:, None]
             left[order] += share * transfer.square().sum(1)
         if left.sum() >= best[1].sum():

@@ -10,7 +10,7 @@ from relinear.contract.auxiliary_losses import install_aux_hooks
 from relinear.contract.messages import shown
 from relinear.contract.operator import named_operators
 from relinear.contract.plugins import packages_of
-from relinear.hf.attached import attachments
+from relinear.hf.attachments import attachments
 from relinear.hf.peft_models import stock_name, unwrapped
 
 METHOD = "relinear"  # the name of the quantizer that rebuilds a model

@@ -31,7 +31,7 @@ def model_name(model: Any) -> str:
     return next((part for part in reversed(parts) if part != "model"), "model")
 
 
-def named_in(model: Any, name: str) -> nn.Module | None:
+def find_module(model: Any, name: str) -> nn.Module | None:
     """Return the module that a model of another class calls ``name``: the base model's prefix differs."""
     prefix = getattr(model, "base_model_prefix", "")
     inner = name.partition(".")[2]

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 
 #: model names from before the Hub required an owner
 _WITHOUT_OWNER = frozenset(
@@ -44,7 +44,7 @@ def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any 
         raise FileNotFoundError(missing_directory(name))
     if "/" in name or name in _WITHOUT_OWNER or is_cached(name, cache_dir):
         return "hub"
-    suggestion, kind = (f"; {nearest(name, known)}", "neither a preset nor a") if known else ("", "not a")
+    suggestion, kind = (f"; {did_you_mean(name, known)}", "neither a preset nor a") if known else ("", "not a")
     raise ValueError(
         f"unknown model {shown(name)}{suggestion} (It is {kind} directory here. Names of the Hugging Face Hub have the "
         "form owner/name.)"
@@ -82,5 +82,5 @@ def missing_directory(name: str) -> str:
     missing_name = path.relative_to(folder).parts[0]
     folders = [child.name for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
     folders.sort(key=lambda folder_name: (folder_name.startswith("."), folder_name))
-    near = nearest(missing_name, folders, limit=8) if folders else "it has no directories"
+    near = did_you_mean(missing_name, folders, limit=8) if folders else "it has no directories"
     return f"{shown(name)[1:-1]}: no such directory; {folder.resolve()} has no {shown(missing_name)}; {near}"

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def same_modes(model: nn.Module) -> Iterator[None]:
+def training_modes_restored(model: nn.Module) -> Iterator[None]:
     """Give every module the mode back that it had before the block.
 
     ``model.train(mode)`` would give all of them the mode of the root: a submodule that was kept in evaluation mode (a
@@ -32,15 +32,15 @@ def same_modes(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluate within the block, then give every module its own mode back."""
-    with same_modes(model):
+    with training_modes_restored(model):
         model.eval()
         yield
 
 
 @contextlib.contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def frozen_parameters(model: nn.Module) -> Iterator[None]:
     """Freeze all parameters within the block, then give each its own flag back."""
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.requires_grad_(False)
@@ -52,7 +52,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching(
+def forward_hooks_on(
     modules: Iterable[tuple[str, nn.Module]], see: Callable[[str, nn.Module, tuple, Any], None]
 ) -> Iterator[None]:
     """Call ``see(name, module, args, output)`` after each forward of ``modules`` within the block."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_finite, check_model
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.hf.vocabulary import max_positions
 
 _NEEDED = "needs a causal language model, one that AutoModelForCausalLM loads"
@@ -52,7 +52,7 @@ def check_predicts_next_token(model: Any, user: str, *, needs_logits: bool = Tru
     other = ids.clone()
     other[:, length // 2 :] = 1
     inside = getattr(model, "_orig_mod", model)  # a compiled model would compile these lengths, too
-    with evaluating(model):
+    with eval_mode(model):
         logits = _logits(inside, ids)
         if logits is None and not needs_logits:
             return

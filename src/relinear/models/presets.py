@@ -10,9 +10,9 @@ import torch
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.linear_layers import linear_features
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 from relinear.contract.operator import is_replaceable
-from relinear.hf.attached import apply_attachment_
+from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import sync_record
 from relinear.hf.model_source import locate_checkpoint
 from relinear.models.heads import HeadBias
@@ -116,7 +116,7 @@ def preset_names() -> tuple[str, ...]:
 
 def _preset(name: str) -> _Preset:
     if not isinstance(name, str) or name not in _PRESETS:
-        raise ValueError(f"unknown preset {shown(name)}; {nearest(str(name), _PRESETS)}")
+        raise ValueError(f"unknown preset {shown(name)}; {did_you_mean(str(name), _PRESETS)}")
     return _PRESETS[name]
 
 
@@ -138,7 +138,7 @@ def preset_config(name: str, **overrides: Any) -> Any:
     settings = preset.settings | _NO_TOKENS
     for key, value in overrides.items():
         if key not in known:
-            raise ValueError(f"preset {name!r}: unknown config field {shown(key)}; {nearest(key, sorted(known))}")
+            raise ValueError(f"preset {name!r}: unknown config field {shown(key)}; {did_you_mean(key, sorted(known))}")
         field = reference.attribute_map.get(key, key)
         if key != field and field in overrides:
             raise ValueError(f"preset {name!r}: {key!r} and {field!r} are the same field; give one of them")

@@ -44,7 +44,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
     """
 
     kind: ClassVar[str] = "path_transponder"
-    formerly: ClassVar[Mapping[str, Any]] = {**ModulatorSettings.formerly, "reads": "normed"}
+    legacy_defaults: ClassVar[Mapping[str, Any]] = {**ModulatorSettings.legacy_defaults, "reads": "normed"}
 
     attention: bool = True
     mlp: bool = True

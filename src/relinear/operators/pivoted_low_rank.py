@@ -67,7 +67,7 @@ class PivotedLowRankLinear(RankLinear):
     def param_roles(self) -> dict[str, ParamRole]:
         """Take the fan-in of ``mix``: the inputs without the R pivots."""
         roles = super().param_roles()
-        return roles | {"mix": roles["mix"]._replace(fan_in_short=self.config.rank)}
+        return roles | {"mix": roles["mix"]._replace(fan_in_offset=self.config.rank)}
 
     def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
         order = values.get("order")

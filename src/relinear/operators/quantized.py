@@ -27,7 +27,7 @@ from relinear.functional.rounding import (
     nearest,
     nearest_grid,
     on_units,
-    steadied,
+    shrunk,
     uncompensated,
 )
 from relinear.kernels.quantized import code_changer, prepare_few_rows, quantized
@@ -170,7 +170,7 @@ class QuantizedLinear(FusedInference, Operator):
         """
         weight, group = weight.float(), self.config.group
         shrinkage = held_out(statistics.kinds)[0] if len(statistics.kinds) > 1 else INPUTS_SHRINKAGE
-        inputs, outputs = steadied(statistics.inputs.to(weight), shrinkage), statistics.outputs
+        inputs, outputs = shrunk(statistics.inputs.to(weight), shrinkage), statistics.outputs
         apart = outputs is not None and outputs.ndim == 1
         rounded = []
         for rows in weight.split(ROWS_AT_ONCE if apart else len(weight)):
@@ -182,7 +182,7 @@ class QuantizedLinear(FusedInference, Operator):
         grid = Grid(scale, zero, top, levels, torch.cat(units) if units else None)
         codes = torch.cat([c for _, c in rounded])
         if not apart:
-            outputs = None if outputs is None else steadied(outputs.to(weight), OUTPUTS_SHRINKAGE)
+            outputs = None if outputs is None else shrunk(outputs.to(weight), OUTPUTS_SHRINKAGE)
             change = code_changer(weight) if levels is None else partial(change_codes, levels=levels)
             codes = descend(weight, codes, grid, group, inputs, outputs, change=change)
         self._take_(grid, codes)

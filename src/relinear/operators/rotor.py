@@ -327,7 +327,7 @@ class Rotor(OperatorConfig):
 
     kind: ClassVar[str] = "rotor"
     module_class = RotorLinear
-    formerly: ClassVar[Mapping[str, Any]] = {
+    legacy_defaults: ClassVar[Mapping[str, Any]] = {
         "inner": "both",
         "windows": "wrapped",
         "activate_entry": False,

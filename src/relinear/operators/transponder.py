@@ -265,7 +265,7 @@ class ModulatorSettings(Config):
     The last three have a meaning for gates that read the input, ``shared`` if there are both.
     """
 
-    formerly: ClassVar[Mapping[str, Any]] = {"phi": "sigmoid", "shared": True, "biases": False}
+    legacy_defaults: ClassVar[Mapping[str, Any]] = {"phi": "sigmoid", "shared": True, "biases": False}
 
     rank: Count = 8
     channel: bool = True

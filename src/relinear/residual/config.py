@@ -12,7 +12,7 @@ from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
-from relinear.hf.attached import attachments
+from relinear.hf.attachments import attachments
 from relinear.hf.model_layout import SubBlock, sub_blocks
 from relinear.hf.replacing import swap_hooks
 

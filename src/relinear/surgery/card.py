@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.operator import named_operators
-from relinear.hf.attached import attachments
+from relinear.hf.attachments import attachments
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import write_text
 

@@ -29,7 +29,7 @@ from relinear.hf.model_source import locate_checkpoint
 from relinear.surgery.card import CARD, is_own_card, write_card
 from relinear.surgery.packed import check_packable, packed_state
 from relinear.surgery.rebuild import check_record, has_another_head, packed_record
-from relinear.surgery.stored_tensors import INDEX, WEIGHTS, shards_of, stored_forms
+from relinear.surgery.stored_tensors import INDEX, WEIGHTS, shards_of, stored_specs
 from relinear.system.files import atomic_directory, os_errors_named, read_json, write_json
 from relinear.system.text import cut, some_names
 
@@ -142,7 +142,7 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
-    tensors, layers = stored_forms([directory / name for name in weights]), config.get("num_hidden_layers")
+    tensors, layers = stored_specs([directory / name for name in weights]), config.get("num_hidden_layers")
     # every model builds this number of layers, for hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(

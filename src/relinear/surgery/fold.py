@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.folding import plain_linear
+from relinear.contract.folding import to_stock_layer
 from relinear.contract.input_checks import check_model
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.config_record import sync_record
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.surgery.select import is_adapted
 from relinear.surgery.separate_experts import fuse_experts_
 from relinear.surgery.tied import swap_layer, untie_config_
@@ -71,7 +71,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
             left[name] = "an adapter is inside of it; merge that first"
             continue
         try:
-            plain[name] = plain_linear(operator)
+            plain[name] = to_stock_layer(operator)
         except NotLinearError as error:
             left[name] = str(error)
     before = _logits(model, inputs)
@@ -98,7 +98,7 @@ def _logits(model: Any, inputs: Tensor | dict[str, Tensor] | None) -> Tensor | N
     if inputs is None:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randint(vocabulary, (2, 16), generator=generator).to(parameter.device)
-    with evaluating(model):
+    with eval_mode(model):
         output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     logits = getattr(output, "logits", None)
     if logits is None:

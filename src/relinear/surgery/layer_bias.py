@@ -8,7 +8,7 @@ from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import register
-from relinear.hf.model_layout import named_in
+from relinear.hf.model_layout import find_module
 
 
 @register
@@ -30,7 +30,7 @@ class LayerBias(AttachmentConfig):
         if not self.layers:
             raise ValueError("layer_bias: layers is empty; name the linear layers that get a bias")
         for name in self.layers:
-            layer = named_in(model, name)
+            layer = find_module(model, name)
             if type(layer) is not nn.Linear:
                 got = "no such module" if layer is None else type(layer).__name__
                 raise ValueError(f"layer_bias: {name} must be an nn.Linear of {type(model).__name__}; it is {got}")
@@ -39,13 +39,13 @@ class LayerBias(AttachmentConfig):
 
     def for_part(self, model: nn.Module) -> Self | None:
         """Return the biases of the layers that ``model`` has."""
-        layers = tuple(name for name in self.layers if named_in(model, name) is not None)
+        layers = tuple(name for name in self.layers if find_module(model, name) is not None)
         return self if layers == self.layers else dataclasses.replace(self, layers=layers) if layers else None
 
     def attach(self, model: nn.Module) -> None:
         """Register ``bias`` (O,) on every layer, like its weight in device, dtype and whether it is trained."""
         for name in self.layers:
-            layer: Any = named_in(model, name)
+            layer: Any = find_module(model, name)
             weight = layer.weight
             zeros = torch.zeros(layer.out_features, device=weight.device, dtype=weight.dtype)
             layer.bias = nn.Parameter(zeros, requires_grad=weight.requires_grad)

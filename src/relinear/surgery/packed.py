@@ -13,8 +13,8 @@ from transformers.core_model_loading import ConversionOps
 from relinear.contract.config import IntRange, check_value
 from relinear.contract.operator import named_operators
 from relinear.functional.quantized import dequantized, group_count, pack, packed_width
-from relinear.functional.rounding import gptq, nearest, nearest_grid, steadied
-from relinear.hf.modes import evaluating
+from relinear.functional.rounding import gptq, nearest, nearest_grid, shrunk
+from relinear.hf.modes import eval_mode
 from relinear.hf.peft_models import unwrapped
 
 #: neighbouring inputs that share a scale and a zero point
@@ -43,7 +43,7 @@ def gradient_moments(model: nn.Module, samples: Iterable[Mapping[str, Tensor]]) 
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad}
     moments = {n: torch.zeros(p[..., 0, 0].numel(), *p.shape[-1:] * 2, device=p.device) for n, p in matrices.items()}
-    with evaluating(model), torch.enable_grad():
+    with eval_mode(model), torch.enable_grad():
         for sample in samples:
             gradients = torch.autograd.grad(model(**sample)["loss"], list(matrices.values()), allow_unused=True)
             for moment, gradient in zip(moments.values(), gradients, strict=True):
@@ -72,7 +72,7 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
         return torch.cat([packed(one, bits, m[None]) for one, m in zip(stack, moments, strict=True)])
     rows = value.float().flatten(0, -2)
     # without a gradient, as of what only training uses, there is no moment
-    moment = None if moments is None or not bool(moments.any()) else steadied(moments[0], _SHRINKAGE)
+    moment = None if moments is None or not bool(moments.any()) else shrunk(moments[0], _SHRINKAGE)
     grid = nearest_grid(rows, bits, GROUP, symmetric=False, importance=None if moment is None else moment.diagonal())
     codes = nearest(rows, grid, GROUP) if moment is None else gptq(rows, grid, GROUP, moment)
     scales, zeros = grid.scale.bfloat16().view(torch.uint8), (grid.zero * 2 ** (8 - bits)).to(torch.uint8)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from relinear.contract.messages import nearest
+from relinear.contract.messages import did_you_mean
 from relinear.contract.operator import OperatorConfig
 
 # Llama's names first, then GPT-2's, whose fused c_attn holds q, k and v.
@@ -55,6 +55,6 @@ def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
         32928
     """
     if name not in _PLACEMENTS:
-        raise ValueError(f"unknown placement {name!r}; {nearest(str(name), _PLACEMENTS)}")
+        raise ValueError(f"unknown placement {name!r}; {did_you_mean(str(name), _PLACEMENTS)}")
     pattern, layer = _PLACEMENTS[name]
     return {"mapping": {pattern: operator}, "layers": layer}

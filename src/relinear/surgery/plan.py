@@ -16,14 +16,14 @@ from relinear.contract.linear_layers import linear_features
 from relinear.contract.messages import shown
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
-from relinear.hf.attached import apply_attachment_
+from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import refuse_quantized, sync_record
 from relinear.hf.peft_models import train_new_parameters, unwrapped, warn_adapters_omit
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.select import Target, is_tied, reader_of_weight, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
-from relinear.surgery.tied import check_rows, swap_layer, tied_head
+from relinear.surgery.tied import check_can_embed, swap_layer, tied_head
 
 #: times the parameters of the layer that it replaces, beyond which an operator is remarked upon
 _LARGER = 1.5
@@ -271,5 +271,5 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shap
         config.check_shape(*shape)
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
-    check_rows(config, target.module, target.name)
+    check_can_embed(config, target.module, target.name)
     check_conditioned(model, target.name, config)

@@ -18,16 +18,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownKindError
 from relinear.contract.linear_layers import is_embedding
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 from relinear.contract.operator import OperatorConfig, is_replaceable, named_operators
-from relinear.hf.attached import apply_attachment_, attachments
+from relinear.hf.attachments import apply_attachment_, attachments
 from relinear.hf.config_record import FORMAT_VERSION, METHOD, sync_record
-from relinear.hf.model_layout import named_in
+from relinear.hf.model_layout import find_module
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.packed import GROUP, SUFFIX, Unpack, packed_shape
-from relinear.surgery.saved_config import as_in_memory_
+from relinear.surgery.saved_config import remove_file_only_fields_
 from relinear.surgery.select import OWN_PREFIX
-from relinear.surgery.stored_tensors import TensorForm, stored_forms
+from relinear.surgery.stored_tensors import TensorSpec, stored_specs
 from relinear.surgery.tied import swap_layer
 from relinear.system.text import some_names
 
@@ -108,7 +108,7 @@ class RelinearQuantizer(HfQuantizer):
 
         Heads build their body from the config, but the model is rebuilt as a whole.
         """
-        as_in_memory_(config)
+        remove_file_only_fields_(config)
         del config.quantization_config
         return config
 
@@ -167,7 +167,7 @@ def has_another_head(model: Any) -> bool:
 
 def _layer_of(model: Any, name: str) -> nn.Module | None:
     """Return the layer ``name``; None if it belongs to a head for another task, which ``model`` does not have."""
-    layer = named_in(model, name)
+    layer = find_module(model, name)
     if layer is not None and (is_replaceable(layer) or is_embedding(layer)):
         return layer
     bodies = tuple(f"{prefix}." for prefix in (_saved_prefix(model), getattr(model, "base_model_prefix", "")) if prefix)
@@ -176,7 +176,7 @@ def _layer_of(model: Any, name: str) -> nn.Module | None:
     known = [key for key, module in model.named_modules() if is_replaceable(module)]
     raise ValueError(
         f"the checkpoint has an operator at {shown(name)}, but {type(model).__name__} has no linear layer there; "
-        f"{nearest(name, known)}"
+        f"{did_you_mean(name, known)}"
     )
 
 
@@ -230,10 +230,10 @@ def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str
     of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
     prefixes = [name + "." for name, _ in named_operators(model)]
     prefixes += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
-    named = _named_as_in_model(model, quantizer, stored_forms(files))
+    named = _named_as_in_model(model, quantizer, stored_specs(files))
     stored = {key: tensor for key, tensor in named.items() if key.startswith(tuple(prefixes))}
     expected = {
-        k: TensorForm.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(prefixes))
+        k: TensorSpec.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(prefixes))
     }
     if packed := quantizer.quantization_config.packed:  # integers of the right size are what they unpack to
         stored |= {

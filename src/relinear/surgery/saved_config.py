@@ -81,7 +81,7 @@ def needs_loader(config: PreTrainedConfig) -> bool:
     return record_in_config(config) is not None or type(config).__module__.startswith("relinear.")
 
 
-def as_in_memory_(config: PreTrainedConfig) -> None:
+def remove_file_only_fields_(config: PreTrainedConfig) -> None:
     """Take out of a config that a stock class read itself what only belongs into the file."""
     for key in ("model_type", "transformers_weights", _BASE_TYPE):  # the class knows its model_type
         config.__dict__.pop(key, None)

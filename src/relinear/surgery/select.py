@@ -49,7 +49,7 @@ def is_adapted(module: Any) -> bool:
     return _descends_from(module, "BaseTunerLayer")
 
 
-def is_adapters_own(module: Any, child: str) -> bool:
+def is_added_by_peft(module: Any, child: str) -> bool:
     """Return whether PEFT put ``child`` into ``module``: beside ``base_layer``, or as a copy (``modules_to_save``)."""
     copies = _descends_from(module, "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
     return copies or (child != BASE_LAYER and is_adapted(module))
@@ -64,7 +64,7 @@ def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
         if isinstance(module, Operator):
             return
         for name, child in module._modules.items():
-            if child is not None and not name.startswith(OWN_PREFIX) and not is_adapters_own(module, name):
+            if child is not None and not name.startswith(OWN_PREFIX) and not is_added_by_peft(module, name):
                 walk(child, f"{prefix}.{name}" if prefix else name)
 
     walk(model, "")

@@ -16,7 +16,7 @@ def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     }
 
 
-def own_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
+def unshare_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
     """Give ``model`` its own copies of its parameters that are in ``shared``; tied ones stay tied in it."""
     copies: dict[int, nn.Parameter | None] = {id(parameter): None for parameter in shared}
     for module in model.modules():
@@ -38,7 +38,7 @@ def load_states_(model: nn.Module, names: Iterable[str], weights: Mapping[str, T
         RuntimeError: if ``weights`` lack a tensor of one of them, or hold one of another shape.
     """
     modules = {f"{name}.": model.get_submodule(name) for name in names}
-    own_parameters_(model, [parameter for module in modules.values() for parameter in module.parameters()])
+    unshare_parameters_(model, [parameter for module in modules.values() for parameter in module.parameters()])
     for prefix, module in modules.items():
         module.load_state_dict({key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)})
 

@@ -11,19 +11,19 @@ from relinear.system.files import os_errors_named, read_json
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class TensorForm(NamedTuple):
+class TensorSpec(NamedTuple):
     """Shape and number type of a tensor, stored in a checkpoint or required by a model."""
 
     shape: tuple[int, ...]
     kind: str
 
     @classmethod
-    def of(cls, shape: Iterable[int], dtype: Any) -> "TensorForm":
+    def of(cls, shape: Iterable[int], dtype: Any) -> "TensorSpec":
         """Return the form of a shape and a ``dtype`` of torch or of a file: torch.bfloat16, BF16, F8_E4M3, I64 ..."""
         letter = str(dtype).removeprefix("torch.").lower().lstrip("b")[0]
         return cls(tuple(map(int, shape)), {"f": "floats", "c": "complex numbers"}.get(letter, "integers"))
 
-    def fits(self, other: "TensorForm", any_shape: bool) -> bool:
+    def fits(self, other: "TensorSpec", any_shape: bool) -> bool:
         """Return whether a stored tensor of this form can be loaded into one of the ``other``."""
         return self.kind == other.kind and (any_shape or self.shape == other.shape)
 
@@ -31,16 +31,16 @@ class TensorForm(NamedTuple):
         return f"{self.shape} of {self.kind}"
 
 
-def stored_forms(files: Iterable[str | Path]) -> dict[str, TensorForm]:
+def stored_specs(files: Iterable[str | Path]) -> dict[str, TensorSpec]:
     """Return the shapes and types of all tensors in the files, from their headers."""
-    tensors: dict[str, TensorForm] = {}
+    tensors: dict[str, TensorSpec] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise ValueError(f"{file}: relinear loads weights from safetensors only")
         try:
             with os_errors_named(file), safe_open(file, "np") as stored:
                 parts = {key: stored.get_slice(key) for key in stored.keys()}  # noqa: SIM118  it is not a mapping
-                tensors |= {key: TensorForm.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
+                tensors |= {key: TensorSpec.of(part.get_shape(), part.get_dtype()) for key, part in parts.items()}
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or cut off ({error}); restore it from a copy") from error
     return tensors

@@ -41,7 +41,7 @@ class TiedHead(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
-def check_rows(config: OperatorConfig, source: nn.Module, name: str) -> None:
+def check_can_embed(config: OperatorConfig, source: nn.Module, name: str) -> None:
     """Raise ValueError if ``source``, called ``name``, is an embedding, and ``config`` an operator without rows."""
     if not embeds(source):
         return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.deprecated import RenamedHook
 from relinear.hf.model_layout import decoder_layers, unnormalised_sub_blocks
-from relinear.hf.modes import watching
+from relinear.hf.modes import forward_hooks_on
 
 #: what is measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")
@@ -104,7 +104,7 @@ def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     modules = [(KINDS[0], layer) for layer in decoder_layers(model)]
     blocks = unnormalised_sub_blocks(model)
     modules += [(KINDS[1] if block.role == "attention" else KINDS[2], block.module) for block in blocks]
-    with watching(modules, record):
+    with forward_hooks_on(modules, record):
         yield recorded
 
 

@@ -13,7 +13,7 @@ from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
 from relinear.contract.config import register
 from relinear.contract.messages import shown
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.models.presets import locate_model, model_folder
 from relinear.surgery.checkpoint import from_pretrained
 
@@ -83,7 +83,7 @@ class _AgainstTeacher:
         output = model(**batch, use_cache=False)
         self.teacher.to(output.logits.device)
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        with torch.no_grad(), evaluating(self.teacher):
+        with torch.no_grad(), eval_mode(self.teacher):
             teacher_logits = self.teacher(**inputs, use_cache=False).logits
         share, aux = self.cross_entropy, list(aux_losses(model).values())
         added = torch.stack([term.to(output.loss) for term in aux]).sum() if aux else output.loss.new_zeros(())

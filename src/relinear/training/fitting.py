@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from relinear.contract.objective import GuidedTraining, Objective
-from relinear.hf.modes import same_modes
+from relinear.hf.modes import training_modes_restored
 from relinear.surgery.summary import summary
 from relinear.system.files import MANIFEST
 from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads
@@ -36,7 +36,7 @@ BLOCK_LOSSES = "block_losses.npy"
 #: what training writes at the top of its folder
 FILES = ("metrics.jsonl", "checkpoints", BLOCK_LOSSES, "latent_moments.json")
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
-FREE: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
+MAY_DIFFER: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 
 # transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
 # file at once, because a function of the same name as its file cannot be imported on first use.
@@ -140,7 +140,7 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     if settings.gradient_checkpointing:
         checkpointing(model, True)
     try:
-        with on_threads(settings.threads), same_modes(model), compiled(model, settings.compile):
+        with on_threads(settings.threads), training_modes_restored(model), compiled(model, settings.compile):
             yield
     finally:
         if settings.gradient_checkpointing:
@@ -265,7 +265,8 @@ def fit(
     opened: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     folder: RunFolder | None = None
     if out_dir is not None and is_first_rank():
-        folder, values = RunFolder(out_dir, "fit", "fit.json", FILES, may_differ=FREE), settings.model_dump(mode="json")
+        values = settings.model_dump(mode="json")
+        folder = RunFolder(out_dir, "fit", "fit.json", FILES, may_differ=MAY_DIFFER)
         if not overwrite and (record := folder.read()) is not None:
             allow_other_ranks_(folder, record, values)
         opened = folder.open(values, overwrite=overwrite)

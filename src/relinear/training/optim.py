@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from relinear.contract.linear_layers import is_conv1d
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.contract.parameter_roles import ParamRole, StatedFans
+from relinear.contract.parameter_roles import DeclaredFans, ParamRole
 from relinear.hf.model_layout import output_head
 from relinear.models import ReadoutScale
 from relinear.models.heads import SCALE
@@ -33,7 +33,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             roles.setdefault(module.weight, ParamRole(None, weight_decay=False))
-    stated, head = StatedFans(model), inner_output_head(model)
+    stated, head = DeclaredFans(model), inner_output_head(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             role = stated.role(parameter, transposed=is_conv1d(module))  # which stores (in, out)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, TrainerCallback
 
 from relinear.activations.shared_context import check_context_is_there
-from relinear.contract.messages import nearest
+from relinear.contract.messages import did_you_mean
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tasks import RegressionTask, task_of
@@ -29,7 +29,7 @@ from relinear.system.run_folder import RunFolder, overwriting
 from relinear.training.callbacks import read_metrics
 from relinear.training.fitting import (
     FILES,
-    FREE,
+    MAY_DIFFER,
     NonFiniteLossError,
     TrainResult,
     allow_other_ranks_,
@@ -99,14 +99,14 @@ def _check_model(settings: TrainSettings) -> None:
         return
     if settings.model_overrides or settings.model_init != "config":
         setting = "model_overrides" if settings.model_overrides else f"model_init={settings.model_init!r}"
-        raise ValueError(f"{setting} is for presets, and {name!r} is none; {nearest(name, preset_names())}")
+        raise ValueError(f"{setting} is for presets, and {name!r} is none; {did_you_mean(name, preset_names())}")
     try:
         with checkpoint.reading_config(name):
             AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ValueError(
-            f"model {name!r} is neither a preset ({nearest(name, preset_names())}), nor a directory with a model, nor "
-            f"a model on the Hub: {str(error).splitlines()[0]}"
+            f"model {name!r} is neither a preset ({did_you_mean(name, preset_names())}), nor a directory with a model, "
+            f"nor a model on the Hub: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -192,7 +192,7 @@ def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = F
         record=RUN,
         names=("model", *FILES),
         earlier_records={RUN: ("status", "settings", "machine", "model", "data")},
-        may_differ=FREE,
+        may_differ=MAY_DIFFER,
         settings_of=lambda record: TrainSettings.upgraded(record.get("settings")),
     )
     record = None if overwrite else folder.read()

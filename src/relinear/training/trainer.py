@@ -25,7 +25,7 @@ from relinear.contract.inference import caching_for_inference
 from relinear.contract.objective import GuidedTraining
 from relinear.evaluate.losses import token_losses
 from relinear.hf.config_record import sync_record
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside
@@ -328,7 +328,7 @@ class RelinearTrainer(Trainer):
         last = self.state.global_step == self.settings.steps and self.args.world_size == 1
         blocks: list[Tensor | None] = []
         eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
-        with evaluating(model), eager, lowered, caching_for_inference(model):
+        with eval_mode(model), eager, lowered, caching_for_inference(model):
             loader = self.get_eval_dataloader(eval_dataset)
             bound = math.inf if self.state.global_step else self.settings.eval_start_tokens or math.inf
             for number, inputs in enumerate(loader):

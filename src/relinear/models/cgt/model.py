@@ -20,9 +20,9 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import UnknownSettingError
-from relinear.contract.messages import nearest, shown
+from relinear.contract.messages import did_you_mean, shown
 from relinear.functional.cgt import moving_average
-from relinear.hf.modes import evaluating
+from relinear.hf.modes import eval_mode
 from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 
@@ -300,7 +300,7 @@ class _CGTWithHead(CGTPreTrainedModel):
 
         Takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is what to freeze after reading ``ids``.
         """
-        with evaluating(self):
+        with eval_mode(self):
             y = self._bare(*args, context_only=True, use_cache=False, **kwargs).context
         assert y is not None
         return y
@@ -479,7 +479,7 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
             takes = {c.__name__: inspect.signature(c.forward).parameters for c in (CGTForCausalLM, CGTForRegression)}
             owners = [owner for owner, names in takes.items() if name in names]
             known = {argument for names in takes.values() for argument in names} - {"self", "kwargs"}
-            hint = f"it is one of {owners[0]}" if owners else nearest(name, sorted(known))
+            hint = f"it is one of {owners[0]}" if owners else did_you_mean(name, sorted(known))
             raise UnknownSettingError(f"this CGT takes no argument {shown(name)}; {hint}")
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from relinear.contract.folding import plain_linear
+from relinear.contract.folding import to_stock_layer
 from relinear.contract.messages import shown
 from relinear.contract.operator import NotLinearError, named_operators
-from relinear.hf.attached import attachments
+from relinear.hf.attachments import attachments
 from relinear.models.cgt.config import CGTRegressionConfig
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression
@@ -138,7 +138,7 @@ def _stock_state(model: Any) -> dict[str, Tensor]:
         if not _is_stock(name):
             continue
         try:
-            plain = plain_linear(operator)
+            plain = to_stock_layer(operator)
         except NotLinearError as error:
             raise ValueError(f"{name} cannot become a layer of a stock GPT-2: {error}") from error
         state = {key: value for key, value in state.items() if not key.startswith(f"{name}.")}

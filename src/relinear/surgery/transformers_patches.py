@@ -26,7 +26,7 @@ from relinear.hf.config_record import make_record, parse_record, record_in_confi
 from relinear.hf.initialization import initialize_
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.rebuild import RelinearConfig, rebuild_
-from relinear.surgery.saved_config import as_in_memory_, needs_loader, write_config
+from relinear.surgery.saved_config import needs_loader, remove_file_only_fields_, write_config
 from relinear.surgery.select import is_adapted
 from relinear.surgery.tied import untie_config_
 
@@ -154,7 +154,7 @@ def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
     asked = record_in_config(config)
     if asked is None or asked == _building.get():
         return original(cls, config, **kwargs)
-    as_in_memory_(config)
+    remove_file_only_fields_(config)
     token = _building.set(asked)
     try:
         model = original(cls, config, **kwargs)

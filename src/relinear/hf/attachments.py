@@ -43,6 +43,6 @@ def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     return tuple(setting for setting in settings if setting is not None)
 
 
-def forget_(model: nn.Module, setting: AttachmentConfig) -> None:
+def remove_setting_(model: nn.Module, setting: AttachmentConfig) -> None:
     """Take ``setting``, of a part that is no longer there, from what is attached to ``model``."""
     vars(unwrapped(model))[_ATTRIBUTE].remove(setting)
