@@ -27,7 +27,8 @@ import numpy as np
 
 from relinear.compare.figures import budgets
 from relinear.compare.gaps import gap
-from relinear.compare.results import budget_row, count_ngrams
+from relinear.compare.parts import budget_row
+from relinear.compare.results import count_ngrams
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.pages.figures import colours
@@ -150,7 +151,7 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {key: started[key] for key in ("recipe", "command", "machine")} | {"reference": reference}
     found["tokens"] = tokens_of(place)
     found["budgets"] = [
-        budget_row("tokens", int(at.name), f"budgets/{at.name}", read_json(at / "results.json"))
+        budget_row("tokens", f"budgets/{at.name}", read_json(at / "results.json"))
         for at in places_of(out_dir)[:-1]
         if (at / "results.json").is_file()
     ]

@@ -20,10 +20,11 @@ from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size, plan_comparison
+from relinear.compare.parts import at_budget, at_size
 from relinear.compare.report import write_report
-from relinear.compare.results import at_budget, gap_notes
+from relinear.compare.results import gap_notes
 from relinear.compare.run import compare
-from relinear.compare.scaling import at_size, crossing, fit_power_law
+from relinear.compare.scaling import crossing, fit_power_law
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.tune import check_neighbours, grid_search
 from relinear.data import prepare_data

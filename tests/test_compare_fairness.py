@@ -10,9 +10,9 @@ import pytest
 from compare_helpers import made, trials_in
 from relinear.compare import engine
 from relinear.compare.engine import run_search
-from relinear.compare.results import at_budget, comparison_result, over_budgets
+from relinear.compare.parts import at_budget, at_size, over_parts
+from relinear.compare.results import comparison_result
 from relinear.compare.run import compare
-from relinear.compare.scaling import at_size
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.speed import _figures
 from relinear.compare.tune import check_neighbours
@@ -123,7 +123,7 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
         entries = [entry | {"name": name, "settings": {"model_overrides": {}}} for name in at_one.entries]
         return {"entries": entries, "ngram": None, "notes": []}
 
-    notes = over_budgets(recipe(**series, tune=tune), [at(index) for index in range(3)], {})["notes"]
+    notes = over_parts(recipe(**series, tune=tune), [at(index) for index in range(3)], {})["notes"]
     assert [note for note in notes if "edge" in note] == [
         "At 2,000 tokens: The best learning rate lies at the edge of the grid for dense, low_rank: widen the grid."
     ]

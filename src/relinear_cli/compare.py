@@ -67,7 +67,7 @@ def command(
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
     from relinear.compare.folder import comparison_folder
-    from relinear.compare.recipe import apply_overrides, change_recipe, parse_overrides, read_recipe
+    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
     from relinear.compare.report import write_report
     from relinear.compare.requirements import compare_requirements
     from relinear.compare.run import compare
@@ -90,9 +90,7 @@ def command(
     changes = options.chosen_settings(overridden, overrides)
     if plan is not None and (recipe is not None or operators or tune or changes):
         raise ValueError("--plan goes with --out, --workers and --executor alone: what it says was fixed beforehand")
-    jobs = parse_overrides(slurm or []) | ({} if partition is None else {"slurm_partition": partition})
-    if jobs and executor != "slurm":
-        raise ValueError("--partition and --slurm are for jobs: give --executor slurm, too")
+    placement = options.placement(workers, executor, slurm, partition)
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
@@ -117,7 +115,6 @@ def command(
         print_requirements(compare_requirements(settings, workers, timed=executor is None))
     if dry_run:
         return
-    placement: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:
         results = compare(settings, out, overwrite=overwrite, **placement, on_progress=on_progress)
     report = write_report(out)

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
-from itertools import islice
 from pathlib import Path
 
 import typer
@@ -15,22 +14,19 @@ from relinear_cli.terminal import fitted
 
 #: state of a part: as it should be, something that may be wanted and is not there, something that fails
 GOOD, LACKS, FAILS = "ok", "-", "FAILS"
-#: files of a cache that are counted at most
-_MOST_FILES = 10_000
-
 #: state, what is looked at, what was found and, if that can be changed, how
 _Finding = tuple[str, str, str]
 
 
 def command() -> None:
-    """Look at this installation: packages, processor, compiler, kernels, GPU, caches, operators of other packages.
+    """Look at this installation: packages, processor, compiler, kernels, GPU, operators of other packages.
 
     A line each, with what to do; the exit status is 1 where something fails.
 
     **Example:** `relinear doctor`
     """
     failed = False
-    for state, subject, text in (*_packages(), *_extras(), *_machine(), *_kernels(), *_caches(), *_plugins()):
+    for state, subject, text in (*_packages(), *_extras(), *_machine(), *_kernels(), *_plugins()):
         print(fitted(f"{state:5}  {subject:12}  {text}", sys.stdout, 21))
         failed |= state == FAILS
     raise typer.Exit(int(failed))
@@ -104,26 +100,6 @@ def _kernels() -> Iterator[_Finding]:
     if compiler:
         later = "not built yet: the first large call does it, in some seconds"
         yield GOOD, "C++ kernels", "built" if build.is_built() else later
-
-
-def _caches() -> Iterator[_Finding]:
-    from relinear.data.cache import cache_folder
-    from relinear.kernels.native import build
-    from relinear.system.private_cache import check_private, user_name
-
-    caches = {"RELINEAR_CACHE": cache_folder(), "TORCH_EXTENSIONS_DIR": build.library_path().parent}
-    for cache_name, (variable, folder) in zip(("data cache", "kernel cache"), caches.items(), strict=True):
-        there = "not there yet"
-        try:
-            if folder.is_dir():
-                file_sizes = [file.lstat().st_size for file in islice(folder.rglob("*"), _MOST_FILES)]
-                size = f"{'over ' if len(file_sizes) == _MOST_FILES else ''}{sum(file_sizes) / 2**20:,.1f} MiB"
-                there = f"{size}, of {user_name(folder.stat().st_uid)}"
-            check_private(folder)
-            yield GOOD, cache_name, f"{folder} ({there})"
-        except OSError as error:
-            to_do = f"a folder of your own will do: set {variable} to it"
-            yield FAILS, cache_name, f"{folder} ({there}): {error.filename}: {error.strerror}; {to_do}"
 
 
 def _plugins() -> Iterator[_Finding]:

@@ -240,6 +240,18 @@ def corpus_of(data: str, text_column: str | None) -> DataSettings:
     return DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
 
 
+def placement(
+    workers: int | None, executor: str | None, slurm: list[str] | None, partition: str | None = None
+) -> dict[str, Any]:
+    """Return where runs are executed, as ``compare`` takes it. Raises ValueError for settings of jobs without jobs."""
+    from relinear.compare.recipe import parse_overrides
+
+    jobs = parse_overrides(slurm or []) | ({} if partition is None else {"slurm_partition": partition})
+    if jobs and executor != "slurm":
+        raise ValueError("--partition and --slurm are for jobs: give --executor slurm, too")
+    return {"workers": workers, "executor": executor, "slurm": jobs}
+
+
 def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any] = int) -> list[Any] | None:
     """Return ``"0,1,2"``, the value of ``option``, as a list; None for None. Raises ValueError for other texts."""
     from relinear.contract.messages import shown

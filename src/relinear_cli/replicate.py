@@ -1,7 +1,7 @@
 """``relinear replicate``: the main tables of a paper compared with ours."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -54,7 +54,6 @@ def command(
     **Example:** `relinear replicate hdpl --budget 0.01 --seeds 0,1,2 --out runs/hdpl`
     """
     from relinear.compare.papers import COMPARISON
-    from relinear.compare.recipe import parse_overrides
     from relinear.compare.replicate import replicate, replication
     from relinear_cli.progress import watch
     from relinear_cli.report import analyze_models, trained_in, write_report_of
@@ -62,15 +61,12 @@ def command(
 
     asked = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
     planned = replication(paper, **asked, seeds=options.parse_numbers("--seeds", seeds))
-    jobs = parse_overrides(slurm or [])
-    if jobs and executor != "slurm":
-        raise ValueError("--slurm is for jobs: give --executor slurm, too")
+    placement = options.placement(workers, executor, slurm)
     options.prepare_process()
     print_requirements(planned.requirements(workers))
     if dry_run:
         return
     out = out or Path("runs") / paper
-    placement: Any = {"workers": workers, "executor": executor, "slurm": jobs}
     with watch(resumable=True) as on_progress:
         report = replicate(planned, out, overwrite=overwrite, **placement, on_progress=on_progress)
     if planned.paper.analyse:

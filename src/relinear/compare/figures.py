@@ -53,27 +53,6 @@ def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = Non
     return [Panel(shown, _tokens("training tokens", last), Axis(title=LOSS, bounds=_wider(low, high)), guides)]
 
 
-def gaps(entries: Sequence[Entry], palette: Colours, reference: str | None) -> list[Panel]:
-    """Return the gap to the reference while training, mean over seeds: where all seeds of both were evaluated."""
-    base = next((entry for entry in entries if entry["name"] == reference), None)
-    if base is None:
-        return []
-    losses = {tokens: mean for tokens, mean, *_ in mean_curve(base)}
-    shown: list[Series] = []
-    ends = [0.0]
-    for number, entry in enumerate(entries):
-        points = [(x, mean - losses[x]) for x, mean, *_ in mean_curve(entry) if x in losses]
-        if entry is base or len(points) < 2:
-            continue
-        x, y = zip(*points, strict=True)
-        shown.append(_line(entry["name"], palette, number, x, y, label=f"{entry['name']}  {y[-1]:+.3f}"))
-        ends += y[len(y) // 4 :]
-    if not shown:
-        return []
-    side = Axis(title=f"validation loss less {reference}'s", bounds=_wider(min(ends), max(ends)))
-    return [Panel(shown, _tokens("training tokens", max(s.x[-1] for s in shown)), side, [Guide(y=0)])]
-
-
 def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     """Return the validation loss against parameters, FLOPs per token and, where measured, time a token: a panel each.
 

@@ -26,7 +26,7 @@ from relinear.distill import distill_
 from relinear.evaluate.language import perplexity
 from relinear.hf.model_layout import decoder_layers
 from relinear.models import from_preset, model_folder
-from relinear.pages.blocks import Block, Cell, Section, Text
+from relinear.pages.blocks import Cell, Section
 from relinear.pages.figures import colours
 from relinear.pages.records import read_values, what_ran
 from relinear.surgery.checkpoint import from_pretrained
@@ -195,13 +195,8 @@ class FitReplication:
             return papers.point_gap([ours - other for ours, other in pairs])
 
         palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
-        claims, lead = papers.claims_table(self.paper.claims, gap_of)
-        blocks: list[Block] = [Text(lead, lead=True), Text(self._scale(texts))]
-        for table in self.paper.tables:
-            blocks += [Text(table.title, heading=True), papers.paper_table(table, cell, palette)]
-        blocks += [Text("What is claimed, over q, k and v on the first text", heading=True), claims]
-        blocks += [Text("What differs from the paper", heading=True), *map(Text, self.paper.differences)]
-        blocks += [Text("How to read it", heading=True), *map(Text, self.paper.reading)]
+        reading = ["What is claimed is the mean over q, k and v, replaced alone, on the first text."]
+        blocks = papers.paper_blocks(self.paper, self._scale(texts), cell, gap_of, palette, reading=reading)
         blocks += what_ran(read_values(folder / "replicate.json"), {"model": self._shown})
         note = " · ".join([self._shown, *texts])
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, palette, note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,7 @@ from relinear.compare.report import gap_text
 from relinear.compare.schema import Gap
 from relinear.contract.messages import did_you_mean
 from relinear.contract.settings import PositiveInt, Settings
-from relinear.pages.blocks import Cell, Row, Table
+from relinear.pages.blocks import Block, Cell, Row, Table, Text
 from relinear.system.confidence import half_width
 
 PAPERS = Path(__file__).parent / "papers"
@@ -187,6 +187,31 @@ def point_gap(differences: list[float]) -> Gap:
     mean, half = fmean(differences), half_width(differences)
     low, high = (None, None) if half is None else (mean - half, mean + half)
     return {"mean": mean, "low": low, "high": high, "values": differences, "standard_error": None, "blocks": 1}
+
+
+def paper_blocks(
+    paper: Paper,
+    scale: str,
+    cell: Callable[[str, str], Cell],
+    gap_of: Callable[[Claim], Gap | None],
+    palette: Mapping[str, str],
+    differences: Sequence[Block] = (),
+    reading: Sequence[str] = (),
+) -> list[Block]:
+    """Return the page on a paper: verdict, tables, claims, what differs, how to read it.
+
+    Args:
+        paper: which. scale: what was run, in a sentence. palette: colour by entry.
+        cell, gap_of: as for ``paper_table`` and ``claims_table``.
+        differences, reading: shown before those of the paper.
+    """
+    claims, lead = claims_table(paper.claims, gap_of)
+    blocks: list[Block] = [Text(lead, lead=True), Text(scale)]
+    for table in paper.tables:
+        blocks += [Text(table.title, heading=True), paper_table(table, cell, palette)]
+    blocks += [Text("What is claimed", heading=True), claims, Text("What differs from the paper", heading=True)]
+    blocks += [*differences, *map(Text, paper.differences), Text("How to read it", heading=True)]
+    return [*blocks, *map(Text, [*reading, *paper.reading])]
 
 
 def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> tuple[Table, str]:

@@ -98,14 +98,8 @@ class Replication:
             ours, other = cell(claim.entry, claim.measure).value, cell(claim.against, claim.than).value
             return None if ours is None or other is None else papers.point_gap([ours - other])
 
-        claims, lead = papers.claims_table(self.paper.claims, gap_of)
-        blocks: list[Block] = [Text(lead, lead=True), Text(_scale(self, results))]
-        for table in self.paper.tables:
-            blocks += [Text(table.title, heading=True), papers.paper_table(table, cell, below.entries)]
-        blocks += [Text("What is claimed", heading=True), claims]
-        blocks += [Text("What differs from the paper", heading=True), _differences(self, results)]
-        blocks += [Text(difference) for difference in self.paper.differences]
-        blocks += [Text("How to read it", heading=True), *map(Text, [*_reading(self), *self.paper.reading])]
+        more: Any = {"differences": [_differences(self, results)], "reading": _reading(self)}
+        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, below.entries, **more)
         blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
         blocks += analyses_blocks(folder / papers.COMPARISON)
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)

@@ -33,7 +33,6 @@ FORMAT = 1
 # stem of the figure -> what it shows
 _FIGURES = {
     "curves": "Validation loss against training tokens, one line per entry: the mean of seeds and their range.",
-    "gaps": "Validation loss less that of the dense entry while training: below 0 is better than dense.",
     "pareto": "Validation loss against {}, one point per entry; those on the grey line are beaten by no other in both.",
     "speeds": "Tokens per second over the reference's, right of 1 faster: training (dots), inference (open diamonds).",
     "budgets": "Gap to the reference against the budget, one line per entry, with 95 % intervals.",
@@ -86,7 +85,6 @@ def results_section(directory: str | Path) -> Section:
     palette = _palette(results)
     panels = {
         "curves": figures.curves(entries, palette, results.get("ngram")),
-        "gaps": figures.gaps(entries, palette, _dense(results)),
         "pareto": figures.pareto(entries, palette),
         "speeds": figures.speeds(entries, palette),
         "budgets": figures.budgets(entries, palette, results.get("budgets"), results.get("reference")),
@@ -228,8 +226,8 @@ def _dense(results: Results) -> str | None:
 
 
 def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -> list[Chart]:
-    """Draw ``panels`` as STEM.png and .svg, ``gaps`` aside; return their charts, the picture at the first of them."""
-    if panels and stem.name != "gaps":
+    """Draw ``panels`` as STEM.png and .svg; return their charts, the picture at the first of them."""
+    if panels:
         save_panels(panels, stem)
     image, inline = picture_of(stem), len(panels) > 1
     return [

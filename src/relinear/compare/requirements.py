@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from relinear.compare.match import Planned, Size, measure_size, plan_comparison
+from relinear.compare.parts import part_folders, part_of
 from relinear.compare.report import number
-from relinear.compare.results import at_budget
-from relinear.compare.run import announced_runs, at_file_sizes, runs_at_once
-from relinear.compare.scaling import at_size
+from relinear.compare.run import announced_runs, runs_at_once
 from relinear.compare.settings import CompareSettings
 from relinear.compare.speed import seconds_per_token
 from relinear.data.corpora import open_corpus
@@ -48,7 +47,8 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     """
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    parts = [(part, plan_comparison(part, vocabulary)) for part in _parts(recipe, vocabulary)]
+    recipes = [part_of(recipe, index, vocabulary) for index in range(len(part_folders(recipe)))] or [recipe]
+    parts = [(part, plan_comparison(part, vocabulary)) for part in recipes]
     at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
     runs = [each for part, planned in parts for entry in planned for each in _runs_of(part, entry)]
     sized: dict[str, list[Size]] = {}
@@ -86,14 +86,6 @@ class _Runs:
         evaluations = self.steps // (settings.eval_every or self.steps) + 1
         evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)
         return self.count * (self.steps * settings.tokens_per_step + evaluated / 3)
-
-
-def _parts(recipe: CompareSettings, vocabulary: int | None) -> Iterable[CompareSettings]:
-    if recipe.sizes is not None:
-        return [at_size(recipe, width, vocabulary) for width in recipe.sizes.widths]
-    if recipe.budgets is not None:
-        return [at_budget(recipe, index, {}) for index in range(len(recipe.budgets))]
-    return at_file_sizes(recipe)
 
 
 def _runs_of(recipe: CompareSettings, planned: Planned) -> Iterator[_Runs]:

@@ -2,17 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import BUDGETS, FORMAT, SIZES, now, precision
+from relinear.compare.folder import FORMAT, now, precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned, match_target
 from relinear.compare.schema import (
-    Budget,
     BudgetEntry,
     Diverged,
     EntryResult,
@@ -28,7 +27,7 @@ from relinear.compare.schema import (
     Stored,
     Tuning,
 )
-from relinear.compare.settings import CompareSettings, shortened
+from relinear.compare.settings import CompareSettings
 from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
 from relinear.system.files import atomic_path
@@ -154,7 +153,6 @@ def comparison_result(
         "notes": [
             *_notes(recipe, entries),
             *gap_notes(recipe, entries),
-            *_counting_notes(counted, entries),
             *(f"{each['name']} has no results: {each['text']}." for each in diverged),
         ],
         "reference": recipe.reference,
@@ -270,18 +268,6 @@ def gap_notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
     return notes
 
 
-def _counting_notes(counted: Ngram | None, entries: list[EntryResult]) -> list[str]:
-    if counted is None:
-        return []
-    loss = counted["validation_loss"]
-    behind = [entry["name"] for entry in entries if entry["validation_loss"]["mean"] > loss]
-    lost = f" Entries with a higher loss: {', '.join(behind)}." if behind else " Every entry has a lower loss."
-    return [
-        f"Kneser-Ney {counted['order']}-grams, counted in {counted['tokens']:,} of the tokens that the entries see, "
-        f"have a loss of {loss:.3f} on the same blocks.{lost}"
-    ]
-
-
 # Counting the same tokens
 
 
@@ -319,137 +305,3 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> Ngram:
         np.save(file, losses.astype(np.float32), allow_pickle=False)
     loss = float(losses.mean())
     return {"order": order, "tokens": int(blocks.size), "validation_loss": loss, "perplexity": math.exp(loss)}
-
-
-# Several budgets: every entry is trained to each with a schedule of its own, as a comparison in ``budgets/TOKENS/``. A
-# prefix of a longer run is no shorter run: its learning rate has not come down. What is tuned at one budget is handed
-# on to the next.
-
-
-def chosen_by(budgets: Sequence[Results]) -> dict[str, dict[str, float]]:
-    """Return what tuning has found for every entry in the results of comparisons, the later ones last."""
-    chosen: dict[str, dict[str, float]] = {}
-    for results in budgets:
-        for entry in results["entries"]:
-            chosen.setdefault(entry["name"], {}).update(_choice(entry))
-    return chosen
-
-
-def over_budgets(recipe: CompareSettings, comparisons: Sequence[Results], provenance: Provenance) -> Results:
-    """Return the results of the largest budget, with the results of every budget in ``budgets``.
-
-    Args:
-        recipe: with ``budgets``.
-        found: the results of the comparison at each.
-    """
-    budgets = zip(recipe.budgets or (), comparisons, strict=True)
-    rows = [budget_row("tokens", tokens, f"{BUDGETS}/{tokens}", results) for tokens, results in budgets]
-    notes = comparisons[-1]["notes"] + _budget_notes(recipe, rows)
-    return {**comparisons[-1], "name": recipe.name, "budgets": rows, "notes": notes, **provenance, "finished": now()}
-
-
-def at_budget(recipe: CompareSettings, index: int, chosen: Mapping[str, Mapping[str, float]]) -> CompareSettings:
-    """Return the comparison at one budget.
-
-    Args:
-        recipe: with ``budgets``.
-        index: of the budget.
-        chosen: what smaller budgets have found, as ``with_choices`` takes it.
-    """
-    budgets = recipe.budgets or ()
-    share = budgets[index] / budgets[-1]
-    values = recipe.model_dump(exclude_unset=True)
-    values |= {"budgets": None, "tokens": budgets[index], "name": f"{recipe.name} at {budgets[index]:,} tokens"}
-    values["train"] = shortened(values.get("train", {}), share)
-    values["entries"] = {
-        name: entry | {"set": shortened(entry.get("set", {}), share)} for name, entry in values["entries"].items()
-    }
-    if index < len(budgets) - 1:
-        values["speed"] = {"seconds": 0}  # the same at every budget
-    if recipe.tune is not None and recipe.tune.at == "smallest" and index:
-        values["entries"] = with_choices(values["entries"], chosen)
-        checked = index == 1 or recipe.tune.check_full_length
-        diverged = set(values["entries"]) - set(chosen)  # at the smaller budgets: they are tuned anew
-        values["tune"] = recipe.tune.model_dump() | {"check_full_length": checked} if checked or diverged else None
-    return CompareSettings.load(values, f"budget of {budgets[index]:,} tokens")
-
-
-def with_choices(
-    entries: Mapping[str, dict[str, Any]], chosen: Mapping[str, Mapping[str, float]]
-) -> dict[str, dict[str, Any]]:
-    """Return entries with the ``learning_rate`` and, where tuned, the initialisation and the warm-up of each."""
-    rows = {}
-    for name, entry in entries.items():
-        if (choice := chosen.get(name)) is None:
-            rows[name] = entry
-            continue
-        rows[name] = entry | {"learning_rate": choice["learning_rate"]}
-        change: dict[str, float | None] = {}
-        if "initializer_range" in choice:
-            # by its dotted name: the overrides that all entries share stay as they are
-            change["model_overrides.initializer_range"] = choice["initializer_range"]
-        if "warmup_ratio" in choice:
-            change |= {"warmup_ratio": choice["warmup_ratio"], "warmup_steps": None}
-        if change:
-            rows[name] |= {"set": entry.get("set", {}) | change}
-    return rows
-
-
-def _choice(entry: EntryResult) -> dict[str, float]:
-    tuned: Any = entry["tuning"] or {}
-    chosen = {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
-    return {"learning_rate": entry["learning_rate"]} | chosen
-
-
-def at_file_size(recipe: CompareSettings, size: int) -> CompareSettings:
-    """Return the comparison at one of several sizes of the file."""
-    values = recipe.model_dump(exclude_unset=True) | {"name": f"{recipe.name} at {size:,} bytes"}
-    values["match"] = recipe.match.model_dump() | {"to": size}
-    if size < recipe.file_sizes[-1]:
-        values |= {"speed": {"seconds": 0}, "ngram": None}  # stated once
-    return CompareSettings.load(values, f"files of {size:,} bytes")
-
-
-def over_sizes(recipe: CompareSettings, budgets: Sequence[Results], provenance: Provenance) -> Results:
-    """Return the results at the largest file size, with the results of every size in ``sizes``."""
-    sized = zip(recipe.file_sizes, budgets, strict=True)
-    rows = [budget_row("bytes", size, f"{SIZES}/{size}", results) for size, results in sized]
-    return {**budgets[-1], "name": recipe.name, "sizes": rows, **provenance, "finished": now()}
-
-
-def budget_row(what: Literal["tokens", "bytes"], amount: int, folder: str, results: Results) -> Budget:
-    """Return what the results of a whole tell of one budget, or size: ``results`` are its own, in ``folder``."""
-    entries: list[Any] = [
-        {
-            **{key: entry[key] for key in ("name", "learning_rate", "tuning", "validation_loss", "gap")},
-            "initializer_range": entry["settings"]["model_overrides"].get("initializer_range"),
-            "warmup_ratio": entry["settings"].get("warmup_ratio"),
-            "bits": entry["settings"].get("bits"),
-            "runs": [{key: run[key] for key in ("seed", "steps", "tokens_per_second")} for run in entry["runs"]],
-        }
-        for entry in results["entries"]
-    ]
-    row: Any = {what: amount, "folder": folder, "ngram": results["ngram"], "entries": entries}
-    return row
-
-
-def _budget_notes(recipe: CompareSettings, rows: list[Budget]) -> list[str]:
-    budgets = recipe.budgets or ()
-    notes = [
-        f"Every entry was trained to each of {len(budgets)} budgets with a complete schedule; the table is of the last."
-    ]
-    if recipe.tune is not None and len(budgets) > 1:
-        at = {
-            "smallest": "at the smallest budget, and held against their neighbours in whole runs at "
-            + ("each after it" if recipe.tune.check_full_length else "the next"),
-            "each": "at each budget",
-        }
-        notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
-        ranges = {"initialisation": recipe.tune.initializer_range, "warm-up": recipe.tune.warmup_ratio}
-        tuned = [what for what, grid in ranges.items() if grid is not None]
-        if tuned and recipe.tune.at == "smallest":
-            notes.append(f"The {' and the '.join(tuned)} of an entry: the smallest budget's best throughout.")
-    # of the last budget the table itself tells
-    for row in rows[:-1]:
-        notes += [f"At {row['tokens']:,} tokens: {note}" for note in tuning_notes(row["entries"])]
-    return notes

@@ -13,11 +13,10 @@ import numpy as np
 from relinear.compare.engine import Engine, Run, Search, run_search, side_by_side
 from relinear.compare.executors import executor_at
 from relinear.compare.folder import (
-    BUDGETS,
     NGRAM,
     RESULTS,
     RUNS,
-    SIZES,
+    SCALE,
     SPEED,
     TUNING,
     claimed_folder,
@@ -27,17 +26,9 @@ from relinear.compare.folder import (
 )
 from relinear.compare.gaps import gap
 from relinear.compare.match import Planned, plan_comparison
-from relinear.compare.results import (
-    at_budget,
-    at_file_size,
-    chosen_by,
-    comparison_result,
-    count_ngrams,
-    entry_result,
-    over_budgets,
-    over_sizes,
-    seed_run,
-)
+from relinear.compare.parts import over_parts, part_folders, part_of
+from relinear.compare.results import comparison_result, count_ngrams, entry_result, seed_run
+from relinear.compare.scaling import scale_results
 from relinear.compare.schema import Diverged, Gap, Ngram, Provenance, Results, Speed, Tuning
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
@@ -102,15 +93,10 @@ def compare(
     if on_event is not None:
         warnings.warn("compare(on_event=) has a new name: on_progress", DeprecationWarning, stacklevel=2)
         on_progress = on_event
-    run: Any = comparison
-    if recipe.sizes is not None:
-        from relinear.compare.scaling import scaled_up
-
-        run = scaled_up
     if workers is None:
         workers = runs_at_once(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as pool:
-        return run(recipe, out_dir, Engine(pool, workers, on_progress), overwrite)
+        return comparison(recipe, out_dir, Engine(pool, workers, on_progress), overwrite)
 
 
 def runs_at_once(recipe: CompareSettings) -> int:
@@ -123,7 +109,7 @@ def runs_at_once(recipe: CompareSettings) -> int:
 
 def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> Results:
     """Check everything, then hold ``out_dir`` for the comparison and do it, unless it has ended."""
-    path = out_dir / RESULTS
+    path = out_dir / (RESULTS if recipe.sizes is None else SCALE)
     comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
     if path.is_file() and not overwrite:
         return with_new_columns(read_json(path))
@@ -134,30 +120,24 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    parts = at_file_sizes(recipe)
-    for part in parts:
-        planned = plan_comparison(part, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
+    folders = part_folders(recipe)
+    sizes = [recipe] if recipe.budgets else [part_of(recipe, n, vocabulary) for n in range(len(folders))] or [recipe]
+    for each in sizes:
+        planned = plan_comparison(each, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(parts[-1], data.vocab_size, engine.on_progress)
+        planned = plan_comparison(sizes[-1], data.vocab_size, engine.on_progress)
     with claimed_folder(recipe, out_dir, planned, data, overwrite) as started:
-        results: list[Results] = []
-        if len(parts) > 1:
-            for size, part in zip(recipe.file_sizes, parts, strict=True):
-                results.append(comparison(part, out_dir / SIZES / str(size), engine))
-            return load_or_make_json(path, lambda: over_sizes(recipe, results, recorded_provenance(started)))
-        if recipe.budgets is None:
+        if not folders:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
-        for index, tokens in enumerate(recipe.budgets):
-            at_one = at_budget(recipe, index, chosen_by(results))
-            results.append(comparison(at_one, out_dir / BUDGETS / str(tokens), engine))
-        return load_or_make_json(path, lambda: over_budgets(recipe, results, recorded_provenance(started)))
-
-
-def at_file_sizes(recipe: CompareSettings) -> list[CompareSettings]:
-    """Return the comparisons at each file size; the recipe alone if there are not several."""
-    file_sizes = recipe.file_sizes
-    return [at_file_size(recipe, size) for size in file_sizes] if len(file_sizes) > 1 else [recipe]
+        results: list[Results] = []
+        for index, folder in enumerate(folders):
+            results.append(comparison(part_of(recipe, index, data.vocab_size, results), out_dir / folder, engine))
+        made = recorded_provenance(started)
+        if recipe.sizes is None:
+            return load_or_make_json(path, lambda: over_parts(recipe, results, made))
+        scaled: Any = load_or_make_json(path, lambda: scale_results(recipe, out_dir, results, made))
+        return scaled
 
 
 def load_or_make_json(path: Path, make: Callable[[], T]) -> T:
@@ -362,27 +342,24 @@ class _Comparison:
 
     def _next_lower_rate(self, name: str, choice: _Choice) -> _Choice:
         """Return ``choice``, or the next lower rate that was tried and at which no final run has diverged."""
-        rejected, rate, diverged = self._rejected(name), choice.settings.learning_rate, []
-        tuning = choice.tuning
-        if tuning is None or rate not in rejected:
+        rejected, tuning = self._rejected(name), choice.tuning
+        if tuning is None or choice.settings.learning_rate not in rejected:
             return choice
         lower = [
             trial["learning_rate"]
             for trial in [*tuning["trials"], *tuning.get("full_length", {}).get("trials", ())]
             if trial["validation_loss"] is not None
+            and trial["learning_rate"] < min(rejected)
             and trial.get("initializer_range") == tuning["initializer_range"]
             and trial.get("warmup_ratio") in (None, tuning.get("warmup_ratio"))
             and trial.get("bits") == choice.settings.bits
         ]
-        while rate in rejected:
-            diverged.append(rate)
-            below = [other for other in lower if other < rate]
-            if not below:
-                at = ", ".join(f"{r:g}" for r in diverged)
-                advice = "no lower learning rate was tried; lower tune.learning_rates"
-                raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
-            rate = max(below)
-        return _Choice(choice.settings.updated(learning_rate=rate), tuning | {"diverged": diverged})
+        diverged = sorted(rejected, reverse=True)
+        if not lower:
+            at = ", ".join(f"{rate:g}" for rate in diverged)
+            advice = "no lower learning rate was tried; lower tune.learning_rates"
+            raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
+        return _Choice(choice.settings.updated(learning_rate=max(lower)), tuning | {"diverged": diverged})
 
     def _trials(
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False

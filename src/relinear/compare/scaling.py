@@ -13,50 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.engine import Engine
-from relinear.compare.folder import RUNS, SCALE, SIZES, claimed_folder, comparison_folder, read_losses
+from relinear.compare.folder import RUNS, SCALE, SIZES, read_losses
 from relinear.compare.gaps import interval, replicates
-from relinear.compare.match import at_width, config_of_preset, measure_size, scaled_operators
-from relinear.compare.run import comparison, load_or_make_json, recorded_provenance
-from relinear.compare.schema import Results
+from relinear.compare.schema import Provenance, Results
 from relinear.compare.settings import CompareSettings
-from relinear.data import prepare_data
 from relinear.system.files import damaged_file_errors, read_json
 
-NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
 FORMAT = 1
-_SHARE = 0.75  # of the width or the depth that the controls keep
 # A backward pass takes two forward ones.
 _PASSES = 3
 AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
-
-
-def scaled_up(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> dict[str, Any]:
-    """Hold ``out_dir`` for a comparison at every width, unless all have ended."""
-    comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
-    if (out_dir / SCALE).is_file() and not overwrite:
-        return read_scale(out_dir)
-    data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
-    widths = recipe.sizes.widths if recipe.sizes else ()
-    recipes = {width: at_size(recipe, width, data.vocab_size) for width in widths}
-    with claimed_folder(recipe, out_dir, [], overwrite=overwrite) as started:
-        results = {width: comparison(sized, out_dir / SIZES / str(width), engine) for width, sized in recipes.items()}
-        head = {"format": FORMAT, "name": recipe.name, "description": recipe.description}
-        return load_or_make_json(
-            out_dir / SCALE, lambda: head | _summary(recipe, out_dir, results) | recorded_provenance(started)
-        )
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
     """Return what ``scale.json`` in ``directory`` says.
 
     Raises:
-        FileNotFoundError: if nothing has finished there.
+        OSError: if nothing has finished there.
         ValueError: if the file is damaged or written by a newer relinear.
     """
     path = Path(directory) / SCALE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: no comparison over sizes has finished there")
     with damaged_file_errors(path, "damaged", "delete it and start again"):
         results = read_json(path)
         version = results["format"]
@@ -64,82 +40,6 @@ def read_scale(directory: str | Path) -> dict[str, Any]:
     if version > FORMAT:
         raise ValueError(f"{path} has format {version}, this relinear reads up to {FORMAT}; upgrade relinear")
     return results
-
-
-# Sizes
-
-
-def at_size(recipe: CompareSettings, width: int, vocab_size: int | None) -> CompareSettings:
-    """Return the comparison at one width: all entries scaled from the recipe's, and the two dense controls.
-
-    Widths, MLPs and operators grow by the same factor, heads and depth stay; an operator without a size stays as it is.
-
-    Raises:
-        ValueError: if a model is not a preset, or an entry cannot take the width.
-    """
-    base = _config(recipe, str(recipe.reference)).hidden_size
-    factor = width / base
-    values = recipe.model_dump(exclude_unset=True) | {"sizes": None, "name": f"{recipe.name} at width {width}"}
-    entries: dict[str, Any] = {}
-    for name, entry in values["entries"].items():
-        scaled_width = round(factor * _config(recipe, name).hidden_size)
-        entries[name] = entry | _scaled(recipe, name, scaled_width, factor, vocab_size)
-    reference = next(name for name, entry in recipe.entries.items() if entry.dense)
-    entries |= _controls(recipe, reference, width, vocab_size)
-    values |= {"entries": entries}
-    per_parameter = recipe.sizes.tokens_per_parameter if recipe.sizes else None
-    if per_parameter is not None:
-        sized = CompareSettings.load(values).settings_of(reference)
-        values["tokens"] = max(1, round(per_parameter * measure_size(sized, vocab_size).parameters))
-    return CompareSettings.load(values, f"width {width}")
-
-
-def _config(recipe: CompareSettings, name: str) -> Any:
-    return config_of_preset(recipe.settings_of(name), name)
-
-
-def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None) -> dict[str, Any]:
-    """Return the changes in an entry at ``width``."""
-    settings, config = recipe.settings_of(name), _config(recipe, name)
-    if width % config.num_attention_heads:
-        raise ValueError(f"{name}: width {width} is not a multiple of its {config.num_attention_heads} heads")
-    sized = at_width(settings, config, width)
-    entry = recipe.entries[name]
-    changes: dict[str, Any] = {"set": _with_overrides(recipe, entry.set, sized.model_overrides)}
-    if settings.operators or recipe.entries[name].operator:
-        operators = scaled_operators(sized, vocab_size, factor)
-        changes |= {"operator": None, "target": None, "operators": operators}
-    return changes
-
-
-def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry's ``set`` with these ``model_overrides`` in place of its own."""
-    # operators are written out at their size beside it
-    rest = {key: value for key, value in changes.items() if key.split(".")[0] not in ("model_overrides", "operators")}
-    shared = recipe.train.model_overrides
-    if set(shared) - set(overrides):
-        return rest | {"model_overrides": dict(overrides)}
-    # Only what differs: an initialisation that all share is not the entry's own, and stays to be tuned.
-    return rest | {f"model_overrides.{key}": value for key, value in overrides.items() if shared.get(key) != value}
-
-
-def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Any]:
-    """Return a narrower and a shallower dense model, where the recipe has none of these names."""
-    settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _config(recipe, reference)
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
-    head = width // heads
-    narrow = min(2 * round(_SHARE * head / 2), head - 2)  # rotary embeddings need even heads
-    if narrow < 2 or layers < 2:
-        raise ValueError(f"width {width} with {heads} heads and {layers} layers leaves no smaller dense model")
-    shallow = at_width(settings, config, width).model_overrides
-    shallow |= {"num_hidden_layers": min(round(_SHARE * layers), layers - 1)}
-    shallow.pop("n_layer", None)
-    shared = entry.model_dump(exclude_unset=True)
-    results = {
-        NARROWER: shared | _scaled(recipe, reference, heads * narrow, 1.0, vocab_size),
-        SHALLOWER: shared | {"set": _with_overrides(recipe, entry.set, shallow)},
-    }
-    return {name: control for name, control in results.items() if name not in recipe.entries}
 
 
 # Fits
@@ -162,7 +62,11 @@ def crossing(fit: Fit, other: Fit, low: float, high: float) -> np.ndarray:
     return np.exp(np.where(inside, meeting, np.nan))
 
 
-def _summary(recipe: CompareSettings, out_dir: Path, by_width: Mapping[int, Results]) -> dict[str, Any]:
+def scale_results(
+    recipe: CompareSettings, out_dir: Path, parts: Sequence[Results], provenance: Provenance
+) -> dict[str, Any]:
+    """Return what ``scale.json`` holds on the comparisons at every width, which are in ``out_dir``."""
+    by_width = dict(zip(recipe.sizes.widths if recipe.sizes else (), parts, strict=True))
     # one that diverged at a width has no line
     everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in by_width.values()))
     names = [entry["name"] for entry in next(iter(by_width.values()))["entries"] if entry["name"] in everywhere]
@@ -184,7 +88,8 @@ def _summary(recipe: CompareSettings, out_dir: Path, by_width: Mapping[int, Resu
         for width, results in by_width.items()
         for each in results.get("diverged", [])
     ]
-    return {"reference": recipe.reference, "entries": entries, "verdicts": verdicts}
+    head = {"format": FORMAT, "name": recipe.name, "description": recipe.description, "reference": recipe.reference}
+    return head | {"entries": entries, "verdicts": verdicts} | dict(provenance)
 
 
 def _point(width: int, results: Results, name: str) -> dict[str, Any]:

@@ -284,8 +284,14 @@ class CompareSettings(Settings):
                 raise ValueError(f"{key} names no entry: {name!r}; {did_you_mean(name, self.entries)}")
         if self.train.operators or self.train.attachments:
             raise ValueError("train.operators and train.attachments belong to the entries of a comparison")
-        if self.tokens is not None and "steps" in self.train.model_fields_set:
-            raise ValueError("give the budget as tokens or as train.steps, not both")
+        stated = {
+            "tokens": self.tokens,
+            "budgets": self.budgets,
+            "train.steps": "steps" in self.train.model_fields_set,
+            "sizes.tokens_per_parameter": self.sizes and self.sizes.tokens_per_parameter,
+        }
+        if len(budgets := [name for name, value in stated.items() if value]) > 1:
+            raise ValueError(f"give the budget once: {' or '.join(budgets)}")
         if self.train.seed != TrainSettings.model_fields["seed"].default:  # which records of recipes hold
             raise ValueError("train.seed is of a single run; a comparison has seeds: seeds: [0, 1, 2]")
         if self.tune is not None and self.tune.seed in self.seeds:
@@ -302,8 +308,6 @@ class CompareSettings(Settings):
 
     def _check_series(self) -> None:
         """Check several budgets or sizes: each run has one budget, and there is a reference entry."""
-        if self.budgets is not None and (self.tokens is not None or "steps" in self.train.model_fields_set):
-            raise ValueError("give budgets, tokens or train.steps, one of them")
         if self.budgets is None and self.sizes is None:
             return
         axis = "sizes" if self.budgets is None else "budgets"
@@ -320,10 +324,6 @@ class CompareSettings(Settings):
             raise ValueError("sizes need a dense entry: narrower and shallower models are made of it")
         if self.match.by != "width":
             raise ValueError("sizes scale every entry from what is written: leave match at width")
-        if self.sizes.tokens_per_parameter is not None and (
-            self.tokens is not None or "steps" in self.train.model_fields_set
-        ):
-            raise ValueError("give sizes.tokens_per_parameter, tokens or train.steps, one of them")
 
     @property
     def steps(self) -> int:

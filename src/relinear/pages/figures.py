@@ -36,7 +36,7 @@ class Series:
         texts: what is seen when a point is pointed at: (N,), or one for all; "" for its numbers.
         mode: "line" (with markers), "plain" (a line alone), "points", or "steps".
         hollow, size, opacity, dashed: how it is drawn.
-        label: at the line's end or next to the point, in matplotlib figures; "" leaves it to the legend.
+        label: at the line's end on a page, and in the legend of a file; "" is the name.
         legend: whether the legend names it.
     """
 

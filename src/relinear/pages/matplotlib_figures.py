@@ -1,8 +1,7 @@
 """Figures as Matplotlib draws them into files: without a display, in one style. Matplotlib is imported on first use."""
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ def _rows(panel: Panel) -> list[str]:
 
 
 def _legend(figure: Any, grid: Sequence[Any], panels: Sequence[Panel]) -> None:
-    """Draw one legend for all panels, at the right, of what has no label of its own."""
+    """Draw one legend for all panels, at the right."""
     handles: dict[str, Any] = {}
     for axes, panel in zip(grid, panels):
         if panel.legend:
@@ -147,8 +146,6 @@ def _fill(figure: Any, axes: Any, panel: Panel) -> None:
         _guide(axes, guide, panel.x.bounds or (0, 1))
     if panel.title:
         axes.set_title(plain_text(panel.title), loc="left", fontsize=10)
-    _label_ends(axes, panel)
-    _label_points(axes, panel)
 
 
 def _series(axes: Any, series: Series, rows: Sequence[str]) -> None:
@@ -163,7 +160,7 @@ def _series(axes: Any, series: Series, rows: Sequence[str]) -> None:
         style |= {"drawstyle": "steps-post", "zorder": 1, "lw": 1.2}
     if series.hollow:
         style["mfc"] = "none"
-    axes.plot(x, y, label=series.name if series.legend and not series.label else None, **style)
+    axes.plot(x, y, label=(series.label or series.name) if series.legend else None, **style)
     if series.low is not None and series.high is not None:
         if series.mode == "points":
             spans = [abs(h - v) for h, v in zip(series.high, y, strict=True)]
@@ -234,75 +231,8 @@ def _round_ticks(axes: Any, side: str) -> None:
 def _guide(axes: Any, guide: Guide, ends: tuple[float, float]) -> None:
     style: dict[str, Any] = {"color": GUIDE, "lw": 1.2, "ls": (0, (4, 3)), "zorder": 1}
     if guide.y is not None:
-        axes.axhline(guide.y, label=None, **style)
+        axes.axhline(guide.y, label=guide.text or None, **style)
     elif guide.x is not None:
         axes.axvline(guide.x, label=guide.text or None, **style)
     else:
         axes.axline((ends[0], ends[0]), (ends[1], ends[1]), **style)
-
-
-def spread_labels(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return positions near the given ones, at least ``gap`` apart and within [low, high] where they fit."""
-    order = sorted(range(len(positions)), key=lambda i: positions[i])
-    gap = min(gap, (high - low) / max(1, len(positions) - 1)) if len(positions) > 1 else gap
-    placed = [min(max(w, low), high) for w in positions]
-    for before, after in pairwise(order):
-        placed[after] = max(placed[after], placed[before] + gap)
-    if order and placed[order[-1]] > high:
-        placed[order[-1]] = high
-        for after, before in pairwise(order[::-1]):
-            placed[before] = min(placed[before], placed[after] - gap)
-    return placed
-
-
-def _label_ends(axes: Any, panel: Panel) -> None:
-    """Write names at the right of the frame, at the ends of lines and guides."""
-    lines = [s for s in panel.shown if isinstance(s, Series) and s.label and s.mode != "points"]
-    ends = [(s.label, s.x[-1], s.y[-1], s.colour) for s in lines]
-    right = axes.get_xlim()[1]
-    ends += [(guide.text, right, guide.y, GUIDE) for guide in panel.guides if guide.text and guide.y is not None]
-    low, high = axes.get_ylim()
-    heights = spread_labels([end[2] for end in ends], 0.055 * (high - low), low, high)
-    for (text, x, y, colour), label_y in zip(ends, heights, strict=True):
-        axes.annotate(
-            plain_text(text),
-            xy=(x, y),
-            xytext=(1.03, label_y),
-            textcoords=axes.get_yaxis_transform(),
-            color=colour,
-            va="center",
-            fontsize=9.5,
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "alpha": 0.6, "shrinkA": 1, "shrinkB": 2},
-        )
-    if ends:
-        axes.set_ylim(low, high)
-
-
-def _label_points(axes: Any, panel: Panel) -> None:
-    """Write names next to their points: on the side with more room, moved apart where points lie close together."""
-    spots = [s for s in panel.shown if isinstance(s, Series) and s.label and s.mode == "points"]
-    if not spots:
-        return
-    xs, ys = [s.x[0] for s in spots], [s.y[0] for s in spots]
-    margin, width = 0.15 * (max(ys) - min(ys)) or 0.1, max(xs) - min(xs) or 0.1 * max(xs)
-    low, high, left, right = min(ys) - margin, max(ys) + margin, min(xs) - 0.12 * width, max(xs) + 0.12 * width
-    axes.set_xlim(left, right)
-    axes.set_ylim(low, high)
-    gap = 0.055 * (high - low)
-    for on_left in (False, True):
-        side = [i for i, x in enumerate(xs) if (x > (left + right) / 2) == on_left]
-        heights = spread_labels([ys[i] for i in side], gap, low + 0.1 * margin, high - 0.1 * margin)
-        for i, label_y in zip(side, heights, strict=True):
-            moved: Mapping[str, Any] = {"arrowstyle": "-", "color": spots[i].colour, "lw": 0.5, "alpha": 0.6}
-            axes.annotate(
-                plain_text(spots[i].label),
-                xy=(xs[i], ys[i]),
-                xytext=(xs[i] + (-1 if on_left else 1) * 0.035 * (right - left), label_y),
-                ha="right" if on_left else "left",
-                va="center",
-                fontsize=9,
-                color=spots[i].colour,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-                arrowprops=moved if abs(label_y - ys[i]) > 0.2 * gap else None,
-            )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import Config
-from relinear.contract.messages import shown
 from relinear.contract.objective import ObjectiveConfig
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import Batch, Patterns, PositiveInt, Seed, Settings, Threads
 from relinear.data import DataSettings
 
+_Share = Annotated[float, Field(ge=0, lt=1)]
 Schedule = Literal["onecycle", "cosine", "noam", "constant"]
 
 
@@ -72,18 +71,18 @@ class FitSettings(Settings):
     learning_rate: float = Field(default=1e-3, gt=0)
     schedule: Schedule = "cosine"
     warmup_steps: int | None = Field(default=None, ge=0)
-    warmup_ratio: float | None = Field(default=None, ge=0, lt=1)
+    warmup_ratio: _Share | None = None
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     weight_decay: float = Field(default=0.1, ge=0)
     decay_embeddings: bool = False
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Share, _Share] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
     fan_in_base: PositiveInt | None = None
     parametrization: Literal["standard", "mup"] = "standard"
     parametrization_base_width: PositiveInt = 64
     dtype: Literal["auto", "float32", "bfloat16", "pure_bfloat16"] = "auto"
-    compile: bool | Literal["reduce-overhead"] = False
+    compile: Literal[False, True, "reduce-overhead"] = False
     gradient_checkpointing: bool = False
     seed: Seed = 0
     threads: Threads | None = None
@@ -96,21 +95,6 @@ class FitSettings(Settings):
     report_to: Patterns = ()
     save_model: bool = True
     keep_checkpoint: bool = False
-
-    @field_validator("compile", mode="wrap")
-    @classmethod
-    def _compile_known(cls, value: Any, check: Callable[[Any], bool | str]) -> bool | str:
-        try:
-            return check(value)
-        except ValidationError:
-            raise ValueError(f"expected true, false or 'reduce-overhead', got {shown(value)}") from None
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must lie in [0, 1), got {betas}")
-        return betas
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> FitSettings:
