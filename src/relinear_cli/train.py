@@ -48,6 +48,7 @@ def command(
     from relinear.compare.requirements import training_requirements
     from relinear.system.machine import is_first_rank
     from relinear.training import TrainSettings, train
+    from relinear.training.report import result_facts
     from relinear.training.run import run_folder
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
@@ -86,19 +87,6 @@ def command(
         result = train(settings, out, overwrite=overwrite, on_progress=on_progress)
     if not is_first_rank():  # of several under torchrun one tells
         return
-    for name, text in (
-        ("validation loss", _number(result.validation_loss, ".4f")),
-        ("perplexity", f"{_number(result.perplexity, '.3f')} (at step 0: {_number(result.initial_perplexity, '.1f')})"),
-        ("parameters", f"{result.parameters:,}"),
-        ("FLOPs per token", f"{result.flops_per_token:,}"),
-        ("tokens per second", _number(result.tokens_per_second, ",.0f")),
-        ("peak memory", f"{result.peak_memory_bytes / 2**20:,.0f} MiB"),
-        *((name, _number(value, ".4g")) for name, value in result.aux.items()),
-        ("directory", str(out.resolve())),
-        ("as a page", f"relinear report {shlex.quote(str(out))}"),
-    ):
+    facts = {"directory": str(out.resolve()), "as a page": f"relinear report {shlex.quote(str(out))}"}
+    for name, text in (result_facts(result.to_dict()) | facts).items():
         print(f"{name:<18} {text}")
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "–" if value is None else format(value, spec)

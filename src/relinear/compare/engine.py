@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from relinear.system.progress import Progress, ProgressCallback
 from relinear.training.callbacks import pace, read_metrics
 from relinear.training.fitting import NonFiniteLossError
-from relinear.training.run import read_final_loss, read_result_of, train
+from relinear.training.run import read_final_loss, run_folder, train
 from relinear.training.settings import TrainSettings
 
 #: seconds between looks at what runs have written
@@ -33,8 +33,8 @@ class Run:
         Raises:
             ValueError: if another run is in its folder.
         """
-        read_result_of(self.settings, self.folder)
-        return read_final_loss(self.folder)
+        record = run_folder(self.folder, self.settings).check(self.settings.model_dump(mode="json"))
+        return read_final_loss(self.folder) if record else None
 
 
 T = TypeVar("T")

@@ -28,17 +28,21 @@ def run_section(directory: Path) -> Section:
         panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
         blocks.append(Chart("Loss against training tokens.", panel))
     if result:
-        plotted = {}
-        for name, value in result.items():
-            if type(value) in (int, float):
-                shown = in_words(name, value) if name.endswith("_bytes") else f"{value:,.6g}"
-                plotted[name.removesuffix("_bytes").replace("_", " ")] = shown
-        blocks += [Text("Results", heading=True), Facts(plotted)]
+        blocks += [Text("Results", heading=True), Facts(result_facts(result))]
     facts = {name: str(settings.get(name)) for name in ("model", "steps", "seed")}
     blocks += [*what_ran(record, facts), Listing("settings", as_yaml(settings))]
     corpus = (settings.get("data") or {}).get("data")
     note = about(record, str(settings.get("model")), corpus)
     return Section(f"Training run {directory.resolve().name}", "train", blocks, note=note)
+
+
+def result_facts(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the numbers of a run's result, auxiliary ones too, by name."""
+    numbers = {key: v for key, v in {**result, **result.get("aux", {})}.items() if type(v) in (int, float)}
+    return {
+        name.removesuffix("_bytes").replace("_", " "): in_words(name, v) if name.endswith("_bytes") else f"{v:,.6g}"
+        for name, v in numbers.items()
+    }
 
 
 def _verdict(record: Mapping[str, Any], result: Mapping[str, Any], tokens: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, TrainerCallback
+from transformers import TrainerCallback
 
 from relinear.activations.shared_context import check_context_is_there
 from relinear.contract.messages import did_you_mean
@@ -85,29 +85,11 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
         if settings.model_init == "torch":
             draw_as_torch_(model)
         return model
-    model = checkpoint.from_pretrained(name)
-    return model if settings.dtype == "pure_bfloat16" else model.float()
-
-
-def _check_model(settings: TrainSettings) -> None:
-    """Find out what is wrong with the choice of the model before data are read: this takes a moment, they may not."""
-    name = settings.model
-    source = locate_model(name)
-    if source == "preset":
-        with torch.device("meta"):
-            _check_memory(build_model(settings))
-        return
     if settings.model_overrides or settings.model_init != "config":
         setting = "model_overrides" if settings.model_overrides else f"model_init={settings.model_init!r}"
         raise ValueError(f"{setting} is for presets, and {name!r} is none; {did_you_mean(name, preset_names())}")
-    try:
-        with checkpoint.reading_config(name):
-            AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise ValueError(
-            f"model {name!r} is neither a preset ({did_you_mean(name, preset_names())}), nor a directory with a model, "
-            f"nor a model on the Hub: {str(error).splitlines()[0]}"
-        ) from error
+    model = checkpoint.from_pretrained(name)
+    return model if settings.dtype == "pure_bfloat16" else model.float()
 
 
 def _check_memory(model: Any) -> None:
@@ -253,7 +235,9 @@ def train(
         settings.minimised.check()
     if settings.bits is not None and rank_count() > 1:
         raise ValueError("bits are for runs of one process: train on one, or store the model by save_pretrained(bits=)")
-    _check_model(settings)
+    if locate_model(settings.model) == "preset":  # before data are read, which may take long
+        with torch.device("meta"):
+            _check_memory(build_model(settings))
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
     objective = None if settings.minimised is None else settings.minimised.prepare(model)
@@ -322,9 +306,3 @@ def run_facts(model: Any, data: Any) -> dict[str, Any]:
         "model": counts | {"initial_sha256": tensor_digest(model.state_dict())},
         "data": data.description,
     }
-
-
-def read_result_of(settings: TrainSettings, out_dir: Path) -> TrainResult | None:
-    """Return the result of a finished run with these settings; raises ValueError if ``out_dir`` holds another run."""
-    record = run_folder(out_dir, settings).check(settings.model_dump(mode="json"))
-    return read_result(out_dir) if record else None
