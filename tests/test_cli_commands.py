@@ -116,7 +116,8 @@ def test_help_shows_every_default_and_every_choice(name, capfd, monkeypatch):
         if not one.opts[0].startswith("-") or one.name == "help":
             continue
         values, said = shown[next(flag for flag in one.opts if flag.startswith("--"))]
-        kind = hints[one.name].__args__[0]
+        kind = hints[one.name]
+        kind = kind.__args__[0] if hasattr(kind, "__metadata__") else kind
         literal = next(
             (part for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is typing.Literal), None
         )

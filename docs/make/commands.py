@@ -145,8 +145,10 @@ def _parameters(command: Callable) -> list[tuple[str, Any, Any, Any]]:
     hints = typing.get_type_hints(command, include_extras=True)
     found = []
     for name, parameter in inspect.signature(command).parameters.items():
-        kind, info = typing.get_args(hints[name])
-        found.append((name, kind, info, parameter.default))
+        if isinstance(default := parameter.default, ArgumentInfo | OptionInfo):
+            found.append((name, hints[name], default, parameter.empty if default.default is ... else default.default))
+        else:  # one that several commands share
+            found.append((name, *typing.get_args(hints[name]), default))
     return found
 
 

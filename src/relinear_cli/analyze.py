@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,17 +18,15 @@ _ROWS = 12
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="MODEL")],
-    data: Annotated[
-        str, typer.Option(help="Text to look at: `stdlib`, a file or folder, a Hub name, or a task.")
-    ] = "stdlib",
-    out: Annotated[Path, typer.Option(help="Directory for JSON and figures.")] = Path("runs/analyze"),
-    only: Annotated[str | None, typer.Option(help="Such as gates,top_tokens; by default all that apply.")] = None,
-    control: Annotated[str | None, typer.Option(help="A second model with the same tokenizer, for comparison.")] = None,
+    model: str = typer.Argument(help="Directory of a saved model.", metavar="MODEL"),
+    data: str = typer.Option("stdlib", help="Text to look at: `stdlib`, a file or folder, a Hub name, or a task."),
+    out: Path = typer.Option(Path("runs/analyze"), help="Directory for JSON and figures."),
+    only: str | None = typer.Option(None, help="Such as gates,top_tokens; by default all that apply."),
+    control: str | None = typer.Option(None, help="A second model with the same tokenizer, for comparison."),
     tokenizer: Tokenizer = None,
     text_column: TextColumn = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences to look at.")] = 64,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
+    sequences: int = typer.Option(64, min=1, help="Sequences to look at."),
+    length: int = typer.Option(64, min=2, help="Tokens in each."),
     overwrite: Overwrite = False,
 ) -> None:
     """Measure and plot what a model's operators do on real text: the analyses that apply to it.

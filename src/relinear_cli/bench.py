@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,43 +19,37 @@ _SHAPES = "2048->2048, 512->2048, 512->1376"
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="Directory for bench.json and bench.png.")] = Path("runs/bench"),
-    operators: Annotated[
-        list[str] | None, typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="By default every kind.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="A preset: time whole models, eager and in fp32 by default.")
-    ] = None,
-    passes: Annotated[str | None, typer.Option(metavar=_PASSES, help="Models have the last three, else all.")] = None,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens per sequence, with --model.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per training step, with --model.")] = 1,
-    inference_batches: Annotated[
-        str | None, typer.Option(help="Sequences at once in prefill and decode, with --model.", show_default="1,8")
-    ] = None,
-    shapes: Annotated[
-        list[str] | None, typer.Option(help="Sizes of layers, as IN->OUT or INxOUT.", show_default=_SHAPES)
-    ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens per input.", show_default="1,64,4096")] = None,
-    dtypes: Annotated[
-        str | None, typer.Option(metavar="<fp32|bf16>,...", help="Data types.", show_default="fp32,bf16")
-    ] = None,
-    modes: Annotated[
-        str | None,
-        typer.Option(metavar="<eager|compiled>,...", help="How layers run.", show_default="eager,compiled"),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="How often each contender takes its turn.", show_default="11")
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs of the whole bench, for --check.", show_default="1")
-    ] = None,
+    out: Path = typer.Option(Path("runs/bench"), help="Directory for bench.json and bench.png."),
+    operators: list[str] | None = typer.Option(
+        None, "--operator", "-o", metavar="KIND:KEY=VALUE", help="By default every kind."
+    ),
+    model: str | None = typer.Option(
+        None, "--model", "-m", help="A preset: time whole models, eager and in fp32 by default."
+    ),
+    passes: str | None = typer.Option(None, metavar=_PASSES, help="Models have the last three, else all."),
+    sequence_length: int = typer.Option(512, min=2, help="Tokens per sequence, with --model."),
+    batch_size: int = typer.Option(1, min=1, help="Sequences per training step, with --model."),
+    inference_batches: str | None = typer.Option(
+        None, help="Sequences at once in prefill and decode, with --model.", show_default="1,8"
+    ),
+    shapes: list[str] | None = typer.Option(None, help="Sizes of layers, as IN->OUT or INxOUT.", show_default=_SHAPES),
+    tokens: str | None = typer.Option(None, help="Tokens per input.", show_default="1,64,4096"),
+    dtypes: str | None = typer.Option(None, metavar="<fp32|bf16>,...", help="Data types.", show_default="fp32,bf16"),
+    modes: str | None = typer.Option(
+        None, metavar="<eager|compiled>,...", help="How layers run.", show_default="eager,compiled"
+    ),
+    rounds: int | None = typer.Option(
+        None, min=1, metavar="N", help="How often each contender takes its turn.", show_default="11"
+    ),
+    repeats: int | None = typer.Option(
+        None, min=1, metavar="N", help="Runs of the whole bench, for --check.", show_default="1"
+    ),
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     overwrite: options.Overwrite = False,
-    check: Annotated[
-        Path | None,
-        typer.Option(exists=True, metavar="RECORDED", help="Name what is slower than in this bench.json, if anything."),
-    ] = None,
+    check: Path | None = typer.Option(
+        None, exists=True, metavar="RECORDED", help="Name what is slower than in this bench.json, if anything."
+    ),
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 

@@ -1,7 +1,7 @@
 """``relinear compare``: operators side by side on one budget."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
@@ -9,41 +9,34 @@ from relinear_cli import options
 
 
 def command(
-    recipe: Annotated[str | None, typer.Option(help="A YAML file, or a name such as `quick`.")] = None,
-    plan: Annotated[
-        Path | None,
-        typer.Option(exists=True, help="A comparison written down before it runs; it takes no other settings."),
-    ] = None,
-    operators: Annotated[
-        list[str] | None,
-        typer.Option("--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."),
-    ] = None,
-    match: Annotated[
-        Literal["width", "parameters", "flops", "bytes"] | None,
-        typer.Option(
-            metavar="<width | parameters | flops | bytes>",
-            help="What is made equal: `width` leaves sizes alone; else operators are resized, and dense by its width.",
-            show_default="width",
-        ),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            help="Size of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB; else the recipe's."
-        ),
-    ] = None,
+    recipe: str | None = typer.Option(None, help="A YAML file, or a name such as `quick`."),
+    plan: Path | None = typer.Option(
+        None, exists=True, help="A comparison written down before it runs; it takes no other settings."
+    ),
+    operators: list[str] | None = typer.Option(
+        None, "--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."
+    ),
+    match: Literal["width", "parameters", "flops", "bytes"] | None = typer.Option(
+        None,
+        metavar="<width | parameters | flops | bytes>",
+        help="What is made equal: `width` leaves sizes alone; else operators are resized, and dense by its width.",
+        show_default="width",
+    ),
+    size: str | None = typer.Option(
+        None, help="Size of the stored model, for `--match bytes`: 500KB, or several: 250KB,1MB; else the recipe's."
+    ),
     model: options.TrainingModel = None,
     data: options.TrainingData = None,
     text_column: options.TextColumn = None,
-    tokens: Annotated[
-        str | None, typer.Option(help="Training tokens, such as 20.5M, in place of steps and of the recipe's budgets.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimiser steps, in place of the recipe's budget.", show_default="1000")
-    ] = None,
-    seeds: Annotated[str | None, typer.Option(help="A run of every entry for each.", show_default="0")] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Give each entry its own learning rate.")] = False,
-    out: Annotated[Path, typer.Option(help="Directory of the comparison.")] = Path("runs/compare"),
+    tokens: str | None = typer.Option(
+        None, help="Training tokens, such as 20.5M, in place of steps and of the recipe's budgets."
+    ),
+    steps: int | None = typer.Option(
+        None, min=1, help="Optimiser steps, in place of the recipe's budget.", show_default="1000"
+    ),
+    seeds: str | None = typer.Option(None, help="A run of every entry for each.", show_default="0"),
+    tune: bool = typer.Option(False, "--tune", help="Give each entry its own learning rate."),
+    out: Path = typer.Option(Path("runs/compare"), help="Directory of the comparison."),
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     compile: options.Compile = None,
@@ -51,7 +44,7 @@ def command(
     overrides: options.Overrides = None,
     workers: options.Workers = None,
     executor: options.Executor = None,
-    partition: Annotated[str | None, typer.Option(help="SLURM partition.", show_default="the cluster's")] = None,
+    partition: str | None = typer.Option(None, help="SLURM partition.", show_default="the cluster's"),
     slurm: options.Slurm = None,
 ) -> None:
     """Train operators side by side on one corpus and budget; ends with a table and report.html.

@@ -14,52 +14,36 @@ Corpora = Annotated[list[str] | None, typer.Option(help=_DATA, show_default="std
 def command(
     model: options.PretrainedModel,
     data: Corpora = None,
-    out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/compress"),
-    size: Annotated[
-        str | None, typer.Option(help="Largest file size, in place of --bits: 90MB, or a share such as 0.3.")
-    ] = None,
-    bits: Annotated[
-        float | None,
-        typer.Option(help="Average bits per weight, embedding included.", show_default="4.5, where no budget is given"),
-    ] = None,
-    keep: Annotated[
-        float | None, typer.Option(help="Share of the parameters, by low rank, in place of --bits.")
-    ] = None,
-    reader: Annotated[
-        Literal["relinear", "llama.cpp", "vllm"] | None,
-        typer.Option(
-            "--for", help="Program that will run the model; it decides types and file.", show_default="relinear"
-        ),
-    ] = None,
-    candidates: Annotated[
-        list[str] | None,
-        typer.Option(
-            *("--candidates", "--menu"),  # its name in 0.2
-            help="Operators that a layer may become; may be repeated.",
-            show_default="what the reader stores; pivoted_low_rank with --keep",
-        ),
-    ] = None,
-    target: Annotated[list[str] | None, typer.Option(help="Pattern of layers to replace; by default all.")] = None,
+    out: Path = typer.Option(Path("runs/compress"), help="Directory of the result."),
+    size: str | None = typer.Option(None, help="Largest file size, in place of --bits: 90MB, or a share such as 0.3."),
+    bits: float | None = typer.Option(
+        None, help="Average bits per weight, embedding included.", show_default="4.5, where no budget is given"
+    ),
+    keep: float | None = typer.Option(None, help="Share of the parameters, by low rank, in place of --bits."),
+    reader: Literal["relinear", "llama.cpp", "vllm"] | None = typer.Option(
+        None, "--for", help="Program that will run the model; it decides types and file.", show_default="relinear"
+    ),
+    candidates: list[str] | None = typer.Option(
+        None,
+        *("--candidates", "--menu"),
+        help="Operators that a layer may become; may be repeated.",
+        show_default="what the reader stores; pivoted_low_rank with --keep",
+    ),
+    target: list[str] | None = typer.Option(None, help="Pattern of layers to replace; by default all."),
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to calibrate on.", show_default="32768")] = None,
-    heal_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Distillation tokens after compression; 0 turns it off.", show_default="0")
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(exists=True, help="A plan to apply, such as an edited DIR/plan.json.")
-    ] = None,
-    plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Calibrate, print what layers would become, and stop.")
-    ] = False,
-    evaluate_on: Annotated[
-        list[str] | None, typer.Option(help="Other data to evaluate the result on, given like --data; several times.")
-    ] = None,
-    evaluate: Annotated[
-        bool | None, typer.Option(help="Compare the result with the original.", show_default="--evaluate")
-    ] = None,
+    tokens: int | None = typer.Option(None, min=1, help="Tokens to calibrate on.", show_default="32768"),
+    heal_tokens: int | None = typer.Option(
+        None, min=0, help="Distillation tokens after compression; 0 turns it off.", show_default="0"
+    ),
+    plan: Path | None = typer.Option(None, exists=True, help="A plan to apply, such as an edited DIR/plan.json."),
+    plan_only: bool = typer.Option(False, "--plan-only", help="Calibrate, print what layers would become, and stop."),
+    evaluate_on: list[str] | None = typer.Option(
+        None, help="Other data to evaluate the result on, given like --data; several times."
+    ),
+    evaluate: bool | None = typer.Option(None, help="Compare the result with the original.", show_default="--evaluate"),
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     threads: options.Threads = None,

@@ -1,7 +1,7 @@
 """``relinear distill``: fit operators to layers of a pretrained model."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -10,20 +10,19 @@ from relinear_cli import options
 
 def command(
     model: options.PretrainedModel,
-    replace: Annotated[
-        list[str],
-        typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="What becomes which operator."),
-    ],
-    data: Annotated[str, typer.Option(help="Corpus: `stdlib`, a file or folder, or a Hub name.")],
-    out: Annotated[Path, typer.Option(help="Directory of the result.")] = Path("runs/distill"),
-    layers: Annotated[str | None, typer.Option(help="Decoder layers, such as 0,4-11; by default all.")] = None,
+    replace: list[str] = typer.Option(
+        ..., "--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="What becomes which operator."
+    ),
+    data: str = typer.Option(help="Corpus: `stdlib`, a file or folder, or a Hub name."),
+    out: Path = typer.Option(Path("runs/distill"), help="Directory of the result."),
+    layers: str | None = typer.Option(None, help="Decoder layers, such as 0,4-11; by default all."),
     exclude: options.Exclude = None,
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "train",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on.", show_default="65536")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate (Adam).", show_default="0.01")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of parameters and token order.", show_default="0")] = None,
+    tokens: int | None = typer.Option(None, min=1, help="Tokens to fit on.", show_default="65536"),
+    learning_rate: float | None = typer.Option(None, help="Peak learning rate (Adam).", show_default="0.01"),
+    seed: int | None = typer.Option(None, help="Seed of parameters and token order.", show_default="0"),
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     overwrite: options.Overwrite = False,

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -10,23 +10,19 @@ from relinear_cli import options
 
 
 def command(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="A run of `relinear train` or `distill`, or a saved model.")
-    ],
-    data: Annotated[
-        str | None, typer.Option(help="`stdlib`, a file or folder, or a Hub name; by default the run's.")
-    ] = None,
+    directory: str = typer.Argument(metavar="DIR", help="A run of `relinear train` or `distill`, or a saved model."),
+    data: str | None = typer.Option(None, help="`stdlib`, a file or folder, or a Hub name; by default the run's."),
     text_column: options.TextColumn = None,
     tokenizer: options.Tokenizer = None,
     split: options.Split = "validation",
-    tasks: Annotated[str, typer.Option(help="`perplexity`, `lambada`, tasks of lm-eval; with commas.")] = "perplexity",
-    lambada: Annotated[Path | None, typer.Option(help="JSON lines with a `text`, for the task lambada.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=2, help="Window of perplexity, else the run's.")] = None,
-    stride: Annotated[int | None, typer.Option(min=1, help="Step of the window; by default its length.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Use the first tokens only.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first examples of each task only.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences in a forward pass.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False,
+    tasks: str = typer.Option("perplexity", help="`perplexity`, `lambada`, tasks of lm-eval; with commas."),
+    lambada: Path | None = typer.Option(None, help="JSON lines with a `text`, for the task lambada."),
+    sequence_length: int | None = typer.Option(None, min=2, help="Window of perplexity, else the run's."),
+    stride: int | None = typer.Option(None, min=1, help="Step of the window; by default its length."),
+    max_tokens: int | None = typer.Option(None, min=1, help="Use the first tokens only."),
+    limit: int | None = typer.Option(None, min=1, help="Use the first examples of each task only."),
+    batch_size: int = typer.Option(8, min=1, max=2**20, help="Sequences in a forward pass."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON in place of lines."),
 ) -> None:
     """Evaluate a model: perplexity on any text, LAMBADA, and the tasks of lm-eval.
 

@@ -1,7 +1,7 @@
 """``relinear explore``: look into a model in the browser."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -9,28 +9,26 @@ from relinear_cli.options import TextColumn, Tokenizer, load_model, load_model_t
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Directory of a saved model.", metavar="DIR")],
-    second: Annotated[
-        str | None, typer.Argument(help="A second one, shown side by side.", metavar="DIR2", show_default=False)
-    ] = None,
-    data: Annotated[str, typer.Option(help="Texts: `stdlib`, a file or folder, or a Hub name.")] = "stdlib",
+    model: str = typer.Argument(help="Directory of a saved model.", metavar="DIR"),
+    second: str | None = typer.Argument(
+        None, help="A second one, shown side by side.", metavar="DIR2", show_default=False
+    ),
+    data: str = typer.Option("stdlib", help="Texts: `stdlib`, a file or folder, or a Hub name."),
     text_column: TextColumn = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Texts to look at.")] = 256,
-    length: Annotated[int, typer.Option(min=2, help="Tokens in each.")] = 64,
-    hook_points: Annotated[
-        str | None,
-        typer.Option(
-            *("--hook-points", "--sites"),  # its name in 0.2
-            help="Where to look, such as basis_gate,q_proj; by default every latent and gate.",
-        ),
-    ] = None,
+    sequences: int = typer.Option(256, min=1, help="Texts to look at."),
+    length: int = typer.Option(64, min=2, help="Tokens in each."),
+    hook_points: str | None = typer.Option(
+        None,
+        *("--hook-points", "--sites"),
+        help="Where to look, such as basis_gate,q_proj; by default every latent and gate.",
+    ),
     tokenizer: Tokenizer = None,
-    index: Annotated[Path | None, typer.Option(help="Where the index is kept; by default DIR/explore.")] = None,
-    static: Annotated[Path | None, typer.Option(help="Write one file that can be mailed, and serve nothing.")] = None,
-    effects: Annotated[int, typer.Option(min=0, help="Units in that file whose effect is measured.")] = 100,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Rename an existing file of that name.")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; any other lets others run the model.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    index: Path | None = typer.Option(None, help="Where the index is kept; by default DIR/explore."),
+    static: Path | None = typer.Option(None, help="Write one file that can be mailed, and serve nothing."),
+    effects: int = typer.Option(100, min=0, help="Units in that file whose effect is measured."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Rename an existing file of that name."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; any other lets others run the model."),
+    port: int = typer.Option(0, min=0, max=65535, help="0 takes a free one."),
 ) -> None:
     """Show a model's gates, modulators or latents on text in the browser, and change them.
 

@@ -1,21 +1,19 @@
 """``relinear inspect``: what a model is made of."""
 
-from typing import Annotated
-
 import typer
 
 from relinear_cli import options
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A preset, or the directory of a saved model.", metavar="MODEL")],
+    model: str = typer.Argument(help="A preset, or the directory of a saved model.", metavar="MODEL"),
     replace: options.Replace = None,
     layers: options.ReplaceLayers = None,
     overrides: options.PresetFields = None,
-    causality: Annotated[
-        bool, typer.Option("--causality", help="Also run the model and check that no output sees a later token.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    causality: bool = typer.Option(
+        False, "--causality", help="Also run the model and check that no output sees a later token."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON in place of the table."),
 ) -> None:
     """Tabulate layers, operators, parameters and FLOPs per token; nothing is written.
 

@@ -3,7 +3,7 @@
 import inspect
 import re
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -21,10 +21,10 @@ _WHAT = ("operators", "residual", "attachments", "objectives", "analyses", "task
 
 
 def command(
-    what: Annotated[
-        str, typer.Argument(metavar="[WHAT]", help=f"{', '.join(_WHAT[:-1])} or {_WHAT[-1]}; else the names of all.")
-    ] = "",
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the settings of this one.")] = None,
+    what: str = typer.Argument(
+        "", metavar="[WHAT]", help=f"{', '.join(_WHAT[:-1])} or {_WHAT[-1]}; else the names of all."
+    ),
+    name: str | None = typer.Argument(None, metavar="[NAME]", help="Show the settings of this one."),
 ) -> None:
     """List what can be named on the command line and in recipes, and the settings of one.
 

@@ -6,7 +6,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
@@ -27,13 +27,12 @@ _OTHER_CLASSES = ("ClassVar", "Operator", "OperatorConfig", "Self", "Tensor")
 
 
 def command(
-    what: Annotated[Literal["operator"], typer.Argument(metavar="WHAT", help="What to write.")],
-    name: Annotated[str, typer.Argument(help="Its name in settings, such as `block_circulant`.")],
-    kind: Annotated[
-        Literal["linear", "nonlinear", "routed"],
-        typer.Option(help="Kind of operator; a routed one sends tokens to experts."),
-    ] = "linear",
-    out: Annotated[Path | None, typer.Option(help="The folder to make; NAME by default.")] = None,
+    what: Literal["operator"] = typer.Argument(metavar="WHAT", help="What to write."),
+    name: str = typer.Argument(help="Its name in settings, such as `block_circulant`."),
+    kind: Literal["linear", "nonlinear", "routed"] = typer.Option(
+        "linear", help="Kind of operator; a routed one sends tokens to experts."
+    ),
+    out: Path | None = typer.Option(None, help="The folder to make; NAME by default."),
 ) -> None:
     """Write a package with an operator of your own: the operator, its tests, its entry point. They pass as written.
 

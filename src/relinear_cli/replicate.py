@@ -1,7 +1,6 @@
 """``relinear replicate``: the main tables of a paper compared with ours."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -9,34 +8,28 @@ from relinear_cli import options
 
 
 def command(
-    paper: Annotated[str, typer.Argument(metavar="PAPER", help="One of `relinear list papers`, such as `hdpl`.")],
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of the paper's tokens, such as 0.01; `paper` is 1, with its model and text.",
-            show_default="ten minutes on two cores",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="`small`, `paper`, a preset, the directory of a saved model, or a Hub name.", show_default="small"
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="`stdlib`, `paper`, a file or folder, or a Hub name.", show_default="stdlib"),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="`bytes`, `bpe:N`, or a Hub name.", show_default="that of the sizes")
-    ] = None,
-    evaluate_on: Annotated[
-        str | None, typer.Option(help="A second text, for `rotor`.", show_default="PyTorch's documentation")
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="A run of every entry for each, such as 0,1,2.", show_default="the paper's")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the results.", show_default="runs/PAPER")] = None,
+    paper: str = typer.Argument(metavar="PAPER", help="One of `relinear list papers`, such as `hdpl`."),
+    budget: str | None = typer.Option(
+        None,
+        help="Share of the paper's tokens, such as 0.01; `paper` is 1, with its model and text.",
+        show_default="ten minutes on two cores",
+    ),
+    model: str | None = typer.Option(
+        None, help="`small`, `paper`, a preset, the directory of a saved model, or a Hub name.", show_default="small"
+    ),
+    data: str | None = typer.Option(
+        None, help="`stdlib`, `paper`, a file or folder, or a Hub name.", show_default="stdlib"
+    ),
+    tokenizer: str | None = typer.Option(
+        None, help="`bytes`, `bpe:N`, or a Hub name.", show_default="that of the sizes"
+    ),
+    evaluate_on: str | None = typer.Option(
+        None, help="A second text, for `rotor`.", show_default="PyTorch's documentation"
+    ),
+    seeds: str | None = typer.Option(
+        None, help="A run of every entry for each, such as 0,1,2.", show_default="the paper's"
+    ),
+    out: Path | None = typer.Option(None, help="Directory of the results.", show_default="runs/PAPER"),
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
     workers: options.Workers = None,

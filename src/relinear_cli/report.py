@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,34 +13,20 @@ if TYPE_CHECKING:
 
 
 def command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN...",
-            exists=True,
-            help="Directories of compare, train, compress, distill, bench or analyze.",
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of report.html, or an .html file; by default RUN, or here.")
-    ] = None,
-    analyze: Annotated[
-        bool, typer.Option("--analyze", help="First look into the trained models of RUN, one of every entry.")
-    ] = False,
-    csv: Annotated[
-        Path | None,
-        typer.Option("--csv", metavar="FILE", help="Also the table in numbers, and FILE-curves.", show_default="none"),
-    ] = None,
-    latex: Annotated[
-        Path | None,
-        typer.Option(
-            "--latex", metavar="FILE", help="Also the table with its intervals, for booktabs.", show_default="none"
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Rename existing files instead of stopping."),
-    ] = False,
+    runs: list[Path] = typer.Argument(
+        metavar="RUN...", exists=True, help="Directories of compare, train, compress, distill, bench or analyze."
+    ),
+    out: Path | None = typer.Option(None, help="Directory of report.html, or an .html file; by default RUN, or here."),
+    analyze: bool = typer.Option(
+        False, "--analyze", help="First look into the trained models of RUN, one of every entry."
+    ),
+    csv: Path | None = typer.Option(
+        None, "--csv", metavar="FILE", help="Also the table in numbers, and FILE-curves.", show_default="none"
+    ),
+    latex: Path | None = typer.Option(
+        None, "--latex", metavar="FILE", help="Also the table with its intervals, for booktabs.", show_default="none"
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Rename existing files instead of stopping."),
 ) -> None:
     """Write one page on one or several runs; it holds everything inline and opens without a network.
 

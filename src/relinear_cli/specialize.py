@@ -1,7 +1,6 @@
 """``relinear specialize``: a plain GPT-2 out of a Contextually Guided Transformer and a prefix."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -9,15 +8,15 @@ from relinear_cli.options import Tokenizer, load_model_tokenizer
 
 
 def command(
-    model: Annotated[Path, typer.Argument(exists=True, help="Directory of a saved CGTForCausalLM.", metavar="DIR")],
-    prefix_file: Annotated[
-        Path, typer.Option("--prefix-file", exists=True, help="UTF-8 text to specialise to.", metavar="FILE")
-    ],
-    out: Annotated[Path, typer.Option("--out", help="Where the GPT-2 and its tokenizer are written.", metavar="DIR")],
+    model: Path = typer.Argument(exists=True, help="Directory of a saved CGTForCausalLM.", metavar="DIR"),
+    prefix_file: Path = typer.Option(
+        ..., "--prefix-file", exists=True, help="UTF-8 text to specialise to.", metavar="FILE"
+    ),
+    out: Path = typer.Option(..., "--out", help="Where the GPT-2 and its tokenizer are written.", metavar="DIR"),
     tokenizer: Tokenizer = None,
-    first_position: Annotated[
-        int, typer.Option(help="Position of the first token after the prefix; -1 continues after the prefix.")
-    ] = 0,
+    first_position: int = typer.Option(
+        0, help="Position of the first token after the prefix; -1 continues after the prefix."
+    ),
 ) -> None:
     """Read a prefix once and write what the model becomes: a stock GPT-2 that needs neither the prefix nor relinear.
 

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -14,25 +14,23 @@ from relinear_cli import options
 def command(
     recipe: options.TrainingRecipe = None,
     model: options.TrainingModel = None,
-    out: Annotated[Path, typer.Option(help="Directory of the run.")] = Path("runs/train"),
+    out: Path = typer.Option(Path("runs/train"), help="Directory of the run."),
     replace: options.Replace = None,
     attach: options.Attach = None,
     layers: options.ReplaceLayers = None,
-    objective: Annotated[
-        str | None, typer.Option(help="Such as `distill:teacher=DIR`; by default the model's own loss.")
-    ] = None,
+    objective: str | None = typer.Option(None, help="Such as `distill:teacher=DIR`; by default the model's own loss."),
     data: options.TrainingData = None,
     text_column: options.TextColumn = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="`bytes`, `bpe:N`, or an AutoTokenizer name.", show_default="bytes")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.", show_default="1000")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Sequences in a forward pass (on each rank).", show_default="16")
-    ] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="The peak of the schedule.", show_default="0.001")] = None,
+    tokenizer: str | None = typer.Option(
+        None, help="`bytes`, `bpe:N`, or an AutoTokenizer name.", show_default="bytes"
+    ),
+    steps: int | None = typer.Option(None, min=1, help="Optimiser steps.", show_default="1000"),
+    batch_size: int | None = typer.Option(
+        None, min=1, help="Sequences in a forward pass (on each rank).", show_default="16"
+    ),
+    learning_rate: float | None = typer.Option(None, help="The peak of the schedule.", show_default="0.001"),
     compile: options.Compile = None,
-    seed: Annotated[int | None, typer.Option(help="Of initialisation, data and noise.", show_default="0")] = None,
+    seed: int | None = typer.Option(None, help="Of initialisation, data and noise.", show_default="0"),
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     overwrite: options.Overwrite = False,
