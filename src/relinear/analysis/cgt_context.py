@@ -130,41 +130,21 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     heat = Heat(values=table, x=places, y=places, bounds=(-1, 1), what="dot product", diverging=True)
     power = numbers["spectrum"][1:]
     wave = Series(name="y", colour=PALETTE[0], x=range(1, len(power) + 1), y=power, mode="plain")
-    trace = [
-        Series(
-            name=f"component {i + 1}",
-            colour=PALETTE[i % len(PALETTE)],
-            x=range(len(v)),
-            y=v,
-            mode="plain",
-            legend=False,
-        )
-        for i, v in enumerate(numbers["trace"])
-    ]
+    trace = []
+    for number, values in enumerate(numbers["trace"]):
+        look: dict[str, Any] = {"colour": PALETTE[number % len(PALETTE)], "mode": "plain", "legend": False}
+        trace.append(Series(name=f"component {number + 1}", x=range(len(values)), y=values, **look))
     spots = []
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
         spots.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
     position = Axis(title="position")
-    return [
-        Table(["measure", "value"], rows),
-        Chart(
-            "Dot products of normalised y; texts of two sources are joined in the middle.",
-            Panel([heat], position, position),
-            stem="cgt_products",
-            inline=True,
-        ),
-        Chart(
-            "Power by harmonic k.",
-            Panel([wave], Axis(title="k"), Axis(title="power", log=True)),
-            stem="cgt_spectrum",
-            inline=True,
-        ),
-        Chart(
-            "The components of y that vary most in one text.",
-            Panel(trace, position, Axis(title="value")),
-            stem="cgt_trace",
-            inline=True,
-        ),
-        Chart(f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots), stem="cgt_sources", inline=True),
-    ]
+    products = "Dot products of normalised y; texts of two sources are joined in the middle."
+    charts = {
+        "cgt_products": (products, Panel([heat], position, position)),
+        "cgt_spectrum": ("Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(title="power", log=True))),
+        "cgt_trace": ("The components of y that vary most in one text.", Panel(trace, position, Axis(title="value"))),
+        "cgt_sources": (f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots)),
+    }
+    page_blocks: list[Block] = [Table(["measure", "value"], rows)]
+    return page_blocks + [Chart(text, panel, stem=stem, inline=True) for stem, (text, panel) in charts.items()]

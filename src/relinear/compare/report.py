@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pydantic
 
 from relinear.compare import figures
-from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Statistic, Stored
+from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Statistic
 from relinear.contract.messages import shown, validation_message
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
@@ -247,45 +247,59 @@ def results_table(results: Results) -> Table:
     lead, half = _paired(leader, followers[0]) if followers else (0.0, None)
     to = reference or (base and len(entries) > 1 and base["name"])
     stored, unit = any(entry.get("stored") for entry in entries), _unit(results)
-    head = ["entry", f"validation loss, nats per {unit}", *([f"gap to {to}"] if to else [])]
-    head += ["bits", "bytes", "before storing"] if stored else []
-    head += ["parameters", "training speed", "inference speed", f"perplexity a {unit}", "at step 0"]
-    head += ["FLOPs / token", "peak memory", "learning rate"]
-    rows, dense = [], [value for value, _ in _costs(base, number)] if base else [None, None]
-    for entry in entries:
+    of_loss, of_gap, of_perplexity = f"validation loss, nats per {unit}", f"gap to {to}", f"perplexity a {unit}"
+    dense = [value for value, _ in _costs(base, number)] if base else [None, None]
+
+    def gap(entry: EntryResult) -> Cell:
+        if reference or base is None:
+            return Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"])
+        gain, margin = _paired(entry, base)
+        ends = "" if margin is None else f" [{-gain - margin:+z.3f}, {-gain + margin:+z.3f}]"
+        return Cell("–") if entry is base else Cell(f"{-gain:+z.3f}{ends}", -gain)
+
+    def cells(entry: EntryResult) -> dict[str, Cell | str]:
+        """Return the cells of an entry by the heads of their columns."""
         size, flops = (
             Cell(text, value, f"{value / dense_cost:.3g}× dense" if dense_cost else "")
             for (value, text), dense_cost in zip(_costs(entry, number), dense, strict=True)
         )
-        name = Cell(entry["name"], None, f"{size.text} parameters")  # a telephone shows the first columns alone
-        cells: list[Cell | str] = [name, _of_seeds(entry["validation_loss"], 3)]
-        if reference:
-            cells.append(Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"]))
-        elif to and base:
-            gain, margin = _paired(entry, base)
-            ends = "" if margin is None else f" [{-gain - margin:+z.3f}, {-gain + margin:+z.3f}]"
-            cells.append(Cell("–") if entry is base else Cell(f"{-gain:+z.3f}{ends}", -gain))
-        if stored:
-            file: Any = entry.get("stored") or {}
-            cells += [Cell.of(file.get(key), ".3f" if key == "loss_before" else ",") for key in Stored.__annotations__]
-        speed = entry["speed"]
-        ratios = [speed["train_ratio"], speed["inference_ratio"]] if speed else [None, None]
-        cells += [size, *(Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None) for ratio in ratios)]
-        cells += [_of_seeds(entry["perplexity"], 2), _of_seeds(entry["initial_perplexity"], 1, False)]
-        cells += [flops, Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"])]
+        file, speed = entry.get("stored"), entry["speed"]
         edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
-        cells += [Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"])]
+        row: dict[str, Cell | str] = {
+            "entry": Cell(entry["name"], None, f"{size.text} parameters"),  # a telephone shows the first columns alone
+            of_loss: _of_seeds(entry["validation_loss"], 3),
+        }
+        if to:
+            row[of_gap] = gap(entry)
+        if stored:
+            row |= {"bits": Cell.of(file and file["bits"], ","), "bytes": Cell.of(file and file["bytes"], ",")}
+            row["before storing"] = Cell.of(file and file["loss_before"])
+        return row | {
+            "parameters": size,
+            "training speed": _times(speed and speed["train_ratio"]),
+            "inference speed": _times(speed and speed["inference_ratio"]),
+            of_perplexity: _of_seeds(entry["perplexity"], 2),
+            "at step 0": _of_seeds(entry["initial_perplexity"], 1, False),
+            "FLOPs / token": flops,
+            "peak memory": Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"]),
+            "learning rate": Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"]),
+        }
+
+    head, rows = list(cells(entries[0])), []
+    for entry in entries:
         best = entry is leader and half is not None and lead > half  # the interval to the next excludes zero
-        rows.append(Row(cells, entry["name"], palette[entry["name"]], best))
-    rows += [Row([e["name"], "diverged", *[""] * (len(head) - 2)]) for e in results.get("diverged", ())]
-    counted = results.get("ngram")
-    if counted:
+        rows.append(Row(list(cells(entry).values()), entry["name"], palette[entry["name"]], best))
+    others: list[dict[str, Any]] = [{"entry": e["name"], of_loss: "diverged"} for e in results.get("diverged", ())]
+    if counted := results.get("ngram"):
         loss = counted["validation_loss"]
-        gap = [Cell.of(loss - base["validation_loss"]["mean"] if base else None, "+z.3f")] if to else []
-        cells = [f"{counted['order']}-grams", Cell.of(loss), *gap, *[""] * (6 if stored else 3)]
-        cells.append(Cell.of(counted["perplexity"], ".2f"))
-        rows.append(Row([*cells, *[""] * (len(head) - len(cells))]))
-    return Table(head, rows)
+        known = {of_loss: Cell.of(loss), of_perplexity: Cell.of(counted["perplexity"], ".2f")}
+        known |= {of_gap: Cell.of(loss - base["validation_loss"]["mean"] if base else None, "+z.3f")}
+        others.append({"entry": f"{counted['order']}-grams", **known})
+    return Table(head, rows + [Row([row.get(column, "") for column in head]) for row in others])
+
+
+def _times(ratio: float | None) -> Cell:
+    return Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None)
 
 
 def _of_seeds(statistic: Statistic, digits: int, with_std: bool = True) -> Cell:

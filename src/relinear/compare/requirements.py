@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from relinear.compare.match import Planned, Size, measure_size, plan_comparison
 from relinear.compare.parts import part_folders, part_of
@@ -13,6 +12,7 @@ from relinear.compare.settings import CompareSettings
 from relinear.compare.speed import seconds_per_token
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
+from relinear.system.grouped import grouped
 from relinear.system.timing import duration
 from relinear.training.settings import TrainSettings
 
@@ -22,13 +22,13 @@ def training_requirements(settings: TrainSettings) -> dict[str, str]:
     open_corpus(settings.data)
     vocabulary = expected_vocabulary(settings.data.tokenizer)
     size = measure_size(settings, vocabulary)
-    runs = [_Runs("", settings, size, 1, settings.steps)]
+    planned = Planned(settings.model, settings, size, None)
     return {
         "runs": f"1, of {settings.steps:,} steps",
         "parameters": _parameter_text({settings.model: [size]}),
         "tokens": f"{number(settings.steps * settings.tokens_per_step)} of {_text(settings)}",
-        "time": _time(runs, vocabulary, 1),
-        "disk": _disk([(settings, size, 1)], 1),
+        "time": _time([(planned, 1, settings.steps)], vocabulary, 1),
+        "disk": _disk([planned], 1, 1),
     }
 
 
@@ -50,63 +50,46 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     recipes = [part_of(recipe, index, vocabulary) for index in range(len(part_folders(recipe)))] or [recipe]
     parts = [(part, plan_comparison(part, vocabulary)) for part in recipes]
     at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
-    runs = [each for part, planned in parts for entry in planned for each in _runs_of(part, entry)]
-    sized: dict[str, list[Size]] = {}
-    for _, planned in parts:
-        for entry in planned:
-            sized.setdefault(entry.name, []).append(entry.size)
-    final, count = seeds * sum(map(len, sized.values())), sum(each.count for each in runs)
+    entries = [(part, entry) for part, planned in parts for entry in planned]
+    runs = [(entry, count, steps) for part, entry in entries for _, count, steps in announced_runs(part, entry)]
+    sized = grouped((entry.name, entry.size) for _, entry in entries)
+    final, total = seeds * len(entries), sum(count for _, count, _ in runs)
     tokens = sorted({part.steps * part.train.tokens_per_step for part, _ in parts})
     several = f" at {len(parts)} sizes or budgets" * (len(parts) > 1)
-    tuning = f" and {count - final} to tune" * (count > final)
-    final_runs = [(entry.settings, entry.size, seeds) for _, planned in parts for entry in planned]
+    tuning = f" and {total - final} to tune" * (total > final)
     return {
         "runs": f"{len(sized)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
         "parameters": _parameter_text(sized),
         "tokens": f"{_range(tokens)} a run of {_text(recipe.train)}",
         "time": _time(runs, vocabulary, at_once) if timed else "not estimated: runs are on other machines",
-        "disk": _disk(final_runs, at_once),
+        "disk": _disk([entry for _, entry in entries], seeds, at_once),
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Runs:
-    """So many runs of one entry, each of so many steps."""
-
-    name: str
-    settings: TrainSettings
-    size: Size
-    count: int
-    steps: int
-
-    @property
-    def tokens(self) -> float:
-        """Return the tokens of all runs; an evaluated token counts a third."""
-        settings = self.settings
-        evaluations = self.steps // (settings.eval_every or self.steps) + 1
-        evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)
-        return self.count * (self.steps * settings.tokens_per_step + evaluated / 3)
+def _tokens(settings: TrainSettings, steps: int) -> float:
+    """Return the tokens of a run of so many steps; an evaluated token counts a third."""
+    evaluations = steps // (settings.eval_every or steps) + 1
+    evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)
+    return steps * settings.tokens_per_step + evaluated / 3
 
 
-def _runs_of(recipe: CompareSettings, planned: Planned) -> Iterator[_Runs]:
-    for _, count, steps in announced_runs(recipe, planned):
-        yield _Runs(planned.name, planned.settings, planned.size, count, steps)
+def _time(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None, at_once: int) -> str:
+    """Estimate the time of all runs from steps of the first dense model and of the first with operators.
 
-
-def _time(runs: Sequence[_Runs], vocabulary: int | None, at_once: int) -> str:
-    """Estimate the time of all runs from steps of the first dense model and of the first with operators."""
+    ``runs``: an entry, how many runs it has, and the steps of each.
+    """
     if vocabulary is None:
         return "not estimated: inputs are vectors"
     known: dict[bool, tuple[float, int]] = {}
     seconds = 0.0
-    for each in runs:
-        dense = not each.settings.operators
+    for entry, count, steps in runs:
+        dense = not entry.settings.operators
         if dense not in known:
-            known[dense] = (seconds_per_token(each.settings, vocabulary, each.size.flops), each.size.flops)
+            known[dense] = (seconds_per_token(entry.settings, vocabulary, entry.size.flops), entry.size.flops)
         pace, flops = known[dense]
-        seconds += each.tokens * pace * max(1.0, each.size.flops / flops)
-    seconds /= max(1, min(at_once, sum(each.count for each in runs)))
-    whole = any(each.settings.data.max_validation_tokens is None for each in runs)
+        seconds += count * _tokens(entry.settings, steps) * pace * max(1.0, entry.size.flops / flops)
+    seconds /= max(1, min(at_once, sum(count for _, count, _ in runs)))
+    whole = any(entry.settings.data.max_validation_tokens is None for entry, _, _ in runs)
     evaluation = ", and evaluation on the whole validation text" if whole else ""
     return f"{duration(seconds)}, by steps timed now{evaluation}"
 
@@ -128,8 +111,8 @@ def _text(settings: TrainSettings) -> str:
     return f"{settings.data.data} ({settings.data.tokenizer})"
 
 
-def _disk(runs: Sequence[tuple[TrainSettings, Size, int]], at_once: int) -> str:
+def _disk(entries: Sequence[Planned], seeds: int, at_once: int) -> str:
     """Estimate the disk for models that are kept and, while it runs, for checkpoints with optimiser states."""
-    saved_bytes = sum(count * 4 * size.parameters for settings, size, count in runs if settings.save_model) + 5e6
-    largest = max(size.parameters for _, size, _ in runs)
+    saved_bytes = sum(seeds * 4 * entry.size.parameters for entry in entries if entry.settings.save_model) + 5e6
+    largest = max(entry.size.parameters for entry in entries)
     return f"about {number(saved_bytes + 12 * largest * at_once)}B while it runs, {number(saved_bytes)}B after"

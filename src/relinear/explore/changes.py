@@ -3,7 +3,7 @@
 # Legend: B batch, T tokens, V vocabulary, E width of y
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from string import Template
 from typing import Any, NamedTuple
@@ -93,13 +93,18 @@ def _control(subject: Subject, change: Change, seed: int) -> Change | None:
 def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the distributions over the tokens that are likely on one of the sides, and the texts."""
     before = sides["before"]["shares"]
-    likely = torch.cat([side["shares"].topk(min(SHOWN, len(before))).indices for side in sides.values()]).unique()
-    likely = likely[before[likely].sort(descending=True).indices].tolist()
+    likely = _likeliest([side["shares"] for side in sides.values()])
     answer: dict[str, Any] = {"tokens": subject.tokens(likely), "control": None}
     for name, side in sides.items():
         shares = side["shares"]
         answer[name] = {**side, "shares": shares[likely].tolist(), "divergence": divergence(before, shares)}
     return answer
+
+
+def _likeliest(shares: Sequence[Tensor]) -> list[int]:
+    """Return the tokens that are likely in one of several distributions (V,), by their probability in the first."""
+    tokens = torch.cat([share.topk(min(SHOWN, len(share))).indices for share in shares]).unique()
+    return tokens[shares[0][tokens].sort(descending=True).indices].tolist()
 
 
 def code(subject: Subject, text: str, change: Change, new: int) -> str:
@@ -194,12 +199,11 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
         }
         control_divergence = divergence(shares["unspecialised"], _next(control(after[None])))
         context = values_of(subject.model, joined, {_CONTEXT: hook_points(subject.model)[_CONTEXT]})[_CONTEXT]
-    likely = torch.cat([share.topk(min(SHOWN, len(share))).indices for share in shares.values()]).unique()
-    likely = likely[shares["specialised"][likely].sort(descending=True).indices]
+    likely = _likeliest(list(shares.values()))
     return {
         "prefix_tokens": len(before),
         "parameters": sum(parameter.numel() for parameter in special.parameters()),
-        "tokens": subject.tokens(likely.tolist()),
+        "tokens": subject.tokens(likely),
         "shares": {name: share[likely].tolist() for name, share in shares.items()},
         "divergence": divergence(shares["unspecialised"], shares["specialised"]),
         "control_divergence": control_divergence,
