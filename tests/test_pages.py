@@ -74,6 +74,25 @@ def test_a_page_draws_its_figures_itself_and_is_small() -> None:
     assert said["x"]["ticks"] == {"0.5": "b"}
 
 
+def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
+    large = "data:image/png;base64," + "A" * 600_000
+    page = pages.render([Section("a", "b", [Chart("first", image=large), Chart("second", image=large)])])
+    assert len(page.encode()) < pages.LIMIT
+    assert "Left out, for the page would be too large: second" in page
+
+
+def test_live_figures_have_room_before_pictures_do() -> None:
+    large = "data:image/png;base64," + "A" * 400_000
+    figure = Panel([Series(name="entry", colour="#0072B2", x=range(1000), y=[0.123456789] * 1000)])
+    charts = [Chart("first", figure, large), Chart("second", figure, large), Chart("third", image=large)]
+    page = pages.render([Section("a", "b", charts)])
+    assert len(page.encode()) < pages.LIMIT
+    assert page.count("data-figure=") == 2
+    assert page.count(large) == 1
+    assert "too large: third" in page
+    assert "too large: second" not in page
+
+
 def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(COMPARISON, "old")
@@ -310,7 +329,7 @@ def test_every_analysis_has_its_page(tmp_path) -> None:
         assert f"Analysis: {name.replace('_', ' ')}" in page
     assert "<dt>command</dt><dd>relinear analyze MODEL</dd>" in page
     assert not [a for _, a in tags_of(page) for key in a if key.startswith("on")]
-    assert len(page.encode()) < 1_000_000
+    assert len(page.encode()) < pages.LIMIT
     (folder / "top_tokens.json").write_text("{}")
     assert main(["report", str(folder)]) != 0
 
@@ -333,7 +352,7 @@ def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, 
         "effective rank, runs/low_rank/seed-0/analysis",
         "modulators, runs/transponder/seed-0/analysis",
     ]
-    assert len(page.encode()) < 1_000_000
+    assert len(page.encode()) < pages.LIMIT
     shutil.rmtree("run/runs/low_rank/seed-0/analysis")
     Path("empty").mkdir()
     assert main(["report", "run", "empty", "--analyze"]) != 0

@@ -1,6 +1,9 @@
 """Sections -> one page that holds everything inline: it opens from a file, without a network, and can be mailed."""
 
 import contextlib
+import dataclasses
+import itertools
+import json
 import math
 import os
 import re
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from markupsafe import Markup, escape
 
-from relinear.pages.blocks import Section
+from relinear.pages.blocks import Chart, Section, Text
 from relinear.pages.figures import described
 from relinear.pages.records import as_yaml
 from relinear.system.files import read_text, write_text
@@ -18,6 +21,9 @@ from relinear.system.run_folder import set_aside
 TEMPLATE = "pages/base.html"
 #: by which a page of relinear's is known
 GENERATOR = '<meta name="generator" content="relinear">'
+#: bytes of a page; figures and pictures beyond are left out, and the page says so
+LIMIT = 1_000_000
+_TEXTS = 200_000  # of these for tables, texts and the page's own script
 
 
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
@@ -46,7 +52,7 @@ def _is_page(path: Path) -> bool:
 
 
 def render(sections: Sequence[Section]) -> str:
-    """Return the page as text."""
+    """Return the page as text, in at most ``LIMIT`` bytes where leaving figures out suffices for that."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -62,7 +68,7 @@ def render(sections: Sequence[Section]) -> str:
         "breakable": _breakable,
         "described": described,
     }
-    return environment.get_template(TEMPLATE).render(sections=sections)
+    return environment.get_template(TEMPLATE).render(sections=_fitted(sections, LIMIT - _TEXTS))
 
 
 def _breakable(text: str) -> Markup:
@@ -73,3 +79,27 @@ def _breakable(text: str) -> Markup:
 
 def _perplexity(loss: float) -> str:
     return f"{math.exp(loss):,.2f}" if loss < 20 else "–"
+
+
+def _fitted(sections: Sequence[Section], room: int) -> list[Section]:
+    """Return the sections with what there is room for: figures first, then pictures for readers without scripts."""
+    lists = [list(section.blocks) for section in sections]
+    for part, blocks in itertools.product(("panel", "image"), lists):
+        for index, block in enumerate(blocks):
+            if isinstance(block, Chart) and (size := _bytes(block, part)) <= room:
+                room -= size
+            elif isinstance(block, Chart):
+                blocks[index] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
+    for section, blocks in zip(sections, lists, strict=True):
+        for index, (before, after) in enumerate(zip(section.blocks, blocks, strict=True)):
+            if isinstance(before, Chart) and isinstance(after, Chart) and _shown(before) and not _shown(after):
+                blocks[index] = Text(f"Left out, for the page would be too large: {before.description}", soft=True)
+    return [dataclasses.replace(section, blocks=blocks) for section, blocks in zip(sections, lists, strict=True)]
+
+
+def _shown(chart: Chart) -> bool:
+    return chart.image is not None or chart.panel is not None
+
+
+def _bytes(chart: Chart, part: str) -> int:
+    return len(chart.image or "") if part == "image" else len(escape(json.dumps(described(chart.panel))))
