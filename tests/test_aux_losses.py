@@ -224,9 +224,9 @@ def test_a_trainer_that_leaves_the_terms_out_is_told(model, settings, tmp_path):
         str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no", **settings
     )
     rows = [{"input_ids": row, "labels": row} for row in BATCH]
-    with pytest.warns(UserWarning, match="in no loss"):
+    with pytest.warns(UserWarning, match="not added to any loss"):
         Trainer(model, arguments, train_dataset=rows, compute_loss_func=function).train()
-    with pytest.warns(UserWarning, match="in no loss"):  # by a model that is not told of accumulation, too
+    with pytest.warns(UserWarning, match="not added to any loss"):  # by a model that knows nothing of accumulation, too
         model(BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -21,7 +21,7 @@ NAMES += [f"{room.removeprefix('relinear.')}.{name}" for room, name in MOVED.val
 #: what first lines begin with; a new verb is added here, in the imperative
 VERBS = """
 Add Attach Change Describe Divide Freeze Gate Give Hold Keep Let Load Make Map Modulate Normalise Predict Put Raise Read
-Register Replace Resolve Return Run Save Say Set Split Start Store Tabulate Take Tokenise Train Turn Weigh
+Register Replace Report Resolve Return Run Save Say Set Split Start Store Tabulate Take Tokenise Train Turn Weigh
 """
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -1,4 +1,4 @@
-"""What the author of an operator, an attachment or an objective reads: classes to derive from, and their losses."""
+"""The contract: base classes for authors of operators, attachments and objectives, and the auxiliary losses."""
 
 from types import ModuleType as _ModuleType
 

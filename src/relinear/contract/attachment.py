@@ -1,7 +1,7 @@
-"""Model-level attachments: what belongs to the model as a whole rather than to one linear layer.
+"""Attachments: parts that belong to a model as a whole, such as context managers and residual methods.
 
-A context manager, a residual method or a path-level modulator is an attachment: a config that changes a model in
-place, is written into its checkpoint in the order of application, and is applied again before the weights are loaded.
+An attachment's config changes a model in place. Checkpoints record the configs in order, and loading applies them again
+before the weights are loaded.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from relinear.contract.config import Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttachmentConfig(Config):
-    """Hold the settings of a model-level part: the base of context managers and residual methods.
+    """Hold the settings of a model-level part: the base class of context managers, residual methods and others.
 
-    ``relinear.attach_`` puts the part into a model. A part of your own overrides ``check`` and ``attach``.
+    ``relinear.attach_`` adds the part to a model. Subclasses override ``check`` and ``attach``.
 
     Examples:
         >>> relinear.contract.AttachmentConfig.read("context_manager:dim=8")
@@ -26,20 +26,20 @@ class AttachmentConfig(Config):
     family: ClassVar[str] = "attachment"
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError, saying why and what to do, if ``model`` cannot take this; must change nothing."""
+        """Raise ValueError, saying why and what to do, if ``model`` does not support this; must change nothing."""
 
     def attach(self, model: nn.Module) -> None:
         """Add modules and hooks to ``model`` in place.
 
-        Must work on a meta-device skeleton, before and after operators are in place, and register everything learnt as
-        submodules or parameters, so that it is saved and loaded with the model. Hooks must be module-level functions or
-        bound methods of submodules, so that ``deepcopy`` of the model carries them over correctly. Names of submodules
-        start with ``relinear_``: surgery leaves them alone.
+        Must work on the meta device, and both before and after layers are replaced. Register everything learnt as
+        submodules or parameters, so that it is saved with the model. Hooks must be module-level functions or bound
+        methods of submodules, so that ``deepcopy`` of the model copies them correctly. Names of submodules start with
+        ``relinear_``; surgery does not touch these.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it is attached")
+        raise TypeError(f"{type(self).__name__} does not implement attach")
 
     def for_part(self, model: nn.Module) -> Self | None:
-        """Return the settings to rebuild on ``model``, a part of the original or with another head; None to skip."""
+        """Return the settings for ``model``, which has another head or is a part of the original; None to skip it."""
         return self
 
 
@@ -47,23 +47,23 @@ class AttachmentConfig(Config):
 
 
 def factory_kwargs_like(module: nn.Module) -> dict[str, Any]:
-    """Return ``{"device", "dtype"}`` of a module's parameters, for new ones."""
+    """Return ``{"device", "dtype"}`` of a module's parameters, to create new ones with."""
     reference = next(p for p in module.parameters() if p.is_floating_point())
     return {"device": reference.device, "dtype": reference.dtype}
 
 
 def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> None:
-    """Register ``part`` in ``owner``, in its mode, trained if the parameters of ``like`` are."""
+    """Register ``part`` in ``owner``, in its training mode, with ``requires_grad`` as in ``like``."""
     trained = next(p.requires_grad for p in like.parameters() if p.is_floating_point())
     owner.add_module(name, part.train(owner.training).requires_grad_(trained))
 
 
 class ResidualHooks:
-    """Give a part of a model x, which an earlier module reads, and y, which a later one reads or returns, by hooks.
+    """Hooks that replace an activation y by ``part(x, y)``, where x is an earlier module's input.
 
-    The part is ``owner.name``, looked up at every call, so that PEFT may wrap it; its ``forward(x, y)`` returns what
-    replaces y. Both hooks run inside the decoder layer's forward, so gradient checkpointing recomputes them
-    together, and x is released as soon as it was used.
+    ``save_input`` saves x, and ``replace_output`` or ``replace_input`` replaces y, a later module's output or input.
+    The part is ``owner.name``, looked up at every call, so that PEFT may wrap it. All hooks run inside the decoder
+    layer's forward, so gradient checkpointing recomputes them together. x is released after use.
     """
 
     def __init__(self, owner: nn.Module, name: str) -> None:
@@ -71,7 +71,7 @@ class ResidualHooks:
         self.x: Tensor | None = None
 
     def save_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Save x, as a forward pre-hook with keywords of the module that reads it."""
+        """Save x; a forward pre-hook, with keyword arguments, of the module that reads it."""
         self.x = args[0] if args else kwargs["hidden_states"]
 
     def pop_input(self) -> Tensor:
@@ -81,23 +81,23 @@ class ResidualHooks:
         return x
 
     def replace_output(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Replace y, as a forward hook of the module that returns it."""
+        """Replace y; a forward hook of the module that returns it."""
         return apply_to_output(module, output, self.pop_input(), getattr(self.owner, self.name))
 
     def replace_input(self, module: nn.Module, args: tuple) -> tuple[Any, ...]:
-        """Replace y, as a forward pre-hook of the module that reads it."""
+        """Replace y; a forward pre-hook of the module that reads it."""
         return (getattr(self.owner, self.name)(self.pop_input(), args[0]), *args[1:])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A forward that failed half-way may have left a tensor with a graph, which cannot be copied.
+        # a forward that failed may have left a tensor with a graph, which cannot be copied
         return self.__dict__ | {"x": None}
 
 
 def apply_to_output(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
-    """Return ``output`` of ``module``, a tensor y or a tuple that starts with one, with ``part(x, y)`` for y.
+    """Return the output of ``module`` with ``part(x, y)`` instead of y; y is the output or its first element.
 
     Raises:
-        ValueError: if y has another shape than x (the first of several), so that it would be broadcast.
+        ValueError: if the shapes of y and x (or the first of several x) differ, so that they would be broadcast.
     """
     y, stream = output[0] if isinstance(output, tuple) else output, x[0] if isinstance(x, list) else x
     if y.shape != stream.shape:

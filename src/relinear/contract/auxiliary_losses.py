@@ -1,7 +1,7 @@
-"""Auxiliary losses: collected from the operators after a forward pass and added to the model's loss, once.
+"""Collect the operators' auxiliary losses after a forward pass and add them to the model's loss, once.
 
-An operator records one value for every token. Which tokens count is decided here, where the arguments of the forward
-pass are known: those whose prediction the model's own loss counts. So operators need no mask.
+Operators record one value per token. The hooks here see the arguments of the model's forward, so they compute the loss
+mask and average over the tokens whose prediction the model's own loss counts. Operators need no mask.
 """
 
 # Legend: B batch, T tokens
@@ -20,20 +20,19 @@ from relinear.contract.messages import shown
 from relinear.contract.operator import named_operators
 
 _NO_LOSS = (
-    "the auxiliary losses of the operators are in no loss, as the model was given no labels. If the loss is computed "
-    "elsewhere (label_smoothing_factor, compute_loss_func, a loop of your own), add "
-    "sum(relinear.contract.aux_losses(model).values()) to it, times the micro-batch's share of num_items_in_batch; or "
-    "give the model its labels"
+    "the operators' auxiliary losses were not added to any loss, because the model got no labels. Pass labels; or, if "
+    "you compute the loss elsewhere (label_smoothing_factor, compute_loss_func, a loop of your own), add "
+    "sum(relinear.contract.aux_losses(model).values()) to it, times the micro-batch's share of num_items_in_batch"
 )
 
-IGNORED_LABEL = -100  # transformers' label of positions that do not count
+IGNORED_LABEL = -100  # transformers' label of positions that the loss ignores
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
     """Return the auxiliary losses of the last training forward, as ``{"layer.name/loss": scalar}``, already weighted.
 
-    Their sum is what was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. If
-    one forward calls an operator several times (a module at two places), its last call counts.
+    Their sum was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. If a forward
+    calls an operator several times, as a shared module, the last call counts.
 
     Args:
         model: a model with operators in it, after a forward in training mode.
@@ -53,7 +52,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:
-    """Return detached scalars of the last training forward to log, as ``{"layer.name/metric": scalar}``."""
+    """Return the operators' metrics of the last training forward, as ``{"layer.name/metric": detached scalar}``."""
     return {f"{name}/{key}": value for name, op in named_operators(model) for key, value in op.metrics().items()}
 
 
@@ -65,8 +64,8 @@ def install_aux_hooks(model: nn.Module) -> None:
 
 
 def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
-    # A layer that a forward skips must not keep the loss, and the graph, of an earlier one. Inference records none, and
-    # a token would wait for the walk over all modules.
+    # A layer that a forward skips must not keep the loss (and graph) of an earlier forward. Inference records none, and
+    # walking over all modules would slow down every token.
     if not model.training and not torch.is_grad_enabled():
         return
     for _, operator in named_operators(model):
@@ -74,77 +73,77 @@ def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Return whether a model's labels are its inputs, shifted by one: True unless its loss type says otherwise."""
+    """Return whether a model predicts the next token: True unless its loss type says otherwise."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    # Not by the property ``loss_function``, which logs where a type is unknown: no compiler follows that.
+    # The property ``loss_function`` logs if the type is unknown, which torch.compile cannot trace.
     loss_function = getattr(model, "_loss_function", None)
     name = getattr(model, "loss_type", None) if loss_function is None else getattr(loss_function, "__name__", None)
     return name in ("ForCausalLM", "ForCausalLMLoss") or not (name or "").startswith("For")
 
 
 def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
-    """Return (..., T - 1) or (..., T), True at labels that count; None without labels."""
-    labels, ready = inputs.get("labels"), inputs.get("shift_labels")
-    if ready is not None or labels is None:
-        return None if ready is None else ready != IGNORED_LABEL
+    """Return a mask (..., T - 1) or (..., T) of the labels that are not ignored; None without labels."""
+    labels, shift_labels = inputs.get("labels"), inputs.get("shift_labels")
+    if shift_labels is not None or labels is None:
+        return None if shift_labels is None else shift_labels != IGNORED_LABEL
     return (labels[..., 1:] if shifted and labels.ndim > 1 else labels) != IGNORED_LABEL
 
 
 def loss_mask(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
-    """Return which tokens of a forward pass count in means over tokens: (B, T) bool, or None for all.
+    """Return the mask (B, T) of the tokens over which auxiliary losses are averaged; None for all.
 
-    These are the tokens whose prediction has a label other than -100; without labels, the tokens that
-    ``attention_mask`` (B, T) leaves; without either, all.
+    These are the tokens whose prediction has a label other than -100; without labels, those that ``attention_mask``
+    (B, T) does not mask; without either, all.
 
     Args:
-        inputs: the arguments of the forward pass by name.
-        model: decides whether a token predicts its own label or the next one; None means the next.
+        inputs: the arguments of the model's forward, by name.
+        model: decides whether a token predicts its own label or the next token's; None means the next.
     """
     tokens = inputs.get("input_ids")
     if tokens is None:
         tokens = inputs.get("inputs_embeds")
     shape = None if tokens is None else tokens.shape[:2]
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not encoder_decoder:  # labels there are of other tokens than most layers see
+    if not encoder_decoder:  # whose labels belong to the decoder's tokens, while most layers see the encoder's
         shifted = _shifts_labels(model)
-        counted = _targets(inputs, shifted)
-        if counted is not None and counted.ndim == 2:
+        mask = _targets(inputs, shifted)
+        if mask is not None and mask.ndim == 2:
             if shifted and inputs.get("shift_labels") is None:
-                counted = F.pad(counted, (0, 1))  # the last token predicts nothing
-            if shape is None or counted.shape == shape:
-                return counted
-        mask = inputs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2 and (shape is None or mask.shape == shape):
-            return mask != 0
+                mask = F.pad(mask, (0, 1))  # the last token predicts nothing
+            if shape is None or mask.shape == shape:
+                return mask
+        attended = inputs.get("attention_mask")
+        if isinstance(attended, Tensor) and attended.ndim == 2 and (shape is None or attended.shape == shape):
+            return attended != 0
     return None
 
 
 def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
-    """Return the values ``names`` of a row of tokens, each (T,), without the tokens that its ``attention_mask`` masks.
+    """Return the entries ``names`` of a row of tokens, each (T,), without the tokens that ``attention_mask`` masks.
 
-    Positions of the remaining tokens start at 0, on whichever side the padding was.
+    The remaining tokens start at position 0, whichever side the padding was on.
 
     Raises:
-        ValueError: if a value is missing or has not one entry per token.
+        ValueError: if an entry is missing or does not have one value per token.
     """
     if not isinstance(row, Mapping) or any(row.get(name) is None for name in names):
-        raise ValueError(f"a row of tokens is a mapping with {' and '.join(names)}, got {shown(row)}")
+        raise ValueError(f"expected a mapping with {' and '.join(names)}, got {shown(row)}")
     values = [torch.as_tensor(row[name]).flatten() for name in names]
     mask = row.get("attention_mask")
     unmasked = torch.ones_like(values[0], dtype=torch.bool) if mask is None else torch.as_tensor(mask).flatten() != 0
     for name, value in zip(names, values, strict=True):
         if len(value) != len(unmasked):
-            raise ValueError(f"{name} has {len(value)} tokens, attention_mask {len(unmasked)}: one entry per token")
+            raise ValueError(f"{name} has {len(value)} tokens and attention_mask {len(unmasked)}; make them equal")
     return [value[unmasked] for value in values]
 
 
 def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | float:
-    """Return this micro-batch's share of the target tokens of the optimiser step (1 if the caller averages).
+    """Return this micro-batch's share of the target tokens of an optimiser step; 1 if the caller averages.
 
-    Trainer passes ``num_items_in_batch``, the number of targets over all micro-batches and ranks, and expects a loss
-    that sums over the step; a mean over the tokens that count, weighted with this share, does. Without it, the caller
-    divides the loss.
+    Trainer passes ``num_items_in_batch``, the number of targets over all micro-batches and ranks, and adds up the
+    losses of the step. So each micro-batch's mean loss is multiplied by its share of the targets. Without
+    ``num_items_in_batch`` the caller divides the loss.
 
     Args:
         inputs, model: as for ``loss_mask``.
@@ -159,9 +158,9 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
         return None
     names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
     inputs = dict(zip(names, args)) | kwargs
-    counted = loss_mask(inputs, model)
+    mask = loss_mask(inputs, model)
     for operator in recording:
-        operator.reduce_auxiliary(counted)
+        operator.reduce_auxiliary(mask)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = aux_losses(model)
     if terms and loss is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -169,8 +168,8 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
-    learns = (p.requires_grad for op in recording if op.aux_losses() for p in op.parameters())
-    if loss.requires_grad and not total.requires_grad and any(learns):
+    trainable = (p.requires_grad for op in recording if op.aux_losses() for p in op.parameters())
+    if loss.requires_grad and not total.requires_grad and any(trainable):
         raise ValueError(
             "reentrant gradient checkpointing cuts off the gradient of auxiliary losses; use "
             'model.gradient_checkpointing_enable({"use_reentrant": False})'

@@ -1,8 +1,8 @@
-"""Auxiliary losses and metrics of an operator's training forward, for every token, and their means over tokens.
+"""Record an operator's auxiliary losses and metrics per token, and reduce them to means over tokens.
 
-1. Before a forward the hooks of the model (``auxiliary_losses``) clear what the one before recorded.
-2. In the forward operators call ``record_auxiliary``, which keeps values of every token.
-3. After it the hooks reduce them over the tokens that count (``reduce_over_tokens``) and add them to the loss.
+1. Before a forward, hooks on the model (``auxiliary_losses``) clear what the last forward recorded.
+2. During the forward, operators call ``record_auxiliary`` with one value per token.
+3. After it, the hooks reduce the values over the loss mask (``reduce_over_tokens``) and add them to the loss.
 """
 
 from __future__ import annotations
@@ -16,67 +16,66 @@ from relinear.deprecated import RenamedHook
 
 
 class AuxiliaryLossMixin(nn.Module):
-    """Record auxiliary losses and metrics of every token (``auxiliary_losses`` says which tokens count)."""
+    """Record auxiliary losses and metrics per token; ``auxiliary_losses.loss_mask`` says which tokens are averaged."""
 
     #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses", "_metrics", "_counted")
-    #: metrics whose means are not taken yet, and the tokens that count in them
-    _counted: tuple[dict[str, Tensor], Tensor | None] | None = None
+    _transient: tuple[str, ...] = ("_aux_losses", "_metrics", "_masked_metrics")
+    #: metrics that are not reduced yet, and the mask to reduce them with
+    _masked_metrics: tuple[dict[str, Tensor], Tensor | None] | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        #: by name, for every token that was seen (a tensor with the leading sizes of the input) or as a scalar
+        #: by name: one value per token (leading sizes as the input's), or a scalar
         self._aux_losses: dict[str, Tensor] = {}
         self._metrics: dict[str, Tensor] = {}
 
     def aux_losses(self) -> dict[str, Tensor]:
         """Return the weighted auxiliary losses (token means) of the last training forward, by name; {} in eval.
 
-        The means are over the tokens that count: in a model those whose prediction counts in its loss (see
-        ``auxiliary_losses.loss_mask``), in a layer that runs alone all of them.
+        In a model the means are over the tokens of ``auxiliary_losses.loss_mask``, in a layer alone over all tokens.
         """
-        recorded = [(part, part._aux_losses) for part in self._recording() if part.training]
+        recorded = [(part, part._aux_losses) for part in self._recorders() if part.training]
         return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return detached scalars of the last training forward that are worth logging (not losses), by name."""
+        """Return detached scalars of the last training forward to log, by name; they are not losses."""
         result: dict[str, Tensor] = {}
-        for part in self._recording():
-            metrics, counted = part._counted or (None, None)
-            result |= part._reduced(part._metrics, counted if metrics is part._metrics else None)
+        for part in self._recorders():
+            metrics, mask = part._masked_metrics or (None, None)
+            result |= part._reduced(part._metrics, mask if metrics is part._metrics else None)
         return result
 
-    def _recording(self) -> list[AuxiliaryLossMixin]:
-        """Return the modules that record the losses and metrics of this one."""
+    def _recorders(self) -> list[AuxiliaryLossMixin]:
+        """Return the modules that record losses and metrics for this one: a wrapper's are its inner operators."""
         return [self]
 
     def has_auxiliary(self) -> bool:
         """Return whether the last forward recorded a loss or a metric."""
-        return any(part._aux_losses or part._metrics for part in self._recording())
+        return any(part._aux_losses or part._metrics for part in self._recorders())
 
     def clear_auxiliary_losses(self) -> None:
         """Drop the losses of an earlier forward, with their graph."""
-        for part in self._recording():
+        for part in self._recorders():
             part._aux_losses = {}
 
-    def reduce_over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
-        """Return the loss or metric ``name`` as a scalar: here the mean over the tokens that count.
+    def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Reduce the per-token loss or metric ``name`` to a scalar: by default the mean over the tokens in ``mask``.
 
-        An operator whose loss is another function of its tokens records what that needs of each, and overrides this. It
-        must not depend on tokens that do not count.
+        Override this if the loss is not a mean of per-token values; record what it needs of each token. The result must
+        not depend on tokens outside of ``mask``.
 
         Args:
-            value: what was recorded, (B, T, ...), (B T, ...), or of any shape where the layer runs alone.
-            counted: bool of the leading sizes of ``value``; None if all tokens count.
+            value: as recorded: (B, T, ...), (B T, ...), or any shape if the layer runs alone.
+            mask: bool, with the leading sizes of ``value``; None for all tokens.
         """
-        if counted is None:
+        if mask is None:
             return value.mean()
-        return torch.where(counted, value, 0.0).sum() / counted.sum().clamp(min=1)
+        return torch.where(mask, value, 0.0).sum() / mask.sum().clamp(min=1)
 
-    def _reduced(self, values: dict[str, Tensor], counted: Tensor | None) -> dict[str, Tensor]:
-        """Return scalars as they are, values of every token by ``reduce_over_tokens``."""
+    def _reduced(self, values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+        """Return ``values`` as scalars: per-token values reduced, scalars unchanged."""
         return {
-            name: value if value.ndim == 0 else self.reduce_over_tokens(name, value, _of_tokens(counted, value))
+            name: value if value.ndim == 0 else self.reduce_over_tokens(name, value, _mask_for(value, mask))
             for name, value in values.items()
         }
 
@@ -84,43 +83,43 @@ class AuxiliaryLossMixin(nn.Module):
     over_tokens = RenamedHook("reduce_over_tokens")
 
     def record_auxiliary(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
-        """Record losses and metrics of this training forward, of every token (``reduce_over_tokens``) or as scalars.
+        """Record losses and metrics of this training forward, one value per token or scalars.
 
-        Of several calls in one forward of a model the last one counts. Nothing is recorded when gradient checkpointing
-        repeats a layer in the backward pass: the means of that forward have been taken already.
+        If one forward of the model calls this several times, the last call counts. When gradient checkpointing
+        recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
         """
-        # a forward of the whole model clears its terms first
-        again = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if not again:
-            # not nn.Module.__setattr__, which looks for parameters
+        # the model's forward clears the losses first, so some are left only within its backward pass
+        recomputing = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if not recomputing:
+            # nn.Module.__setattr__ would look for parameters
             object.__setattr__(self, "_aux_losses", aux_losses)
             object.__setattr__(self, "_metrics", metrics)
 
-    def reduce_auxiliary(self, counted: Tensor | None) -> None:
-        """Reduce what the last forward recorded for every token to means over the tokens that count.
+    def reduce_auxiliary(self, mask: Tensor | None) -> None:
+        """Reduce what the last forward recorded per token to means over the tokens in ``mask``.
 
         Args:
-            counted: (B, T) bool, or None for all. If an operator saw tokens in another shape (those routed to an
-                expert, say), all that it saw count.
+            mask: (B, T) bool, or None for all. If shapes differ from the mask (an expert sees the tokens that are
+                routed to it), the loss averages over all tokens that the operator saw.
         """
-        for part in self._recording():
-            part._aux_losses = part._reduced(part._aux_losses, counted)
+        for part in self._recorders():
+            part._aux_losses = part._reduced(part._aux_losses, mask)
             if torch.compiler.is_compiling():
-                part._metrics = part._reduced(part._metrics, counted)
-            elif part._counted is None or part._counted[0] is not part._metrics:  # else they are of an earlier forward
-                part._counted = part._metrics, counted  # few steps of a training read them: means are taken there
+                part._metrics = part._reduced(part._metrics, mask)
+            elif part._masked_metrics is None or part._masked_metrics[0] is not part._metrics:  # they are new
+                part._masked_metrics = part._metrics, mask  # reduced when read, which few training steps do
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph can be neither copied nor pickled, and belong to a forward that the copy never saw.
+        # Tensors with a graph can be neither copied nor pickled.
         state = super().__getstate__()
         return state | {n: {} if isinstance(state[n], dict) else None for n in self._transient if n in state}
 
 
-def _of_tokens(counted: Tensor | None, value: Tensor) -> Tensor | None:
-    """Return ``counted`` (B, T) in the leading sizes of ``value``, (B, T, ...) or (B T, ...); None for others."""
-    if counted is None:
+def _mask_for(value: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return ``mask`` (B, T) in the leading shape of ``value``, (B, T, ...) or (B T, ...); None if neither fits."""
+    if mask is None:
         return None
-    for shape in (counted.shape, (counted.numel(),)):
+    for shape in (mask.shape, (mask.numel(),)):
         if value.shape[: len(shape)] == shape:
-            return counted.reshape(shape).to(value.device)
+            return mask.reshape(shape).to(value.device)
     return None

@@ -1,4 +1,4 @@
-"""An operator multiplied out: the stock layer that it stands for."""
+"""Convert an operator back into the stock layer that it replaced."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from relinear.contract.operator import NotLinearError, Operator
 
 @torch.no_grad()
 def to_stock_layer(operator: Operator) -> nn.Module:
-    """Return the stock layer (nn.Linear, Conv1D, nn.Embedding) that a context-free operator stands for, multiplied out.
+    """Return a stock layer (nn.Linear, Conv1D or nn.Embedding) with the dense weight and bias of ``operator``.
 
     Raises:
         NotLinearError: if the operator has no matrix, has one per token, or has an offset that its layer cannot hold.

@@ -1,7 +1,7 @@
-"""Inference with weights that are promised to stay: layers cache what they compute from their parameters.
+"""Cache what layers compute from their parameters, for inference with constant weights.
 
-The protocol. A ``CachingModule`` has a ``parameter_cache`` while ``for_inference_`` lasts, else None. There it looks up
-what it computes from its parameters; whatever changes them empties the cache.
+``for_inference_`` gives every ``CachingModule`` of a model a ``parameter_cache``, in which the module looks up what it
+computes from its parameters (a dense matrix, matrix exponentials, a prepared kernel). Changed parameters empty it.
 """
 
 import contextlib
@@ -12,36 +12,35 @@ import torch
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
-#: attribute of modules whose activations are read or changed
+#: attribute of modules with activation hooks (``relinear.activations.hook_points``)
 ACTIVATION_HOOKS = "_activation_hooks"
-#: class of a layer, with its module -> what makes a forward of such a layer whose weights stay, None if it cannot
+#: a decoder layer's class, with its module -> function from such a layer to its fused forward, None if unsupported
 FUSED_FORWARDS: dict[str, Callable[[nn.Module], Callable[..., Any] | None]] = {}
 
 
 class ParameterCache:
-    """Values computed from the parameters of a module that are promised not to change (``relinear.for_inference_``).
+    """Cache values computed from a module's parameters, which must not change (``relinear.for_inference_``).
 
-    Changes that are cheap to notice empty it: a parameter that was replaced, changed in place under torch's version
-    counter, moved or added, and a submodule that was replaced. Writes through ``.data`` and by fused optimisers are not
-    noticed.
+    The cache empties itself when a parameter was replaced, moved, added, or changed in place under torch's version
+    counter, or when a submodule was replaced. It does not notice writes through ``.data`` and by fused optimisers.
 
-    Several threads may read and fill it: values are only ever read with the sources they were computed from.
+    Several threads may read and fill it.
 
     Args:
-        owner: the module whose parameters count, with those of its children.
+        owner: the module whose parameters, and whose children's, the values depend on.
     """
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = owner
-        #: (where parameters and submodules are, what the parameters hold, values), replaced as a whole
+        #: (slots, sources, values); one tuple, so that a thread never sees values with the sources of others
         self._state: tuple[list[tuple], list[tuple], dict[Hashable, Any]] | None = None
-        #: whether kernels may round the inputs of a few rows: where a model is used, not where it is evaluated
+        #: whether kernels may round the inputs of a few rows: in use, but not in evaluations
         self.rounds_inputs = False
 
     def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return the value at ``key``, computed at its first use; None if the cache is not usable.
+        """Return the value of ``key``, computed on first use; None if the cache is not usable.
 
-        Computed without a graph, outside of inference mode and autocast, so that other calls can use it.
+        ``compute`` runs without a graph, outside of inference mode and autocast, so that any later call can use it.
         """
         state = self._state
         if state is not None:
@@ -58,7 +57,7 @@ class ParameterCache:
         if not self.is_usable():
             return None
         if state is None:
-            # before the computation, so that a change during it is seen afterwards
+            # taken before the computation, so that a change during it is noticed
             state = self._state = self._slots(), [self._source(p) for p in self._owner.parameters()], {}
         device_type = next(self._owner.parameters()).device.type
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, enabled=False):
@@ -66,15 +65,15 @@ class ParameterCache:
         return value
 
     def is_usable(self) -> bool:
-        """Return whether values may be cached: not for parameters on the meta device, of a subclass or under vmap.
+        """Return whether values may be cached.
 
-        Nor in parametrised modules, whose weights may depend on more than parameters.
+        They may not if a parameter is on the meta device, of a subclass, or under vmap, or if a module is parametrised.
         """
         parametrised = any("parametrizations" in module._modules for module in self._owner.modules())
         return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
 
     def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return every slot of a parameter or submodule with its occupant, which may be None."""
+        """Return (dictionary, name, occupant) for every parameter and submodule; occupants may be None."""
         slots = (slot for module in self._owner.modules() for slot in (module._parameters, module._modules))
         return [(slot, name, occupant) for slot in slots for name, occupant in slot.items()]
 
@@ -89,7 +88,7 @@ class ParameterCache:
 
 
 class ComparingCache(ParameterCache):
-    """A cache that compares every number of its few parameters before each use, so that no change goes unnoticed."""
+    """Compare all values of the parameters before each use, so that no change goes unnoticed; for few parameters."""
 
     def _source(self, parameter: Tensor) -> tuple:
         return parameter, parameter.detach().clone()
@@ -103,17 +102,17 @@ class ComparingCache(ParameterCache):
 
 
 class CachingModule(nn.Module):
-    """A module that caches what it computes from its parameters, while ``relinear.for_inference_`` lasts.
+    """Base of modules that cache what they compute from their parameters after ``relinear.for_inference_``.
 
-    ``parameter_cache`` is None while it must not, as in every new module. Copies and pickles start with None;
-    ``train()`` goes back to it; ``eval()``, moves, casts and ``load_state_dict`` empty it.
+    ``parameter_cache`` is None in new modules, in copies, after unpickling and after ``train()``. ``eval()``, moves,
+    casts and ``load_state_dict`` empty it.
     """
 
     parameter_cache: ParameterCache | None = None
     _comparing_cache: ComparingCache | None = None
 
     def cache_parameters(self, cache: bool) -> None:
-        """Start with an empty cache, if it ``is_usable``, or stop."""
+        """Start caching with an empty cache, if that ``is_usable``, or stop caching."""
         new_cache = ParameterCache(self)
         new_cache.rounds_inputs = self.parameter_cache is not None and self.parameter_cache.rounds_inputs
         self.parameter_cache = new_cache if cache and new_cache.is_usable() else None
@@ -122,13 +121,13 @@ class CachingModule(nn.Module):
             self.build_kernels()
 
     def build_kernels(self) -> None:
-        """Build the compiled kernels that inference runs, if they are missing."""
+        """Build the compiled kernels that inference needs, unless they are built."""
 
     def cache_or_compare(self, parameter: Tensor) -> ParameterCache | None:
-        """Return ``parameter_cache``, or outside of ``for_inference_`` one that compares parameters before each use.
+        """Return ``parameter_cache`` or, without ``for_inference_``, a ``ComparingCache`` on the CPU, None on a GPU.
 
-        Comparing a few parameters is cheap next to the matrix exponentials computed from them. On a GPU it would wait
-        for the device.
+        Comparing a few parameters is cheap next to the matrix exponentials computed from them, but on a GPU it would
+        wait for the device.
         """
         if self.parameter_cache is None and self._comparing_cache is None and parameter.is_cpu:
             self._comparing_cache = ComparingCache(self)
@@ -158,27 +157,28 @@ class CachingModule(nn.Module):
 
 
 def for_inference_(model: Model, mode: bool = True) -> Model:
-    """Let the layers of ``model`` cache what they compute from their weights, which from now on must not change.
+    """Put ``model`` into eval mode and let its layers cache what they compute from their weights.
 
-    Small linear operators then multiply with a dense matrix that is built once, rotors with factors that are
-    exponentiated once, Transponder's gates include their curvature, and a few rows through HDPL, CCL and Transponder
-    are one prepared call, whose kernel is built if need be. Quantized layers round the inputs of a few rows to 8 bits,
-    32 of them to a scale, as llama.cpp does: outputs of normal inputs are off by 0.5 % (in the Frobenius norm). One
-    token through a decoder layer of Llama's in float32, all of whose linear layers are quantized, is two calls. The
-    model is put into eval mode. Caches are used where no gradients are recorded, by several threads at once.
+    The weights must not change afterwards. What becomes faster, as long as no gradients are recorded:
 
-    The promise ends with ``model.train()`` (of a submodule for that submodule), or with ``for_inference_(model,
-    False)``, which leaves the mode alone; caches are freed then. Call this again after a change of weights. Changes
-    that torch counts are noticed; writes through ``.data``, ``parameter.numpy()`` or another pointer are not: outputs
-    are then those of the old weights. Copies, pickles and checkpoints of the model hold no caches.
+    - Small linear operators multiply by a dense matrix, and rotors by factors, that are computed once.
+    - A few rows through HDPL, CCL or Transponder are one call of a compiled kernel, which is built if needed.
+    - Quantized layers round the inputs of a few rows to 8 bits, with a scale for every 32 inputs, as llama.cpp does.
+      Outputs of normal inputs are then off by 0.5 % in the Frobenius norm.
+    - A token through a Llama decoder layer in float32 with only quantized linear layers is two calls.
+
+    ``model.train()`` or ``for_inference_(model, False)`` ends this and frees the caches; ``train()`` on a submodule
+    ends it there. Call ``for_inference_`` again after changing weights. In-place changes that torch counts are noticed.
+    Writes through ``.data``, ``parameter.numpy()`` or another pointer are not: outputs are then those of the old
+    weights. Copies, pickles and checkpoints of the model hold no caches. Several threads may run the model.
 
     Args:
-        model: any module with operators in it, placed and loaded: layers whose parameters are on the meta device
-            (offloaded by accelerate) or of another class than torch's own (sharded, quantised) keep nothing.
-        mode: False to end the promise.
+        model: any module with operators, loaded and on its device. Layers with parameters on the meta device
+            (offloaded by accelerate) or of a tensor subclass (sharded, quantised) cache nothing.
+        mode: False ends the caching and leaves the training mode alone.
 
     Returns:
-        the model.
+        ``model``.
 
     Raises:
         ValueError: if ``model`` is not a module.
@@ -208,7 +208,7 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 
 @contextlib.contextmanager
 def caching_for_inference(model: nn.Module) -> Iterator[None]:
-    """Cache as ``for_inference_`` does for the length of a block; leave modes and existing caches alone."""
+    """Cache as ``for_inference_`` does within the block; leave modes and existing caches alone."""
     fresh = [module for module in _caching(model) if module.parameter_cache is None]
     for module in fresh:
         module.cache_parameters(True)

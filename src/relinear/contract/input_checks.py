@@ -1,4 +1,4 @@
-"""Check what is given to operators and to functions that take a model; messages name the layer or the function."""
+"""Check the inputs of operators and of functions that take a model; messages name the layer or the function."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def check_features(x: Any, width: int, layer: nn.Module) -> None:
 
 def _refuse_features(x: Any, width: int, layer: Any) -> None:
     if isinstance(x, torch.fx.Proxy):
-        return  # stands for a tensor of unknown shape that torch.fx traces
+        return  # torch.fx traces a tensor of unknown shape
     name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
     kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
     if not isinstance(x, Tensor):
@@ -30,16 +30,16 @@ def _refuse_features(x: Any, width: int, layer: Any) -> None:
     raise ValueError(f"{layer_name}: expected a floating-point tensor of shape (..., {width}), got {got}")
 
 
-def check_model(model: Any, user: str) -> None:
-    """Raise ValueError, on behalf of the function ``user``, unless ``model`` is an ``nn.Module``."""
+def check_model(model: Any, caller: str) -> None:
+    """Raise ValueError, naming the function ``caller``, unless ``model`` is an ``nn.Module``."""
     if isinstance(model, nn.Module):
         return
     hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
-    raise ValueError(f"{user} takes a model (an nn.Module), got {shown(model)}{hint}")
+    raise ValueError(f"{caller} takes a model (an nn.Module), got {shown(model)}{hint}")
 
 
 def check_finite(module: nn.Module, name: str = "") -> None:
-    """Raise ValueError if a parameter of ``module``, which is called ``name``, holds NaN or infinite values."""
+    """Raise ValueError if a parameter of ``module``, called ``name`` in messages, holds NaN or infinite values."""
     for key, parameter in module.named_parameters(name):
         if not parameter.is_meta and not bool(torch.isfinite(parameter).all()):
             raise ValueError(f"{key} holds values that are not finite: load the model again, or restore its checkpoint")

@@ -1,4 +1,4 @@
-"""Linear layers as a model has them, stock ones and operators: what they are, their sizes, matrix and bias."""
+"""Recognise a model's linear layers and embeddings, stock ones and operators; read their sizes, weight and bias."""
 
 # Legend: I in_features, O out_features
 
@@ -29,18 +29,18 @@ def is_stock_linear(module: Any) -> bool:
     return type(module) is nn.Linear or _class_name(module) in _STOCK
 
 
-#: transformers' embeddings that multiply rows by a number, and do nothing else
+#: transformers' embeddings that only multiply their rows by a number
 _SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
 
 
 def is_embedding(module: Any) -> bool:
-    """Return whether ``module`` gives rows of its matrix (out_features, in_features), times ``row_scale``."""
+    """Return whether ``module`` is a stock embedding, which only looks up rows of its weight and scales them."""
     known = type(module) is nn.Embedding or _SCALED.fullmatch(_class_name(module)) is not None
     return known and module.max_norm is None
 
 
 def row_scale(module: Any) -> float:
-    """Return the factor by which ``module`` scales the rows of its matrix: 1 except for scaled embeddings."""
+    """Return the factor on the rows that ``module`` looks up: 1 except for scaled embeddings (Gemma's)."""
     if hasattr(module, "row_scale"):
         return module.row_scale
     scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None)) if is_embedding(module) else 1.0
@@ -48,7 +48,7 @@ def row_scale(module: Any) -> float:
 
 
 def embeds(module: Any) -> bool:
-    """Return whether rows of ``module`` are looked up by token ids: an nn.Embedding or its replacement."""
+    """Return whether ``module`` maps token ids to rows: an nn.Embedding, or an operator that replaces one."""
     return getattr(module, "num_embeddings", None) is not None
 
 
@@ -73,7 +73,7 @@ def dense_weight(module: Any) -> Tensor:
 
 
 def dense_bias(module: Any) -> Tensor | None:
-    """Return the bias that goes with ``dense_weight``, or None."""
+    """Return the bias that belongs to ``dense_weight``, or None."""
     return module.dense_bias() if hasattr(module, "dense_bias") else getattr(module, "bias", None)
 
 

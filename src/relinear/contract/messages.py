@@ -1,4 +1,4 @@
-"""Words for messages about wrong settings: values cut short, nearest names, faults one a line."""
+"""Format messages about wrong settings: shortened values, suggested names, pydantic's errors one a line."""
 
 import difflib
 import re
@@ -17,13 +17,13 @@ _MAX_CHARACTERS = 200
 #: faults that a message lists
 _MAX_FAULTS = 10
 
-# reads no more of a value than it is going to show
+# reads no more of a value than it shows
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _MAX_CHARACTERS
 
 
 def shown(value: Any) -> str:
-    """Return ``repr(value)``, shortened: a message must not repeat pages of input."""
+    """Return ``repr(value)``, shortened, so that a message never repeats pages of input."""
     try:
         text = _repr.repr(value)
     except Exception:  # a value whose repr fails, such as an integer of 5,000 digits, must not hide the message
@@ -32,10 +32,13 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _MAX_NAMES) -> str:
-    """Return a phrase: the ``known`` names that ``name`` is near to or abbreviates; else the first ``limit``."""
+    """Return a phrase: "did you mean ...?" with similar ``known`` names, or "known: ..." with the first ``limit``.
+
+    Names are similar if difflib says so, or if ``name`` abbreviates them ("lr" for "learning_rate").
+    """
     known = list(known)
     short = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
-    # Long texts resemble no name and are slow to compare.
+    # Long texts are similar to no name and slow to compare.
     close = short or (
         difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else []
     )
@@ -46,10 +49,10 @@ def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _
 
 
 def validation_message(error: ValidationError, name: str = "") -> str:
-    """Return pydantic's errors as text, one per line: location (in ``name``), requirement, value, suggestion."""
+    """Return pydantic's errors as text, one per line: location (within ``name``), requirement, value, suggestion."""
     lines = []
     faults = error.errors(include_url=False)
-    # a list with a wrong value also counts as one that is too short
+    # pydantic also reports a list with a wrong value as too short
     inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
     for fault in faults[:_MAX_FAULTS]:

@@ -1,4 +1,4 @@
-"""Walk the modules of a model."""
+"""Walk a model's modules."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def outermost(model: nn.Module, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield the modules for which ``is_wanted`` holds, by their first names, each once; none within another of them."""
+    """Yield (name, module) for every module that ``is_wanted``, each once; skip those inside of a yielded one."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Objectives: named settings for what a run minimises in place of the model's own loss."""
+"""Objectives: losses that a run minimises instead of the model's own, with settings that recipes can name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -14,15 +14,15 @@ Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, 
 
 
 def kl_terms(logits: Tensor, target_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute the terms (..., V) whose sum over V is KL(softmax(wanted / tau) || softmax(logits / tau)), in float32."""
+    """Compute the terms (..., V) of KL(softmax(target_logits / temperature) || softmax(logits / temperature))."""
     student, teacher = ((values.float() / temperature).log_softmax(-1) for values in (logits, target_logits))
     return F.kl_div(student, teacher, log_target=True, reduction="none")
 
 
 class ObjectiveConfig(Config):
-    """Hold the settings of an objective that recipes and the command line name.
+    """Hold the settings of an objective: ``register`` a subclass, and recipes and the command line can name it.
 
-    ``relinear.register`` makes a subclass known; ``prepare`` gives the function that training minimises.
+    ``prepare`` returns the function that training minimises.
 
     Examples:
         >>> relinear.contract.ObjectiveConfig.read("distill:teacher=runs/big,temperature=2.0")
@@ -32,19 +32,19 @@ class ObjectiveConfig(Config):
     family: ClassVar[str] = "objective"
 
     def check(self) -> None:
-        """Raise ValueError or OSError if something that the settings name is not available, before data are read."""
+        """Raise ValueError or OSError if something that the settings name does not exist; runs before data are read."""
 
     def prepare(self, model: nn.Module) -> Objective:
         """Return the function that training calls.
 
         Raises:
-            ValueError: if ``model`` cannot be trained on this; says why and what to do.
+            ValueError: if ``model`` cannot be trained with this objective; says why and what to do.
         """
         raise TypeError(f"{type(self).__name__} does not say what is minimised")
 
 
 class GuidedTraining(nn.Module):
-    """A model together with its objective, as a module that returns a loss; ``relinear.training.fitting`` makes one.
+    """Wrap a model and an objective into a module that returns the objective's loss, as Trainer expects it.
 
     In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
     the last training loss, detached.
@@ -57,7 +57,7 @@ class GuidedTraining(nn.Module):
         self.terms: dict[str, Tensor] = {}
 
     def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
-        """Return ``{"loss", "logits"}`` of a batch; weighted for accumulation if ``num_items_in_batch`` is given."""
+        """Return ``{"loss", "logits"}`` of a batch; ``num_items_in_batch`` weights the loss for accumulation."""
         if not self.training:
             output = self.model(**batch, use_cache=False)
             return {"loss": output.loss, "logits": output.logits}

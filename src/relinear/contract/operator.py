@@ -1,4 +1,4 @@
-"""The operator contract: a config without dimensions and a module that stands where ``nn.Linear`` stood."""
+"""The operator contract: a config without dimensions, and a module that replaces ``nn.Linear``."""
 
 # Legend: I in_features, O out_features
 
@@ -36,9 +36,9 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Say that an operator is not a context-free linear map; ``to_dense`` raises it.
+    """Report that an operator is not a context-free linear map: ``to_dense`` raises it.
 
-    HDPL's SiLU path and gates that read x are examples. ``relinear.fold_`` leaves such operators in place.
+    Examples are HDPL with its SiLU path, and gates that read x. ``relinear.fold_`` leaves such operators in place.
 
     Examples:
         >>> try:
@@ -63,11 +63,11 @@ class OperatorConfig(Config):
 
     family: ClassVar[str] = "operator"
     module_class: ClassVar[Callable[..., Operator]]
-    #: reads the context of ``relinear.activations.context`` / ``ContextManager``
+    #: whether it reads the context of a ``ContextManager`` or ``relinear.activations.context``
     conditioned: ClassVar[bool] = False
-    #: ``from_linear`` can fit a given weight
+    #: whether ``from_linear`` can fit a given weight
     fits_weight: ClassVar[bool] = True
-    #: what to do if it cannot
+    #: advice in the error if it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
     error_curve = RenamedHook("candidate_errors")
     formerly = RenamedHook("legacy_defaults")
@@ -89,7 +89,7 @@ class OperatorConfig(Config):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Operator:
-        """Return the operator as a module of its own, freshly initialised.
+        """Build a freshly initialised operator, outside of any model.
 
         Args:
             in_features: size of the last dimension of the input.
@@ -123,13 +123,13 @@ class OperatorConfig(Config):
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> OperatorConfig | None:
-        """Return a config of about ``ratio`` times the parameters, to match budgets; None if it has no size."""
+        """Return a config of about ``ratio`` times the parameters, to match budgets; None if no setting is a size."""
         return None
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Return the configs of this operator, in several sizes, that fit a layer of this shape.
+        """Return configs of this operator in several sizes, as the search space for a layer of this shape.
 
-        By default this config alone, or none if it does not fit.
+        By default this config alone, or nothing if it does not fit.
         """
         try:
             self.check_shape(in_features, out_features)
@@ -140,15 +140,15 @@ class OperatorConfig(Config):
     def candidate_errors(
         self, linear: nn.Module, statistics: CalibrationStatistics
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return the candidates for replacing ``linear``, each with its error under ``statistics``.
+        """Return the candidates for replacing ``linear``, each with its error tr(G (W - W') A (W - W')^T).
 
-        The error is that of ``fit_to_calibration``: tr(G (W - W') A (W - W')^T). By default each of ``candidates`` is
-        fitted; operators that know all errors at once override this.
+        By default each of ``candidates`` is fitted (``fit_to_calibration``). Override this if one decomposition gives
+        all the errors, as an SVD does for ranks.
         """
         return [(config, config.fit_error(linear, statistics)) for config in self.candidates(*linear_features(linear))]
 
     def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:
-        """Return the error of ``fit_to_calibration`` for this config; ``steps`` as there."""
+        """Fit an operator of this config by ``fit_to_calibration`` and return its error."""
         weight = dense_weight(linear).detach()
         operator = self.build(*linear_features(linear), bias=False, device=weight.device)
         fitted = operator.fit_to_calibration(linear_of(weight), statistics, steps=steps).to_dense().detach()
@@ -156,14 +156,12 @@ class OperatorConfig(Config):
 
 
 class Operator(AuxiliaryLossMixin, CachingModule):
-    """Map (..., in_features) to (..., out_features), as ``nn.Linear`` does: the base of all operators.
-
-    It returns a tensor, never a tuple.
+    """Map (..., in_features) to (..., out_features), as ``nn.Linear`` does: the base class of operators.
 
     Subclasses register their parameters in ``create`` and implement ``reset_parameters``, ``forward`` and
-    ``flops_per_token``; other methods are optional. A subclass with an ``__init__`` instead of ``create`` also creates
-    the bias there and calls ``reset_parameters`` last. ``forward`` is wrapped: an input that is not a floating-point
-    tensor (..., in_features) raises a ValueError that names the layer.
+    ``flops_per_token``; other methods are optional. ``forward`` returns a tensor, never a tuple. It is wrapped: an
+    input that is not a floating-point tensor (..., in_features) raises a ValueError that names the layer. A subclass
+    with an ``__init__`` instead of ``create`` creates the bias there and calls ``reset_parameters`` last.
 
     Examples:
         >>> layer = relinear.LowRank(rank=8).build(64, 32)
@@ -174,19 +172,19 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     """
 
     bias: nn.Parameter | None
-    #: names of parameters (or of submodules with all of theirs) whose fan-in the settings fix, as a rank does (muP)
+    #: muP: names of parameters (or submodules, with all their parameters) whose fan-in is a setting, such as a rank
     finite_fan_in: tuple[str, ...] = ()
-    #: likewise of those whose fan-out they fix
+    #: muP: likewise for the fan-out
     finite_fan_out: tuple[str, ...] = ()
-    #: what tensor parallelism splits (a parameter, or a submodule with all of its) -> along which dimension
+    #: tensor parallelism: name of a parameter (or submodule, with all its parameters) -> dimension to split
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
-    #: whether folding gives GPT-2's transposed Conv1D rather than nn.Linear
+    #: whether folding gives GPT-2's transposed Conv1D instead of nn.Linear
     replaces_conv1d: bool = False
-    #: weights that are no parameters (integer codes) minus parameters that are no weights (their scales)
+    #: corrects the parameter count of quantized layers: plus integer codes, minus scales and zero points
     weights_beyond_parameters: int = 0
-    #: entries of the nn.Embedding that it replaces: called with token ids it returns ``rows``; None for other layers
+    #: size of the vocabulary if it replaces an nn.Embedding (it maps token ids to ``rows``); None for other layers
     num_embeddings: int | None = None
-    #: factor on these rows (Gemma scales its embeddings), and the class of the embedding
+    #: factor on these rows (Gemma scales its embeddings), and the class of the replaced embedding
     row_scale: float = 1.0
     embedding_class: type[nn.Module] = nn.Embedding
     #: name of the operator in its model, for messages; empty outside of a model
@@ -198,7 +196,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         adopt_renamed_hooks(cls)
-        # Not a hook, which would take every call through torch's slow path and could be removed.
+        # A forward hook would take every call through torch's slow path and could be removed.
         if "forward" in cls.__dict__:
             cls.forward = _checked(cls.forward)
 
@@ -215,7 +213,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             self.reset_parameters()
 
     def __getattr__(self, name: str) -> Any:
-        # nn.Module's lookup, inlined: a forward looks up several parameters, and calling super would double the time
+        # nn.Module's lookup, inlined: a forward looks up several parameters, and super() would take twice as long
         attributes = self.__dict__
         for kind in ("_parameters", "_modules", "_buffers"):
             if kind in attributes and name in attributes[kind]:
@@ -228,18 +226,18 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def create(self, **kw: Any) -> None:
-        """Register parameters and buffers, without values yet; ``bias`` (out_features,) comes after them.
+        """Register uninitialised parameters and buffers; ``__init__`` adds ``bias`` (out_features,) afterwards.
 
         Args:
             **kw: ``device`` and ``dtype`` of parameters.
         """
 
     def reset_parameters(self) -> None:
-        """Initialise every parameter from torch's global generator (in place, safe on meta)."""
-        raise TypeError(f"{type(self).__name__} does not say how it is initialised")
+        """Initialise every parameter in place from torch's global generator; must also run on the meta device."""
+        raise TypeError(f"{type(self).__name__} does not implement reset_parameters")
 
     def to_dense(self) -> Tensor:
-        """Return the matrix (out_features, in_features) of the map, without the bias; per token if conditioned.
+        """Return the dense matrix (out_features, in_features) without the bias; one per token if conditioned.
 
         Raises:
             NotLinearError: if the operator is not a linear map of its input.
@@ -247,32 +245,32 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         raise NotLinearError(f"{self.config.kind} is not a linear map, so it has no dense matrix and cannot be folded")
 
     def dense_chain(self) -> tuple[Tensor, ...]:
-        """Return matrices, first applied first, whose product is ``to_dense()``: weights of equivalent linear layers.
+        """Return the weights of equivalent linear layers, in the order in which they are applied.
 
-        By default that matrix alone; a product of thin matrices returns its factors. Raises as ``to_dense``.
+        By default ``to_dense()`` alone; low-rank operators return their factors. Raises as ``to_dense``.
         """
         return (self.to_dense(),)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows (..., in_features) of ``to_dense()`` at token ids (...), as an embedding does."""
+        """Look up the rows (..., in_features) of ``to_dense()`` at token ids (...), as an embedding does."""
         return F.embedding(ids, self.to_dense())
 
     def dense_bias(self) -> Tensor | None:
-        """Return the additive bias that goes with ``to_dense``, or None."""
+        """Return the bias that belongs to ``to_dense``, or None."""
         return self.bias
 
     @torch.no_grad()
     def dense_weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Return ``to_dense()`` and ``dense_bias()``, computed in float32 or wider and cast back."""
         dtype = next(self.parameters()).dtype
-        # A copy, so that the operator stays as it is.
+        # a copy, so that this operator keeps its dtype
         wide = self if dtype in (torch.float32, torch.float64) else deepcopy(self).float()
         weight, bias = wide.to_dense().to(dtype).contiguous(), wide.dense_bias()
         return weight, None if bias is None else bias.to(dtype)
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
-        """Overwrite the parameters with the best fit of ``linear`` (nn.Linear, Conv1D or an operator with to_dense).
+        """Overwrite the parameters with the best fit to ``linear`` (nn.Linear, Conv1D or an operator with to_dense).
 
         Raises:
             ValueError: if this operator cannot be fitted in closed form, or the shapes differ.
@@ -282,28 +280,29 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         return self
 
     def fit_(self, weight: Tensor) -> None:
-        """Overwrite all parameters but the bias with the best fit of a matrix (out_features, in_features).
+        """Overwrite all parameters but the bias with the best fit to ``weight`` (out_features, in_features).
 
         Raises:
-            ValueError: if there is none in closed form.
+            ValueError: if there is no fit in closed form.
         """
         raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
 
     @torch.no_grad()
     def fit_to_calibration(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
-        """Overwrite the parameters with the best fit of ``linear`` on the calibration data.
+        """Overwrite the parameters with the best fit to ``linear`` on the calibration data; copy the bias.
 
-        Minimises tr(G (W - W') A (W - W')^T) over the operator's dense matrix W', with the statistics A and G. By
-        default by L-BFGS, in their precision, from the result of ``from_linear`` or, if there is none, from the present
-        parameters (``fit_to_statistics_``). The bias is copied.
+        Minimises tr(G (W - W') A (W - W')^T) over the operator's dense matrix W', with the statistics A and G. The
+        default is L-BFGS, initialised by ``from_linear`` or, without such a fit, with the current parameters. Override
+        ``fit_to_statistics_`` for an exact solution.
 
         Args:
             linear: nn.Linear, Conv1D or an operator with ``to_dense``.
             statistics: second moments of its inputs, and of the gradients at its output.
-            steps: iterations of L-BFGS at most.
+            steps: maximum number of L-BFGS iterations.
 
         Raises:
-            ValueError: if sizes differ. NotLinearError: if this operator has no dense matrix.
+            ValueError: if sizes differ.
+            NotLinearError: if this operator has no dense matrix.
         """
         weight = self.source_weight(linear)
         statistics.check(self.in_features, self.out_features)
@@ -312,13 +311,13 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         return self
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
-        """Run ``fit_`` under statistics, in at most ``steps``; operators with an exact solution override this."""
+        """Fit all parameters but the bias to ``weight`` under ``statistics``, in at most ``steps`` iterations."""
         if self.config.fits_weight:
             self.from_linear(linear_of(weight))
         descend_(self, weight, statistics, steps)
 
     def source_weight(self, linear: nn.Module) -> Tensor:
-        """Return the matrix to fit, after checking its shape, that it is finite and that no bias would be lost."""
+        """Return the weight of ``linear`` to fit; raise ValueError if shapes differ or a bias would be lost."""
         source_shape = linear_features(linear)
         if source_shape != (self.in_features, self.out_features):
             shape = (self.in_features, self.out_features)
@@ -350,16 +349,16 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         raise TypeError(f"{type(self).__name__} does not state its FLOPs")
 
     def inactive_per_token(self) -> tuple[int, int]:
-        """Return the parameters and FLOPs that one token does not use, such as those of experts that a router skips.
+        """Return the (parameters, FLOPs) that one token does not use, such as those of experts that a router skips.
 
-        Total FLOPs are ``flops_per_token()`` plus these; active parameters are all parameters minus these.
+        Total FLOPs are ``flops_per_token()`` plus these FLOPs; active parameters are all minus these parameters.
         """
         return 0, 0
 
     def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
-        """Return what is wrong with tensors to be loaded, by name; None if nothing is.
+        """Return what is wrong with the tensors ``values`` of a checkpoint; None if nothing is.
 
-        For damage that would silently compute something else, such as a wrong table of indices.
+        Override this where damage would silently change the result, as in a table of indices.
         """
         return None
 
@@ -372,30 +371,30 @@ class Operator(AuxiliaryLossMixin, CachingModule):
             arguments[-1].append(f"{prefix.rstrip('.')}: {wrong}")  # torch's list of errors
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """Return the role of every parameter by its name here; the last dimension of a matrix is its fan-in."""
-        stated = DeclaredFans(self)
-        return {name: stated.role(parameter) for name, parameter in self.named_parameters()}
+        """Return the role of every parameter by name; the last dimension of a matrix is its fan-in."""
+        fans = DeclaredFans(self)
+        return {name: fans.role(parameter) for name, parameter in self.named_parameters()}
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.config}, bias={self.bias is not None}"
 
 
 def named_operators(model: nn.Module) -> Iterator[tuple[str, Operator]]:
-    """Yield the outermost operators of ``model`` by name, each once; those inside another operator are left out."""
+    """Yield (name, operator) for the operators of ``model``, each once, without those inside another operator."""
     return outermost(model, lambda module: isinstance(module, Operator))
 
 
 def is_replaceable(module: Any) -> bool:
-    """Return whether ``module`` can be replaced by an operator: it is a stock linear layer, or an operator."""
+    """Return whether ``module`` is a stock linear layer or an operator, which surgery can replace."""
     return isinstance(module, Operator) or is_stock_linear(module)
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an operator's ``forward`` with a check of the input's type and width."""
+    """Wrap an operator's ``forward`` with a check of the input's type and width."""
 
     @functools.wraps(forward)
     def checked(self: Operator, x: Tensor) -> Tensor:
-        # ``check_features``, inlined: this runs at every call of every layer and takes a third of a microsecond.
+        # ``check_features``, inlined: this runs in every call of every layer and takes a third of a microsecond
         if not isinstance(x, Tensor) or not x.ndim or x.shape[-1] != self.in_features or not x.is_floating_point():
             if self.num_embeddings is not None and isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32):
                 rows = self.rows(x)

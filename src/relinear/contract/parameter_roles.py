@@ -1,4 +1,4 @@
-"""The role of a parameter: its fan-in and fan-out, how they grow with a model's width, and what follows from that."""
+"""Parameter roles: fan-in and fan-out, how they grow with a model's width, and muP's scales that follow."""
 
 import warnings
 from typing import Literal, NamedTuple
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor, nn
 
 InitLaw = Literal["fan_in", "constant", "orthogonal"]
-#: what modules state in ``DeclaredFans`` -> the name that it had, which works for one version
+#: attribute that ``DeclaredFans`` reads -> its old name, which works for one version
 _OLD_NAMES = {
     "finite_fan_in": "fixed_fan_in",
     "finite_fan_out": "fixed_fan_out",
@@ -18,19 +18,19 @@ _OLD_NAMES = {
 class ParamRole(NamedTuple):
     """The role of a parameter, so that one optimiser recipe serves every operator.
 
-    fan_in: number of inputs a unit sums over (None for vectors such as biases, gains and scales, for tables that are
-        looked up, and for bivectors, which rotate rather than sum).
+    fan_in: number of inputs that a unit sums over; None for vectors (biases, gains, scales), lookup tables, and
+        bivectors, which rotate instead of summing.
     lr_multiplier: factor on the base learning rate.
     weight_decay: whether weight decay applies.
-    fan_in_scales: whether the fan-in is a width, which grows with the model and with which a learning rate is scaled;
-        False for a size that the settings fix (a rank, the width of a context), for which the rate stays.
-    fan_out: number of units that read an input; None (unknown) counts as the fan-in.
-    fan_out_scales: whether the fan-out is such a width.
-    growth: the power of the model's width with which these two grow; 0.5 for a factor of a Kronecker product.
-    init_law: how the default initialisation's standard deviation depends on the sizes: "fan_in" as 1 / sqrt(fan_in),
-        "constant" not at all, "orthogonal" as 1 / sqrt(max(fan_in, fan_out)).
-    readout: whether this makes the logits.
-    fan_in_offset: the fixed size by which the fan-in is smaller than a width.
+    fan_in_scales: whether the fan-in grows with the model's width, so that muP scales the learning rate; False for a
+        size that is a setting (a rank, the width of a context).
+    fan_out: number of units that read an input; None (unknown) means equal to the fan-in.
+    fan_out_scales: whether the fan-out grows with the model's width.
+    growth: fans grow as this power of the model's width; 0.5 for a factor of a Kronecker product.
+    init_law: standard deviation of the default initialisation: "fan_in" is 1 / sqrt(fan_in), "constant" does not
+        depend on the sizes, "orthogonal" is 1 / sqrt(max(fan_in, fan_out)).
+    readout: whether this is the output layer, which computes the logits.
+    fan_in_offset: the fan-in is the model's width minus this constant.
     """
 
     fan_in: int | None = None
@@ -55,9 +55,9 @@ class ParamRole(NamedTuple):
     def init_std_scale(self, ratio: float) -> float:
         """Return muP's factor on the standard deviation of the default initialisation.
 
-        muP initialises a matrix with a standard deviation in proportion to 1 / sqrt(fan_in), every dense factor of a
-        structured one by its own, and one that makes the logits to 1 / fan_in. The factor is the quotient of that and
-        of the default law, each relative to the base width.
+        In muP the standard deviation is proportional to 1 / sqrt(fan_in), and to 1 / fan_in in the output layer; each
+        dense factor of a structured matrix has its own fan-in. The factor is muP's law over the default law, both
+        relative to the base width.
 
         Args:
             ratio: as in ``lr_scale``.
@@ -67,7 +67,7 @@ class ParamRole(NamedTuple):
         base, fan_out = self._base_fan_in(ratio), self.fan_in if self.fan_out is None else self.fan_out
         base_out = fan_out / ratio**self.growth if self.fan_out_scales else fan_out
         std = (base / self.fan_in) ** (1.0 if self.readout else 0.5)
-        return std * self._standard(base, base_out) / self._standard(self.fan_in, fan_out)
+        return std * self._default_std(base, base_out) / self._default_std(self.fan_in, fan_out)
 
     def _base_fan_in(self, ratio: float) -> float:
         assert self.fan_in is not None
@@ -75,20 +75,20 @@ class ParamRole(NamedTuple):
             return self.fan_in
         grown = ratio**self.growth
         base = (self.fan_in + self.fan_in_offset) / grown - self.fan_in_offset
-        return base if base > 0 else self.fan_in / grown  # where the base model has no such inputs at all
+        return base if base > 0 else self.fan_in / grown  # the base model has no such inputs
 
-    def _standard(self, fan_in: float, fan_out: float) -> float:
+    def _default_std(self, fan_in: float, fan_out: float) -> float:
         if self.init_law == "constant":
             return 1.0
         return (fan_in if self.init_law == "fan_in" else max(fan_in, fan_out)) ** -0.5
 
 
 class DeclaredFans:
-    """Collect what the modules within ``module`` declare about their parameters in attributes.
+    """Read what ``module`` and its submodules declare about their parameters' fans and initialisation.
 
-    ``finite_fan_in``, ``finite_fan_out``: the settings fix the fan, which does not grow with the model's width;
-    ``constant_initialized``, ``orthogonal_initialized``: the law of the default initialisation (``ParamRole``). Each is
-    a tuple of names of the module's parameters, or of submodules that hold nothing else.
+    They do so in the attributes ``finite_fan_in`` and ``finite_fan_out`` (fans that do not grow with the model's width)
+    and ``constant_initialized`` and ``orthogonal_initialized`` (``ParamRole.init_law``): tuples with names of
+    parameters, or of submodules, with all their parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:

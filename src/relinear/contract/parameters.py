@@ -1,9 +1,9 @@
-"""Parameters inside an operator that are not layers of their own.
+"""Modules that hold an operator's parameters without being layers.
 
-An operator that computes several of its parts in one kernel never calls them as layers, so they must not look like
-layers: PEFT would put adapters on an ``nn.Linear`` that is never called, quantisers would replace it. But accelerate's
-offloading moves weights in and out of memory around a module's call. So each part is a small module with the parameter
-names of a layer, and calling it returns its parameters.
+An operator that computes several parts in one kernel never calls them as layers. They must not be ``nn.Linear``: PEFT
+would put adapters on layers that are never called, and quantisers would replace them. Yet they must be modules:
+accelerate's offloading moves weights around a module's call. So each part is a small module with the parameter names of
+a layer, and calling it returns its parameters.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOO
 
 
 def add_parameters(module: nn.Module, kw: dict[str, Any], /, **shapes: tuple[int, ...] | None) -> None:
-    """Register an uninitialised parameter for each name and shape; None for the shape None."""
+    """Register an uninitialised parameter for each name and shape, or None for the shape None."""
     for name, shape in shapes.items():
         module.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(*shape, **kw)))
 
@@ -46,7 +46,7 @@ class AffineParameters(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise both as torch's own layers do."""
+        """Initialise both as torch's layers do."""
         if self.weight.ndim > 1:
             nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
             return
@@ -55,7 +55,7 @@ class AffineParameters(nn.Module):
             nn.init.zeros_(self.bias)
 
     def __call__(self) -> tuple[Any, Any]:
-        """Return (weight, bias); skips ``nn.Module.__call__`` unless there are hooks, as every step calls several."""
+        """Return (weight, bias); skip the slow ``nn.Module.__call__`` unless there are hooks."""
         state, parameters = self.__dict__, self._parameters
         hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
         if hooked or state["_backward_pre_hooks"] or "forward" in state or any(_GLOBAL_HOOKS):
@@ -83,9 +83,9 @@ class ListedParameters(nn.ParameterList):
 
 
 def are_affine(parts: Iterable[nn.Module | None]) -> bool:
-    """Return whether all ``parts`` but None are exactly ``AffineParameters``, whose forward only returns them.
+    """Return whether all ``parts`` that are not None are exactly ``AffineParameters``.
 
-    A module that replaces one may compute its tensors at every call.
+    A module that replaced one may compute its tensors in every call, so they must not be cached.
     """
     return all(part is None or type(part) is AffineParameters for part in parts)
 
@@ -96,28 +96,27 @@ def are_parameters(module: nn.Module, *names: str) -> bool:
 
 
 def is_bare(module: Any) -> bool:
-    """Return whether calling ``module`` runs the forward of its class and nothing else: no hooks, no replacement.
+    """Return whether calling ``module`` only runs its class's forward: it has no hooks and no patched forward.
 
     Only then may an operator read the parameters of ``module`` without calling it.
     """
     attributes = module.__dict__
-    # accelerate puts a forward of its own on the instance
+    # accelerate patches the instance's forward
     return "forward" not in attributes and not any(attributes[hooks] for hooks in _HOOKS) and not any(_GLOBAL_HOOKS)
 
 
 def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
-    """Return whether ``module`` is exactly ``nn.Linear``, bare, with an ordinary tensor as its weight.
+    """Return whether ``module`` is exactly ``nn.Linear``, without hooks and with an ordinary tensor as its weight.
 
-    A subclass, an adapter or a quantised layer is not, nor is one whose weight a quantiser, a sharding plan or a
-    parametrisation has put another kind of tensor in.
+    Subclasses, adapters, and layers with quantised, sharded or parametrised weights are not.
     """
     return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_bare(module)
 
 
 def forward_hooks(modules: Iterable[nn.Module]) -> tuple[dict, ...]:
-    """Return the dictionaries of the hooks that calls of ``modules`` run, their own and those of all modules.
+    """Return the dictionaries of the hooks that calls of ``modules`` run, torch's global hooks among them.
 
-    torch adds to these dictionaries, and never replaces them.
+    torch adds to these dictionaries and never replaces them, so they can be kept.
     """
     hooks = (module.__dict__[kind] for module in modules for kind in _HOOKS[:2])
     return *hooks, *_GLOBAL_HOOKS[:2]

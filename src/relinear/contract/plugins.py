@@ -1,12 +1,12 @@
-"""Find what other packages add, by name: operators, residual methods, objectives, analyses and recipes.
+"""Find operators, residual methods, objectives, analyses and recipes of other packages by name.
 
-A package offers them as entry points, which are looked at when a name is unknown and imported when it is asked for::
+A package declares them as entry points, which are read when a name is unknown and imported on use::
 
     [project.entry-points."relinear.operators"]
     btt = "my_package.btt:BTT"
 
-Packages that are not installed are named in the environment: ``RELINEAR_IMPORT=my_package.btt,my_package.other``, which
-``relinear --import`` sets, and which processes that relinear starts are given.
+Modules of packages that are not installed are named in the environment,
+``RELINEAR_IMPORT=my_package.btt,my_package.other``. ``relinear --import`` sets it, also for the processes it starts.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
-#: modules to import, with commas
+#: environment variable: modules to import, separated by commas
 IMPORT_VARIABLE = "RELINEAR_IMPORT"
 #: family -> the group of its entry points
 GROUPS = {
@@ -31,12 +31,12 @@ GROUPS = {
 
 
 def entry_points(family: str) -> dict[str, metadata.EntryPoint]:
-    """Return what installed packages offer of a family ("operator", "attachment", "objective", ...), by name."""
+    """Return the entry points of a family ("operator", "attachment", "objective", ...), by name."""
     return {point.name: point for point in metadata.entry_points(group=GROUPS[family])}
 
 
 def load(family: str, name: str) -> Any:
-    """Load what a package offers under a name; None if none does, or where it fails, with a warning that says so."""
+    """Load the entry point ``name`` of a family; return None if there is none, or with a warning if loading fails."""
     point = entry_points(family).get(name)
     if point is None:
         return None
@@ -49,7 +49,7 @@ def load(family: str, name: str) -> Any:
 
 
 def import_from_environment() -> None:
-    """Import the modules that the environment names; skip one that fails, with a warning."""
+    """Import the modules named in ``RELINEAR_IMPORT``; a module that fails is skipped with a warning."""
     for module in _modules_in_environment():
         try:
             importlib.import_module(module)
@@ -62,7 +62,7 @@ def _modules_in_environment() -> list[str]:
 
 
 def environment(classes: Iterable[type]) -> dict[str, str]:
-    """Return the environment of a new process, so that it knows ``classes`` of other packages."""
+    """Return environment variables by which a new process imports the modules of ``classes`` of other packages."""
     modules = dict.fromkeys([*_modules_in_environment(), *(cls.__module__ for cls in classes if _is_foreign(cls))])
     return {IMPORT_VARIABLE: ",".join(module for module in modules if module != "__main__")}
 
@@ -72,20 +72,20 @@ def _is_foreign(cls: type) -> bool:
 
 
 def origin(cls: type) -> dict[str, str]:
-    """Return the module of a class, and its package and version if known."""
+    """Return the module of a class and, if known, its package and version."""
     module = cls.__module__
     package = _package(module.partition(".")[0])
     return {"module": module} | ({"package": package, "version": metadata.version(package)} if package else {})
 
 
-@functools.cache  # reads the files of every installed package, for a second or two
+@functools.cache  # reading the files of every installed package takes a second or two
 def _package(module: str) -> str | None:
     packages = metadata.packages_distributions().get(module)
     return packages[0] if packages else None
 
 
 def packages_of(configs: Iterable[Any]) -> dict[str, dict[str, str]]:
-    """Return kind -> ``origin`` of those of ``configs``, and of what is inside of them, that are not relinear's."""
+    """Return kind -> ``origin`` for every config among ``configs``, nested ones too, that is not relinear's."""
     return {config.kind: origin(type(config)) for config in _with_inner(configs) if _is_foreign(type(config))}
 
 

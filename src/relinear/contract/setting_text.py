@@ -1,4 +1,4 @@
-"""Read settings that are written as text, as on the command line: ``hdpl:rank=128,blocks=8``."""
+"""Parse settings written as text, as on the command line: ``hdpl:rank=128,blocks=8``."""
 
 import json
 from typing import Any
@@ -7,12 +7,12 @@ from relinear.contract.messages import shown
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """Return the mapping that ``kind:key=value,key=value`` stands for, ready for ``Config.from_dict``.
+    """Parse ``kind:key=value,key=value`` into a mapping for ``Config.from_dict``.
 
     Values are JSON scalars or lists, ``none``, bare words (strings), or a nested setting in parentheses:
     ``hdpl:rank=128,blocks=8`` gives ``{"kind": "hdpl", "rank": 128, "blocks": 8}``, and
-    ``transponder:rank=8,base=(low_rank:rank=4)`` nests one setting in another. Nothing is looked up here; unknown kinds
-    and keys are found by ``from_dict``.
+    ``transponder:rank=8,base=(low_rank:rank=4)`` nests one setting in another. Kinds and keys are not checked here but
+    by ``from_dict``.
 
     Raises:
         ValueError: if the text does not have this form.

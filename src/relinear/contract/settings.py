@@ -1,4 +1,4 @@
-"""Settings that users write by hand (recipes, command lines): strict pydantic models with readable errors."""
+"""Settings that users write (recipes, command lines): strict pydantic models with readable errors."""
 
 import re
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from relinear.deprecated import with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-#: anything larger is a slip
+#: anything larger is a typing error
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
-#: sequences; more would run out of memory without a message
+#: sequences per batch; more would end the process for lack of memory, without a message
 Batch = Annotated[int, Field(gt=0, le=2**20)]
 #: CPU threads; a million would end the process without a message
 Threads = Annotated[int, Field(gt=0, le=1024)]
@@ -27,12 +27,12 @@ def _refuse_twice(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 #: refuses a list with a repeated value
 Unique = AfterValidator(_refuse_twice)
-#: patterns of names of modules; a single one may be a string
+#: patterns of module names; a single pattern may be a string
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 
 
 def size_in_bytes(text: Any) -> float | None:
-    """Return the bytes that ``90MB``, ``1.5GiB`` or ``1000`` state, None if that is not a size.
+    """Parse a size such as ``90MB``, ``1.5GiB`` or ``1000`` into bytes; return None if it is not a size.
 
     k, M and G are thousands, Ki, Mi and Gi powers of 1,024.
     """
@@ -43,10 +43,10 @@ def size_in_bytes(text: Any) -> float | None:
 
 
 class Settings(BaseModel):
-    """Base of every group of user settings: frozen, no unknown keys, values checked when made.
+    """Base of all user settings: frozen, without unknown keys, checked on creation.
 
-    An unknown key raises an error that names the nearest known one. ``load`` is for what a user
-    wrote: it raises one ValueError with a line for each fault in place of pydantic's report.
+    An unknown key raises an error that names the nearest known key. Use ``load`` for what a user wrote: it raises one
+    ValueError with a line for each error instead of pydantic's report.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
@@ -67,7 +67,7 @@ class Settings(BaseModel):
         """Return checked settings from a mapping such as a parsed YAML file.
 
         Raises:
-            ValueError: with one line for each fault; ``name`` (a file's name, say) heads the message.
+            ValueError: with one line for each error; the message begins with ``name``, a file's name, say.
         """
         if isinstance(values, cls):
             return values
@@ -80,10 +80,10 @@ class Settings(BaseModel):
 
     @classmethod
     def upgraded(cls, saved: Any) -> Any:
-        """Return settings that an earlier version wrote (``model_dump(mode="json")``), as this version writes them.
+        """Return settings saved by an earlier version (``model_dump(mode="json")``) as this version would save them.
 
-        Missing settings take their defaults, and those that are gone are left out, so that runs of different versions
-        can be compared. Settings that this version cannot read are returned unchanged, and so differ from all others.
+        Missing settings take their defaults and removed settings are dropped, so that runs of different versions can be
+        compared. Settings that this version cannot read are returned unchanged, so they equal no others.
         """
         try:
             return cls.load(without_removed(cls, saved)).model_dump(mode="json")

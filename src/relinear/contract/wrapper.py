@@ -20,8 +20,8 @@ class WrapperConfig(OperatorConfig):
     """Settings of an operator that wraps another layer.
 
     Args:
-        base: settings of the wrapped operator. None keeps the layer that is there (an ``nn.Linear``, a ``Conv1D`` or an
-            operator); a wrapper built on its own then has an ``nn.Linear`` inside.
+        base: settings of the wrapped operator. None wraps the layer that is replaced (an ``nn.Linear``, a ``Conv1D`` or
+            an operator), or a new ``nn.Linear`` if the wrapper is built outside of a model.
     """
 
     base: InstanceOf[OperatorConfig] | None = None
@@ -48,8 +48,8 @@ class WrapperConfig(OperatorConfig):
     def convert(self, source: nn.Module, init: Init = "fresh") -> Operator:
         """Wrap ``source`` itself, or the ``base`` operator that replaces it.
 
-        The config of the result names the operator inside, so that a checkpoint can rebuild it from the stock layer.
-        ``init="from_weight"`` also makes the wrapper neutral (if it can be), so that the source is reproduced.
+        The resulting config contains the inner operator's, so that a checkpoint can rebuild it from the stock layer.
+        ``init="from_weight"`` also makes the wrapper neutral, if it can be, so that it computes what ``source`` does.
         """
         inner: nn.Module = source if self.base is None else self.base.convert(source, init)
         resolved = self.replace(base=inner.config) if isinstance(inner, Operator) else self
@@ -74,7 +74,7 @@ class WrapperConfig(OperatorConfig):
 
 
 class Wrapper(Operator):
-    """An operator around the layer ``base``; its other submodules hold its own parameters.
+    """Base of operators around another layer, ``base``; other submodules hold the wrapper's own parameters.
 
     Args:
         inner: the layer to wrap; None builds the config's base, or an ``nn.Linear``.
@@ -98,18 +98,18 @@ class Wrapper(Operator):
 
     @property
     def _inner(self) -> list[Operator]:
-        """Return the operator inside, also where PEFT has put an adapter around it, or trains a copy beside it."""
+        """Return the operators inside, also if PEFT has wrapped one in an adapter or trains a copy of it."""
         base = self._modules.get("base")
         return [] if base is None else [operator for _, operator in named_operators(base)]
 
-    def _recording(self) -> list[AuxiliaryLossMixin]:
-        return [part for operator in self._inner for part in operator._recording()]
+    def _recorders(self) -> list[AuxiliaryLossMixin]:
+        return [part for operator in self._inner for part in operator._recorders()]
 
     def neutralize(self) -> None:
-        """Set the wrapper's own parameters so that it passes the wrapped layer's output on unchanged.
+        """Set the wrapper's own parameters so that it returns the wrapped layer's output unchanged.
 
         Raises:
-            ValueError: if no finite parameters do that.
+            ValueError: if no finite parameters do so.
         """
         raise ValueError(f"{self.config.kind} cannot be made neutral; use init='fresh'")
 
@@ -130,7 +130,7 @@ class Wrapper(Operator):
         if isinstance(self.base, Operator):
             self.base.from_linear(linear)
         else:
-            dense_weight(self.base).copy_(weight)  # a view of the stored weight, also if that is transposed
+            dense_weight(self.base).copy_(weight)  # a view of the stored weight, even of a transposed one
             self.copy_bias_(linear)
         return self
 

@@ -145,19 +145,19 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
             self.record_auxiliary({"balance": both}, {"busiest": both.detach()})
         return shares
 
-    def reduce_over_tokens(self, name: str, value: Tensor, counted: Tensor | None) -> Tensor:
+    def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
         """The Switch Transformer's loss against collapse, E sum_e f_e p_e, in each sequence; or the largest f_e of all.
 
         f_e is the share of tokens that use e, p_e their mean probability. The mean over sequences is weighted by their
         tokens, so that neither padding nor the way in which sequences are put into batches changes it.
         """
-        if counted is None:
-            counted = torch.ones_like(value[..., 0, 0], dtype=torch.bool)
-        probabilities, used = torch.where(counted[..., None, None], value, 0.0).unbind(-2)
-        tokens = counted.sum().clamp(min=1)
+        if mask is None:
+            mask = torch.ones_like(value[..., 0, 0], dtype=torch.bool)
+        probabilities, used = torch.where(mask[..., None, None], value, 0.0).unbind(-2)
+        tokens = mask.sum().clamp(min=1)
         if name == "busiest":
             return used.flatten(0, -2).sum(0).max() / tokens
-        together = (probabilities.sum(-2) * used.sum(-2)).sum(-1) / counted.sum(-1).clamp(min=1)
+        together = (probabilities.sum(-2) * used.sum(-2)).sum(-1) / mask.sum(-1).clamp(min=1)
         return self.config.balance * self.config.templates * together.sum() / tokens
 
     def _features(self, context: Tensor) -> Tensor:
