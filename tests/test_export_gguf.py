@@ -1,14 +1,20 @@
 """GGUF files: read back by another program's reader, they give the same logits."""
 
+import json
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import relinear
 from relinear.compression import compress, export_gguf
+from relinear.compression.gguf_tokenizer import _KNOWN
 from relinear.data.tokenizers import byte_tokenizer, train_bpe
+from tiny_models import make_family
 
 gguf = pytest.importorskip("gguf")
+SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+SIZES |= {"num_key_value_heads", "max_position_embeddings", "initializer_range"}
 TEXT = "The quick brown fox jumps over 123 lazy dogs, and then 45 more. "
 
 
@@ -147,6 +153,84 @@ def test_the_tokenizer_is_in_the_file(digits: bool, tmp_path) -> None:
     assert all(merge.replace(" ", "") in tokenizer.get_vocab() for merge in value("ggml.merges"))
 
 
+def known(name: str):
+    return next(entry for entry in _KNOWN if entry.get("pre", "SentencePiece") == name)
+
+
+def tokenizer_like(entry, cut: str | None = None, splits: bool = True):
+    """A tokenizer with settings that llama.cpp knows, and a small vocabulary of its own; ``cut`` in their place."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    units = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if entry["byte_fallback"]:
+        units = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁theand"]
+    vocabulary = {token: at for at, token in enumerate(["<unk>", *units, "th", "he", "the", "an", "and"])}
+    merges = [("t", "h"), ("h", "e"), ("th", "e"), ("t", "he"), ("a", "n"), ("an", "d")]
+    described = json.loads(Tokenizer(models.BPE(vocabulary, [m for m in merges if splits or m[1] != "he"])).to_str())
+    steps = [step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step for step in entry["pre_tokenizers"]]
+    if cut is not None:
+        steps[0] = steps[0] | {"pattern": {"Regex": cut}}
+    described["normalizer"] = {"type": "Sequence", "normalizers": [*entry["normalizers"], {"type": "NFC"}]}
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    described["model"] |= {key: entry[key] for key in ("ignore_merges", "byte_fallback")} | {"unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), unk_token="<unk>")
+
+
+@pytest.mark.parametrize("entry", [pytest.param(e, id=f"{e.get('pre')}-{at}") for at, e in enumerate(_KNOWN)])
+def test_tokenizers_that_llama_cpp_knows_are_told_by_their_settings(entry, tmp_path) -> None:
+    tokenizer = tokenizer_like(entry)
+    tokenizer.add_tokens(["<▁>"])
+    fields = gguf.GGUFReader(export_gguf(llama(), tmp_path / "model.gguf", tokenizer=tokenizer)).fields
+    said = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in fields.items()}
+    kinds = dict(zip(said["tokens"], said["token_type"], strict=True))
+    if "pre" in entry:
+        assert (said["model"], said["pre"]) == ("gpt2", entry["pre"])
+        assert said["merges"][:3] == ["t h", "h e", "th e"]
+        assert kinds["<▁>"] == gguf.TokenType.USER_DEFINED
+    else:
+        assert (said["model"], said["add_space_prefix"]) == ("llama", entry["add_space_prefix"])
+        scores = dict(zip(said["tokens"], said["scores"], strict=True))
+        assert [scores[token] for token in ("th", "he", "the", "an", "and")] == [0, -1, -2, -3, -4]
+        assert kinds["<0x0A>"] == gguf.TokenType.BYTE
+        assert kinds["< >"] == gguf.TokenType.USER_DEFINED, "llama.cpp looks for it where spaces are spaces"
+
+
+#: sizes of heads are those that transformers takes for granted where it reads these families' files
+GEMMA = {"head_dim": 256, "sliding_window": 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *(("mistral", {"sliding_window": 40}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 128})),
+        *(("gemma2", GEMMA), ("gemma3_text", GEMMA | {"num_hidden_layers": 6})),
+    ],
+)
+def test_other_families_give_the_same_logits(kind: str, settings, tmp_path) -> None:
+    torch.manual_seed(0)
+    sizes = {key: value for key, value in llama().config.to_dict().items() if key in SIZES}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | settings))).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    path = export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
+    assert_same(path, model)
+    fields = gguf.GGUFReader(path).fields
+    architecture = fields["general.architecture"].contents()
+    assert fields[f"{architecture}.context_length"].contents() == (40 if kind == "mistral" else 64)
+    if kind == "gemma3_text":
+        assert fields["gemma3.attention.sliding_window_pattern"].contents() == [True] * 5 + [False]
+
+
+def test_scaled_positions_are_in_the_file(tmp_path) -> None:
+    for scaling in (LLAMA3 | {"original_max_position_embeddings": 16}, {"rope_type": "linear", "factor": 4.0}):
+        model = llama(rope_parameters=scaling | {"rope_theta": 5000.0}, head_dim=16)
+        path = export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
+        divisors = next(t.data for t in gguf.GGUFReader(path).tensors if t.name == "rope_freqs.weight")
+        frequencies = 5000.0 ** -(torch.arange(8) / 8) / torch.from_numpy(divisors.copy())
+        assert torch.allclose(frequencies, model.model.rotary_emb.inv_freq)
+
+
 def with_template(single: str, token: str = "<|endoftext|>"):
     from tokenizers import processors
 
@@ -202,8 +286,10 @@ def test_templates_of_several_names_are_in_the_file(tmp_path) -> None:
     [
         (lambda: with_template("a $A", "a"), "makes .* of a text whose tokens are"),
         (lambda: with_settings(dropout=0.1), "has dropout=0.1, which a GGUF file cannot express"),
-        (lambda: with_settings(ignore_merges=True), "has ignore_merges=True"),
-        (lambda: with_settings(byte_fallback=True), "has byte_fallback=True"),
+        (lambda: with_settings(ignore_merges=True), "knows no tokenizer with these settings: BPE after ByteLevel"),
+        (lambda: with_settings(byte_fallback=True), "knows no tokenizer with these settings"),
+        (lambda: tokenizer_like(known("qwen2"), cut="[a-z]+"), "knows no tokenizer with these settings"),
+        (lambda: tokenizer_like(known("SentencePiece"), splits=False), "merges are not those of a SentencePiece"),
         (lambda: with_token(lstrip=True), "has lstrip of '<mark>'"),
         (lambda: with_token(single_word=True, rstrip=True), "has rstrip, single_word of '<mark>'"),
         (without_bytes, "has bytes without a token"),
@@ -234,9 +320,7 @@ def test_refusals_before_anything_is_computed(tmp_path) -> None:
     refused("stores no integers", llama(), tokenizer_of(), candidates=["low_rank"])
     refused("bits=4.25 cannot be met", llama(hidden_size=64), tokenizer_of(), bits=4.25)
     refused("holds the tokenizer", llama(), None)
-    refused("cut text as GPT-2's or SmolLM's", llama(), byte_tokenizer())
+    refused("knows no tokenizer with these settings.*Compress without --for", llama(), byte_tokenizer())
     refused("attention_bias", llama(attention_bias=True), tokenizer_of())
-    refused("rope_type=linear", llama(rope_parameters={"rope_type": "linear", "factor": 2.0}), tokenizer_of())
-    from tiny_models import make_family
-
-    refused("of LlamaForCausalLM alone, got Qwen2ForCausalLM", make_family("qwen2"), tokenizer_of())
+    refused("rope_type=yarn", llama(rope_parameters={"rope_type": "yarn", "factor": 2.0}), tokenizer_of())
+    refused("of LlamaForCausalLM, .*got GPT2LMHeadModel", make_family("gpt2"), tokenizer_of())

@@ -3,6 +3,8 @@
 //     llama_files judge LENGTH WINDOWS OUT FILE...  WINDOWS: token ids, int32, LENGTH a window. OUT: float32 for each window,
 //                                                   FILE and token: loss, KL divergence to the first FILE, same first token
 //     llama_files continue LENGTH WINDOWS COUNT FILE    prints 64 greedy tokens after the first 32 of COUNT windows
+//     llama_files tokens FILE TEXT                  prints the token ids of TEXT, a file
+//     llama_files logits WINDOWS OUT FILE           OUT: float32 for each token of WINDOWS, one after the other
 //     llama_files speed TURNS FILE...               prints tokens a second of each FILE, a line a turn: 64 tokens, one thread
 //     llama_files quantize SOURCE OUT TYPE MATRIX [TYPES]   TYPE: a number of llama_ftype; MATRIX: names, sizes, mean squares;
 //                                                   TYPES: names of tensors and numbers of ggml_type
@@ -117,6 +119,30 @@ static int go_on(int length, const char* windows, int count, const char* file) {
   return 0;
 }
 
+static int tokens(const char* file, const char* text) {
+  llama_model_params options = llama_model_default_params();
+  options.vocab_only = true;
+  llama_model* model = llama_model_load_from_file(file, options);
+  std::ifstream in(text, std::ios::binary);
+  const std::string given((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
+  std::vector<llama_token> ids(given.size() + 8);
+  const int count = llama_tokenize(llama_model_get_vocab(model), given.data(), given.size(), ids.data(), ids.size(), true, true);
+  for (int i = 0; i < count; ++i) std::printf("%d ", ids[i]);
+  std::printf("\n");
+  llama_model_free(model);
+  return count < 0;
+}
+
+static int logits(const char* windows, const char* out, const char* file) {
+  const std::vector<llama_token> ids = read(windows);
+  Reader reader(file, ids.size());
+  reader.feed(ids.data(), ids.size(), 0, true);
+  std::ofstream to(out, std::ios::binary);
+  for (size_t i = 0; i < ids.size(); ++i)
+    to.write(reinterpret_cast<const char*>(llama_get_logits_ith(reader.context, i)), reader.entries * sizeof(float));
+  return 0;
+}
+
 static int speed(int turns, int count, char** files) {
   std::vector<std::unique_ptr<Reader>> readers;
   for (int i = 0; i < count; ++i) readers.push_back(std::make_unique<Reader>(files[i], 128));
@@ -174,6 +200,8 @@ int main(int count, char** given) {
   const std::string what = count > 1 ? given[1] : "";
   if (count > 5 && what == "judge") return judge(std::atoi(given[2]), given[3], given[4], count - 5, given + 5);
   if (count == 6 && what == "continue") return go_on(std::atoi(given[2]), given[3], std::atoi(given[4]), given[5]);
+  if (count == 4 && what == "tokens") return tokens(given[2], given[3]);
+  if (count == 5 && what == "logits") return logits(given[2], given[3], given[4]);
   if (count > 3 && what == "speed") return speed(std::atoi(given[2]), count - 3, given + 3);
   if (count > 5 && what == "quantize") return quantize(given[2], given[3], std::atoi(given[4]), given[5], count > 6 ? given[6] : nullptr);
   return 2;

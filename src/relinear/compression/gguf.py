@@ -1,121 +1,87 @@
-"""A model of stock Llama layers as one GGUF file, which llama.cpp and its kin run."""
+"""A model of stock layers as one GGUF file, which llama.cpp and its kin run."""
 
 import importlib.util
-import json
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from relinear.compression.export import check_stock
+from relinear.compression.gguf_tokenizer import tokenizer_fields
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.folding import to_stock_layer
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
 
-#: class and model type of what GGUF's architecture "llama" stands for here
-_CLASS, _ARCHITECTURE = "LlamaForCausalLM", "llama"
-_DIGITS = {"type": "Digits", "individual_digits": True}
-#: settings of a BPE model that change what it does where they are set
-_BPE_SETTINGS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
-#: bytes that occur in no text, as BPE writes them
-_NO_TEXT = set("ÀÁõö÷øùúûüýþÿ")
-#: pre-tokenizers that are known to llama.cpp: how it calls them, and the steps before bytes
-_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {"gpt-2": [], "smollm": [_DIGITS]}
+#: classes of models that llama.cpp runs, and what GGUF calls their architectures
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+}
+#: rotary positions that a Llama's file holds as divisors of its frequencies
+_SCALED_ROPE = ("llama3", "linear")
 
 
-def check_gguf(model: Any, tokenizer: Any) -> None:
-    """Raise ValueError, or ImportError, unless ``export_gguf`` can write models like this one."""
+def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return what a file says of the tokenizer.
+
+    Raises:
+        ValueError: unless ``export_gguf`` can write models like this one. ImportError: without the package gguf.
+    """
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("GGUF files need the package gguf: pip install 'relinear[gguf]'")
-    if type(model).__name__ != _CLASS:
-        raise ValueError(f"GGUF files are written of {_CLASS} alone, got {type(model).__name__}; relinear.fold_ it")
+    config, architecture = model.config, _ARCHITECTURES.get(type(model).__name__, "")
+    if not architecture:
+        raise ValueError(
+            f"GGUF files are written of {', '.join(_ARCHITECTURES)}, got {type(model).__name__}; relinear.fold_ it and "
+            "convert it by llama.cpp's own script"
+        )
     check_stock(model)
-    config = model.config
+    gemma, size = architecture.startswith("gemma"), _head_size(config)
+    activation = config.hidden_activation if gemma else config.hidden_act
+    softcapping = getattr(config, "attn_logit_softcapping", None)
+    ropes = [(rope := _rope(config, kind)).get("rope_type", "default") for kind in ("full", "sliding")]
     unlike = {
         "attention_bias": bool(getattr(config, "attention_bias", False)),
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
-        f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
-        f"rope_type={_rope(config).get('rope_type')}": _rope(config).get("rope_type", "default") != "default",
+        f"the activation {activation}": activation != ("gelu_pytorch_tanh" if gemma else "silu"),
+        f"rope_type={', '.join(ropes)}": not {*ropes}
+        <= {"default", *(_SCALED_ROPE if architecture == "llama" else ())},
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "query_pre_attn_scalar": getattr(config, "query_pre_attn_scalar", size) != size,
+        f"attn_logit_softcapping={softcapping}": (softcapping is None) == (architecture == "gemma2"),
+        "bidirectional attention": bool(getattr(config, "use_bidirectional_attention", False)),
     }
     unsupported = [name for name, is_set in unlike.items() if is_set]
     if unsupported:
-        raise ValueError(f"a GGUF file is not written of a Llama with {', '.join(unsupported)}; relinear.fold_ it")
-    if tokenizer is None:
-        raise ValueError("a GGUF file holds the tokenizer: give tokenizer=")
-    _pre_tokenizer(tokenizer)
-    _added_around(tokenizer)
-    beyond = [token for token, number in tokenizer.get_vocab().items() if number >= config.vocab_size]
-    if beyond:
         raise ValueError(
-            f"the tokenizer has {len(beyond)} tokens beyond the {config.vocab_size} of the model, such as {beyond[0]!r}"
+            f"a GGUF file is not written of a {type(model).__name__} with {', '.join(unsupported)}; relinear.fold_ it"
         )
+    return tokenizer_fields(tokenizer, config.vocab_size)
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
+def _rope(config: Any, kind: str = "full") -> dict[str, Any]:
+    """Return how positions are rotated in layers of full or sliding attention."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters.get(f"{kind}_attention", parameters)
 
 
-def _pre_tokenizer(tokenizer: Any) -> str:
-    """llama.cpp's name of how the tokenizer cuts text before its merges."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError("a GGUF file is written of a fast tokenizer alone; load it by AutoTokenizer")
-    described = json.loads(backend.to_str())
-    bpe, pre = described["model"], described["pre_tokenizer"] or {}
-    steps = list(pre.get("pretokenizers", [pre]))
-    last = steps.pop() if steps else {}
-    plain = last.get("type") == "ByteLevel" and last.get("use_regex", True) and not last.get("add_prefix_space", True)
-    name = next((name for name, wanted in _PRE_TOKENIZERS.items() if steps == wanted), None)
-    if bpe.get("type") != "BPE" or described["normalizer"] or not plain or name is None:
-        raise ValueError(
-            "a GGUF file is written with byte-level BPE tokenizers that cut text as GPT-2's or SmolLM's does, and this "
-            "one is another; relinear.fold_ the model and convert it by llama.cpp's own script"
-        )
-    decoder, letters = described["decoder"] or {}, set(ByteLevel.alphabet()) - _NO_TEXT
-    unlike = {
-        **{f"{key}={bpe.get(key)!r}": bool(bpe.get(key)) for key in _BPE_SETTINGS},
-        # which it turns into unk_token, and llama.cpp leaves out
-        "bytes without a token": bool(bpe.get("unk_token") and letters - set(bpe["vocab"])),
-        f"the decoder {decoder.get('type')}": decoder.get("type") != "ByteLevel",
-    }
-    for token in described["added_tokens"]:
-        flags = [key for key in ("lstrip", "rstrip", "single_word") if token[key]]
-        unlike[f"{', '.join(flags)} of {token['content']!r}"] = bool(flags)
-    unsupported = [what for what, is_set in unlike.items() if is_set]
-    if unsupported:
-        raise ValueError(
-            f"the tokenizer has {'; '.join(unsupported)}, which a GGUF file cannot express; relinear.fold_ the model"
-        )
-    return name
-
-
-def _added_around(tokenizer: Any) -> tuple[bool, bool]:
-    """Return whether the tokenizer puts its BOS before a text and its EOS behind it: what it does, not says."""
-    ids = tokenizer("a", truncation=False)["input_ids"]
-    plain = tokenizer("a", truncation=False, add_special_tokens=False)["input_ids"]
-    bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    for before, after in ((False, False), (True, False), (False, True), (True, True)):
-        if ids == bos * before + plain + eos * after:
-            return before, after
-    raise ValueError(
-        f"the tokenizer makes {ids} of a text whose tokens are {plain}. A GGUF file can only say that the BOS token "
-        f"({bos[0]}) stands before a text and the EOS token ({eos[0]}) behind it; relinear.fold_ the model"
-    )
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def header_bytes(model: Any, tokenizer: Any) -> int:
     """Return bytes at most of what stands before the tensors of ``model``'s file."""
-    from gguf import GGUFWriter
-
     with tempfile.TemporaryDirectory() as folder:
-        writer = GGUFWriter(path := Path(folder) / "header.gguf", _ARCHITECTURE)
-        _write_config(writer, model.config)
-        _write_tokenizer(writer, tokenizer, model.config.vocab_size)
+        writer = _begun(path := Path(folder) / "header.gguf", model, check_gguf(model, tokenizer), tokenizer)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
@@ -127,16 +93,16 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     """Write ``model`` and its tokenizer as a GGUF file, all of it or nothing; weights keep their precision.
 
     Args:
-        model: a ``LlamaForCausalLM``. ``Quantized`` layers stay integers, other
-            operators with one dense matrix become it.
+        model: a Llama, Mistral, Qwen 2 or 3, OLMo 2, Gemma 2 or 3 without images. ``Quantized`` layers stay
+            integers, other operators with one dense matrix become it.
         path: the file to write.
-        tokenizer: of the model: byte-level BPE.
+        tokenizer: of the model: byte-level BPE as llama.cpp knows it by name, or SentencePiece's BPE.
 
     Raises:
         ValueError: if the model or the tokenizer is one that these files, or this writer, cannot express.
         ImportError: without the package gguf.
     """
-    check_gguf(model, tokenizer)
+    fields = check_gguf(model, tokenizer)
     operators = dict(named_operators(model))
     for name, operator in operators.items():
         try:
@@ -150,12 +116,8 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     values = {name: value for name, value in model.named_parameters() if not name.startswith(inside)}
     for name, operator in operators.items():
         values |= {f"{name}.{part}": value for part, value in to_stock_layer(operator).named_parameters()}
-    from gguf import GGUFWriter
-
     with atomic_path(path) as temporary:
-        writer = GGUFWriter(temporary, _ARCHITECTURE)
-        _write_config(writer, model.config)
-        _write_tokenizer(writer, tokenizer, model.config.vocab_size)
+        writer = _begun(temporary, model, fields, tokenizer)
         _write_tensors(writer, model.config, values, operators)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -164,55 +126,48 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     return Path(path)
 
 
-def _write_config(writer: Any, config: Any) -> None:
+def _begun(path: Path, model: Any, fields: dict[str, Any], tokenizer: Any) -> Any:
+    """Return the writer of a file, which has all but the tensors."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, _ARCHITECTURES[type(model).__name__])
     writer.add_string("relinear.version", __version__)
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer.add_name(Path(getattr(config, "_name_or_path", "") or "model").name)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
-    writer.add_rope_freq_base(float(_rope(config).get("rope_theta", 10000.0)))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-
-
-def _write_tokenizer(writer: Any, tokenizer: Any, entries: int) -> None:
-    from gguf import TokenType
-
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    added = {token["id"]: token for token in described["added_tokens"]}
-    names = {number: token for token, number in tokenizer.get_vocab().items()}
-    kinds = []
-    for number in range(entries):
-        kind = TokenType.NORMAL if number in names else TokenType.UNUSED
-        if number in added:
-            kind = TokenType.CONTROL if added[number]["special"] else TokenType.USER_DEFINED
-        kinds.append(kind)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in described["model"]["merges"]]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre_tokenizer(tokenizer))
-    writer.add_token_list([names.get(number, f"[unused{number}]") for number in range(entries)])
-    writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    for name in ("bos", "eos", "pad", "unk"):
-        number = getattr(tokenizer, f"{name}_token_id")
-        if number is not None:
-            getattr(writer, f"add_{name}_token_id")(number)
-    before, after = _added_around(tokenizer)
-    writer.add_add_bos_token(before)
-    writer.add_add_eos_token(after)
+    _write_config(writer, model.config)
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+    for name, value in fields.items():
+        add[type(value)](f"tokenizer.ggml.{name}", value)
     template = tokenizer.chat_template
     if isinstance(template, dict):  # several, by name; "default" is the one that programs take
         template = [{"name": name, "template": text} for name, text in template.items()]
     if template:
         writer.add_chat_template(template)
+    return writer
+
+
+def _write_config(writer: Any, config: Any) -> None:
+    size, window, length = _head_size(config), config.to_dict().get("sliding_window"), config.max_position_embeddings
+    if writer.arch.startswith("gemma"):
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        writer.add_rope_freq_base_swa(float(_rope(config, "sliding")["rope_theta"]))
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if (value := getattr(config, name)) is not None:
+                getattr(writer, f"add_{name}")(value)
+    elif window is not None:  # llama.cpp has none here; up to its length there is no difference
+        length = min(length, window)
+    writer.add_name(Path(getattr(config, "_name_or_path", "") or "model").name)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(float(_rope(config).get("rope_theta", 10000.0)))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
 
 
 def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operators: dict[str, Any]) -> None:
@@ -220,24 +175,33 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
     from gguf import GGML_QUANT_VERSION, MODEL_ARCH, GGMLQuantizationType, LlamaFileType, get_tensor_name_map
     from gguf.quants import quantize
 
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = get_tensor_name_map(MODEL_ARCH[writer.arch.upper()], config.num_hidden_layers)
     kinds = {torch.float16: GGMLQuantizationType.F16, torch.bfloat16: GGMLQuantizationType.BF16}
     types = Counter[Any]()
     for name, value in values.items():  # a tied head is the embedding, and not written again
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if gguf_name is None:
-            raise ValueError(f"{name} has no place in a GGUF file of a Llama; relinear.fold_ the model")
+            raise ValueError(f"{name} has no place in a GGUF file of {writer.arch}; relinear.fold_ the model")
         kind = kinds.get(value.dtype, GGMLQuantizationType.F32) if value.ndim > 1 else GGMLQuantizationType.F32
         operator = operators.get(name.removesuffix(".weight"))
-        if hasattr(operator, "gguf_rows"):
+        in_blocks = hasattr(operator, "gguf_rows")
+        if in_blocks:
             kind = GGMLQuantizationType[operator.gguf_type()]
-            data = _interleaved(name, operator.gguf_rows().cpu(), config).contiguous().numpy()
-        else:
-            rows = _interleaved(name, value.detach().float().cpu(), config).contiguous().numpy()
-            data = quantize(rows, kind)
+        rows = operator.gguf_rows().cpu() if in_blocks else value.detach().float().cpu()
+        if writer.arch == "llama":
+            rows = _interleaved(name, rows, config)
+        elif writer.arch.startswith("gemma") and name.endswith("norm.weight"):
+            rows = rows + 1  # which Gemma adds as it runs
+        data = rows.contiguous().numpy()
         if value.ndim > 1:
             types[kind] += value.numel()
-        writer.add_tensor(gguf_name, data, raw_dtype=kind)
+        writer.add_tensor(gguf_name, data if in_blocks else quantize(data, kind), raw_dtype=kind)
+    if (scaled := _rope(config).get("rope_type")) in _SCALED_ROPE:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, _ = ROPE_INIT_FUNCTIONS[scaled](config, torch.device("cpu"))
+        plain = _rope(config)["rope_theta"] ** -(torch.arange(len(frequencies)) / len(frequencies))
+        writer.add_tensor("rope_freqs.weight", (plain / frequencies).float().numpy())
     main_type = types.most_common(1)[0][0].name
     writer.add_file_type(next(file_type for file_type in LlamaFileType if main_type in file_type.name))
     writer.add_quantization_version(GGML_QUANT_VERSION)

@@ -40,7 +40,7 @@ class Reader:
     remainder: Callable[[Any, Any, Mapping[str, nn.Module]], int]
     file: str | None = None
     write: Callable[..., Path] | None = None
-    check: Callable[[Any, Any], None] = lambda model, tokenizer: None
+    check: Callable[[Any, Any], Any] = lambda model, tokenizer: None
     fused: str | None = None
     tables: bool = True
 
