@@ -21,6 +21,7 @@ from relinear.kernels.native import build
 
 _TYPES = {
     "half": ctypes.c_bool,
+    "rounded": ctypes.c_bool,
     "threads": ctypes.c_int,
     "p": ctypes.c_void_p,
     "n": ctypes.c_int64,
@@ -34,8 +35,7 @@ _KERNELS = {
     "gate_backward": ("half threads", "pppppp nn"),
     "hdpl_layer": ("half threads", "pppppppp nnnnn"),
     "ccl_layer": ("half threads", "ppp n ppp f"),
-    "quantized_rows": ("half threads", "pppppp nnnnn"),
-    "quantized_bytes": ("half threads", "pppppp nnnnn"),
+    "quantized_rows": ("half threads rounded", "pppppp nnnnn"),
     "quantized_weights": ("half threads", "pppp nnnnn"),
     "change_codes": ("", "ppppppp f nn"),
     "decoder_before": ("threads", "ppppppp f"),
@@ -269,15 +269,14 @@ def quantized_layer(
     """
     outputs, dtype = _check_packed(inputs, codes, scales, zeros, bits, group, bias)
     half, most_rows = dtype == torch.bfloat16, FEW_ROWS[dtype]
-    of_few = _kernel("quantized_bytes" if rounded else "quantized_rows")
-    most = max(1, PORTION_BYTES // (inputs * 4))
+    of_few, most = _kernel("quantized_rows"), max(1, PORTION_BYTES // (inputs * 4))
 
     def layer(x: Tensor) -> Tensor:
         rows, count, threads = _contiguous_rows(x, scales, inputs), x.numel() // inputs, torch.get_num_threads()
         y, grid = x.new_empty((*x.shape[:-1], outputs)), (codes.data_ptr(), scales.data_ptr(), _at(zeros))
         if count <= most_rows:
             arguments = y.data_ptr(), rows.data_ptr(), *grid, _at(bias)
-            of_few(half, threads, *arguments, count, inputs, outputs, bits, group)
+            of_few(half, threads, rounded, *arguments, count, inputs, outputs, bits, group)
             return y
         written, rows, into = x.new_empty(min(most, outputs), inputs), rows.view(count, inputs), y.view(count, outputs)
         for first in range(0, outputs, most):

@@ -128,28 +128,19 @@ void products(T* to, const Grid<T>& grid, const std::vector<float>& x, int64_t r
 // ``half`` is whether numbers (void) are bfloat16, ``threads`` how many may run.
 extern "C" {
 
-// out = x weights + bias for a few rows
-void quantized_rows(bool half, int threads, void* out, const void* x, const uint8_t* codes, const void* scales,
-                    const uint8_t* zeros, const void* bias, int64_t rows, int64_t inputs, int64_t outputs,
-                    int64_t bits, int64_t group) {
+// out = x weights + bias for a few rows, which may be rounded to bytes first
+void quantized_rows(bool half, int threads, bool rounded, void* out, const void* x, const uint8_t* codes,
+                    const void* scales, const uint8_t* zeros, const void* bias, int64_t rows, int64_t inputs,
+                    int64_t outputs, int64_t bits, int64_t group) {
   most_threads = threads;
   RELINEAR_DISPATCH(half, {
     const Grid<T> grid(codes, scales, zeros, inputs, bits, group);
-    for_bits(bits, [&](auto constant) {
-      products<constant>((T*)out, grid, in_single((const T*)x, rows * inputs), rows, outputs, Bias<T>(bias));
-    });
-  });
-}
-
-// The same of inputs that are rounded to bytes.
-void quantized_bytes(bool half, int threads, void* out, const void* x, const uint8_t* codes, const void* scales,
-                     const uint8_t* zeros, const void* bias, int64_t rows, int64_t inputs, int64_t outputs,
-                     int64_t bits, int64_t group) {
-  most_threads = threads;
-  RELINEAR_DISPATCH(half, {
-    const Grid<T> grid(codes, scales, zeros, inputs, bits, group);
-    const Rounded taken(in_single((const T*)x, rows * inputs).data(), rows * inputs);
-    multiply((T*)out, grid, bits, taken, rows, outputs, Bias<T>(bias));
+    const std::vector<float> taken = in_single((const T*)x, rows * inputs);
+    const Bias<T> start(bias);
+    if (rounded)
+      multiply((T*)out, grid, bits, Rounded(taken.data(), rows * inputs), rows, outputs, start);
+    else
+      for_bits(bits, [&](auto constant) { products<constant>((T*)out, grid, taken, rows, outputs, start); });
   });
 }
 
