@@ -26,7 +26,7 @@ CONFIGS = {
 
 SIZES = 64, 128, 256, 512, 1024, 2048
 #: what has no layer made dense
-NEVER = Dense("never", {})
+NEVER = Dense({})
 
 
 def inference(dtype: torch.dtype, tokens: int, size: int) -> str:

@@ -18,11 +18,6 @@ from relinear.deprecated import RenamedHook
 class AuxiliaryLossMixin(nn.Module):
     """Record auxiliary losses and metrics per token; ``auxiliary_losses.loss_mask`` says which tokens are averaged."""
 
-    #: attributes of the last forward (tensors with a graph): dropped on deepcopy and pickling
-    _transient: tuple[str, ...] = ("_aux_losses", "_metrics", "_masked_metrics")
-    #: metrics that are not reduced yet, and the mask to reduce them with
-    _masked_metrics: tuple[dict[str, Tensor], Tensor | None] | None = None
-
     def __init__(self) -> None:
         super().__init__()
         #: by name: one value per token (leading sizes as the input's), or a scalar
@@ -39,11 +34,8 @@ class AuxiliaryLossMixin(nn.Module):
 
     def metrics(self) -> dict[str, Tensor]:
         """Return detached scalars of the last training forward to log, by name; they are not losses."""
-        result: dict[str, Tensor] = {}
-        for part in self._recorders():
-            metrics, mask = part._masked_metrics or (None, None)
-            result |= part._reduced(part._metrics, mask if metrics is part._metrics else None)
-        return result
+        recorded = [(part, part._metrics) for part in self._recorders()]
+        return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}
 
     def _recorders(self) -> list[AuxiliaryLossMixin]:
         """Return the modules that record losses and metrics for this one: a wrapper's are its inner operators."""
@@ -104,15 +96,11 @@ class AuxiliaryLossMixin(nn.Module):
         """
         for part in self._recorders():
             part._aux_losses = part._reduced(part._aux_losses, mask)
-            if torch.compiler.is_compiling():
-                part._metrics = part._reduced(part._metrics, mask)
-            elif part._masked_metrics is None or part._masked_metrics[0] is not part._metrics:  # they are new
-                part._masked_metrics = part._metrics, mask  # reduced when read, which few training steps do
+            part._metrics = part._reduced(part._metrics, mask)
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors with a graph can be neither copied nor pickled.
-        state = super().__getstate__()
-        return state | {n: {} if isinstance(state[n], dict) else None for n in self._transient if n in state}
+        return super().__getstate__() | {"_aux_losses": {}, "_metrics": {}}
 
 
 def _mask_for(value: Tensor, mask: Tensor | None) -> Tensor | None:

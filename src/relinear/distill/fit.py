@@ -60,7 +60,7 @@ class FitObjective:
 class FitSchedule:
     """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
 
-    report_every: steps between two reports of progress. draws: steps of samples drawn at random, in place of passes.
+    report_every: steps between two reports of progress.
     """
 
     epochs: int
@@ -68,13 +68,10 @@ class FitSchedule:
     learning_rate: float
     seed: int
     report_every: int = 1
-    draws: int = 0
 
     def steps(self, samples: int) -> Sequence[Tensor]:
         """Return the samples of each step, in a new order each pass; samples that do not fill a step are skipped."""
         generator, batch = torch.Generator().manual_seed(self.seed), min(self.batch, samples)
-        if self.draws:
-            return [torch.randint(samples, (batch,), generator=generator) for _ in range(self.draws)]
         passes = [torch.randperm(samples, generator=generator).split(batch) for _ in range(self.epochs)]
         return [rows for epoch in passes for rows in epoch if len(rows) == batch]
 

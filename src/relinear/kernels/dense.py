@@ -26,18 +26,16 @@ class Dense:
     Measured by results/speed/dense_or_structured.py, at rank 64 and the default blocks.
 
     Args:
-        kind: of the operator, as the log tells it.
         limits: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first. Those of
             bfloat16 are of processors with tiles; on others float32's hold for it.
     """
 
-    kind: str
     limits: Sizes
 
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         """Return whether the kept matrix is the faster form."""
         largest = next((size for most, size in self._of(dtype) if tokens <= most), 0)
-        return _log_dense(in_features * out_features <= largest**2, self.kind, in_features, out_features, dtype, tokens)
+        return in_features * out_features <= largest**2
 
     def _of(self, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
         return self.limits.get(torch.float32 if dtype == torch.bfloat16 and not tiled(dtype) else dtype, ())
@@ -68,29 +66,22 @@ def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
     key = x.numel().bit_length(), x.dtype
 
     def product() -> Callable[[Tensor], Tensor] | None:
-        tokens = ((1 << key[0]) - 1) // operator.in_features
-        if not prefers(operator.in_features, operator.out_features, x.dtype, tokens):
+        inputs, outputs, tokens = (
+            operator.in_features,
+            operator.out_features,
+            ((1 << key[0]) - 1) // operator.in_features,
+        )
+        dense = prefers(inputs, outputs, x.dtype, tokens)
+        chosen, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
+        layer = f"{inputs} -> {outputs}, some {tokens} tokens, {str(x.dtype).removeprefix('torch.')}"
+        log_choice(f"{operator.config.kind} in inference", chosen, layer, {other: "slower by what was measured"})
+        if not dense:
             return None
         weight, bias = cache.get("dense", operator.dense_weight_and_bias)
         return lambda x: linear(x, weight, bias)
 
     run = cache.get(key, product)
     return None if run is None else run(x)
-
-
-def prefers_dense(
-    factored: float, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int, tiled: bool
-) -> bool:
-    """Return whether a dense matrix is faster than what costs ``factored`` (``factored_cost``; ``tiled`` as there)."""
-    dense = dense_cost(in_features, out_features, tokens, dtype.itemsize, tiled) < factored
-    return _log_dense(dense, kind, in_features, out_features, dtype, tokens)
-
-
-def _log_dense(dense: bool, kind: str, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
-    chosen, other = ("dense matrix", "structured") if dense else ("structured", "dense matrix")
-    layer = f"{in_features} -> {out_features}, some {tokens} tokens, {str(dtype).removeprefix('torch.')}"
-    log_choice(f"{kind} in inference", chosen, layer, {other: "slower by what was measured"})
-    return dense
 
 
 #: FLOPs a microsecond that a CPU multiplies at, without and with tiles for half precision

@@ -133,18 +133,16 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
     """
 
     def decorate(kernel: Kernel) -> Kernel:
-        parameters = inspect.signature(kernel).parameters
-        names, last = tuple(parameters), Implementation(otherwise, lambda call: "", kernel)
-        defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+        signature, last = inspect.signature(kernel), Implementation(otherwise, lambda call: "", kernel)
+        count = len(signature.parameters)
         part = " ".join(dict.fromkeys((kernel.__module__.rpartition(".")[2], kernel.__name__.strip("_"))))
 
         @functools.wraps(kernel)
         def run(*arguments: Any, **keywords: Any) -> Any:
-            if len(arguments) != len(names):
-                values, missing = {**defaults, **keywords}, names[len(arguments) :]
-                if any(name not in values for name in missing) or any(name not in missing for name in keywords):
-                    return kernel(*arguments, **keywords)  # which says what is wrong
-                arguments = (*arguments, *[values[name] for name in missing])
+            if len(arguments) != count:
+                call_of_kernel = signature.bind(*arguments, **keywords)
+                call_of_kernel.apply_defaults()
+                arguments = call_of_kernel.args
             call, chosen = Call(*arguments), last
             for implementation in implementations:
                 if not implementation.unsupported_reason(call):

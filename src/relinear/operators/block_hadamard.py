@@ -18,8 +18,7 @@ from relinear.kernels.block_hadamard import block_hadamard, hadamard_flops
 from relinear.kernels.dense import Dense
 
 _DENSE = Dense(
-    "block_hadamard",
-    limits={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},
+    {torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((128, 2048), (math.inf, 1024))},
 )
 
 

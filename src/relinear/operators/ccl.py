@@ -19,7 +19,7 @@ from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
-from relinear.kernels.ccl import ccl, prepare_few_rows
+from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
 from relinear.operators.context_manager import GELU_GAIN
 from relinear.operators.fused_inference import FusedInference, Kernel
 
@@ -97,7 +97,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
             if templates or self._is_intervened:
                 return ccl_gated(x, self._of_features(inner), outer, *factors, self.config.gate_bias)
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
-        return ccl(x, features, *factors, *gates, self.config.gate_bias)
+        return ccl(x, features, *factors, *gates, self.config.gate_bias, EPS)
 
     def _context(self, x: Tensor) -> Tensor | None:
         return current_context(x, self.config.context_dim, "ccl") if self.config.conditioned else None

@@ -19,7 +19,7 @@ from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_sp
 from relinear.kernels.dense import Dense
 
 #: in training never: two products are few
-_DENSE = Dense("low_rank", {torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
+_DENSE = Dense({torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
 
 #: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
 RANK_STEP = 8

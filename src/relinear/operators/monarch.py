@@ -16,7 +16,7 @@ from relinear.functional.monarch import monarch_dense, monarch_factors
 from relinear.kernels.dense import Dense
 from relinear.kernels.monarch import monarch
 
-_DENSE = Dense("monarch", limits={torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
+_DENSE = Dense({torch.float32: ((8, 1024), (math.inf, 256)), torch.bfloat16: ((math.inf, 1024),)})
 
 
 class MonarchLinear(Operator):

@@ -18,7 +18,7 @@ from relinear.kernels.dense import Dense
 from relinear.kernels.pivoted_low_rank import pivoted_low_rank
 from relinear.operators.low_rank import RankConfig, RankLinear
 
-_DENSE = Dense("pivoted_low_rank", limits={torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))})
+_DENSE = Dense({torch.float32: ((8, 256),), torch.bfloat16: ((8, 576), (math.inf, 256))})
 
 
 class PivotedLowRankLinear(RankLinear):

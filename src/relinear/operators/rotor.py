@@ -21,7 +21,7 @@ from relinear.contract.parameter_roles import ParamRole
 from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
 from relinear.kernels.autograd import lowered
-from relinear.kernels.dense import dense_inference, prefers_dense
+from relinear.kernels.dense import dense_cost, dense_inference
 from relinear.kernels.implementations import is_plain
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, supports_network, supports_step
 from relinear.operators.sandwich_sum import SandwichSum, exponentials
@@ -141,7 +141,7 @@ class RotorLinear(Operator):
         if not self.config.linear:
             return False
         factored = sum(stage.factored_cost(tokens, dtype) for stage in self._sums())
-        return prefers_dense(factored, "rotor", in_features, out_features, dtype, tokens, tiled(dtype))
+        return dense_cost(in_features, out_features, tokens, dtype.itemsize, tiled(dtype)) < factored
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of sandwiches r x s~ plus bias, or the network of such sums."""

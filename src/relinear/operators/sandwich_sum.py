@@ -18,7 +18,7 @@ from relinear.clifford.tables import device_table
 from relinear.contract.inference import CachingModule, ParameterCache
 from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
-from relinear.kernels.dense import factored_cost, prefers_dense
+from relinear.kernels.dense import factored_cost
 from relinear.kernels.implementations import is_transformed
 from relinear.kernels.rotor import sandwich_windows
 from relinear.system.machine import tiled
@@ -188,9 +188,7 @@ class SandwichSum(CachingModule):
     def forward(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None = None) -> Tensor:
         run, cache = None, self.cache_for(x)
         if cache is not None:
-            # tokens up to a power of two, so that one decision serves many sizes of input
-            key = (x.numel() // self.in_features).bit_length(), x.dtype
-            run = cache.get(key, lambda: self._inference(cache, (1 << key[0]) - 1, x.dtype, x.device))
+            run = cache.get(("map", x.dtype), lambda: self._inference(cache, x.dtype, x.device))
         if run is not None:
             return run(x)
         return self.apply_factors(x, *self.factors_for(x, rotors))
@@ -219,14 +217,8 @@ class SandwichSum(CachingModule):
             return None
         return self.cache_or_compare(self.left)
 
-    def _inference(
-        self, cache: ParameterCache, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Callable[[Tensor], Tensor]:
+    def _inference(self, cache: ParameterCache, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
         """Return the map with everything that depends on parameters computed beforehand, the faster way."""
-        layer = "rotor", self.in_features, self.out_features, dtype, tokens, tiled(dtype)
-        if device.type == "cpu" and prefers_dense(self.factored_cost(tokens, dtype), *layer):
-            weight = cache.get(("dense", dtype), lambda: self.dense().to(dtype).contiguous())
-            return lambda x: F.linear(x, weight)
         left, right = self._cached_factors(cache, dtype)
         terms, _, inputs = self.counts
         alone = terms == inputs == left.shape[3] == 1 and self.in_features == self.window

@@ -134,7 +134,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
             self._through_hooks(x)
         weight, bias = linear.weight, linear.bias
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return modulated_linear(x, weight, bias, self.down, *self._folded())
+            return modulated_linear(x, weight, bias, self.down, *self._folded(), 1.0, 1.0)
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulated_linear(x, weight, bias, self.down, self.channel_up, self.scalar_up, *alphas)
 

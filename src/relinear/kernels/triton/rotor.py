@@ -339,48 +339,34 @@ def _step(
     return results[0] if grad is None else (results[2], sums.sum(0))
 
 
-@torch.library.custom_op("relinear::rotor_step", mutates_args=())
-def _forward(
-    x: Tensor,
-    left: Tensor,
-    right: Tensor,
-    slopes: Tensor,
-    mix: Tensor,
-    seed: int | None,
-    step: int,
-    blade: bool,
-    normalize: bool,
-    activation: str,
-) -> Tensor:
+#: what a hidden step takes, for torch's operators
+_STEP = (
+    "Tensor x, Tensor left, Tensor right, Tensor slopes, Tensor mix, SymInt? seed, SymInt step, bool blade, "
+    "bool normalize, str activation"
+)
+
+
+@torch.library.custom_op("relinear::rotor_step", mutates_args=(), schema=f"({_STEP}) -> Tensor")
+def _forward(x: Tensor, *given: Any) -> Tensor:
     """y (N, V) of x (N, V)."""
-    return _step(x, left, right, slopes, mix, None, seed, step, blade, normalize, activation)
+    return _step(x, *given[:4], None, *given[4:])
 
 
 @_forward.register_fake
-def _(x, left, right, slopes, mix, seed, step, blade, normalize, activation):
+def _(x, *given):
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("relinear::rotor_step_backward", mutates_args=())
-def _backward(
-    grad: Tensor,
-    x: Tensor,
-    left: Tensor,
-    right: Tensor,
-    slopes: Tensor,
-    mix: Tensor,
-    seed: int | None,
-    step: int,
-    blade: bool,
-    normalize: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "relinear::rotor_step_backward", mutates_args=(), schema=f"(Tensor grad, {_STEP}) -> (Tensor, Tensor)"
+)
+def _backward(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Gradients of the sandwiches (N, W, V), and those of slopes and mix (W, 2)."""
-    return _step(x, left, right, slopes, mix, grad, seed, step, blade, normalize, activation)
+    return _step(*given[:5], grad, *given[5:])
 
 
 @_backward.register_fake
-def _(grad, x, left, right, slopes, mix, seed, step, blade, normalize, activation):
+def _(grad, x, left, *given):
     branches = left.shape[1]
     return x.new_empty(x.shape[0], branches, x.shape[1]), x.new_empty(branches, 2, dtype=torch.float32)
 
