@@ -59,6 +59,26 @@ def test_the_file_is_as_large_as_asked(reader: str, tied: bool, size, tmp_path) 
         torch.testing.assert_close(loaded(ids).logits, model.float()(ids).logits, atol=1e-4, rtol=0)
 
 
+def test_a_plan_of_bytes_needs_diagonals_of_gradients_and_only_types_that_its_reader_stores(
+    tmp_path, monkeypatch
+) -> None:
+    found, asked = [], set()
+    candidate_errors = relinear.Quantized.candidate_errors
+
+    def noted(self, linear, statistics, configs):
+        found.append(statistics)
+        asked.update((config.bits, config.symmetric, config.levels) for config in configs if config.levels != "k")
+        return candidate_errors(self, linear, statistics, configs)
+
+    monkeypatch.setattr(relinear.Quantized, "candidate_errors", noted)
+    carried_out("llama.cpp", tmp_path, small(), bits=5.0)
+    assert all(statistics.outputs.ndim == 1 and statistics.inputs.ndim == 2 for statistics in found)
+    uniform = {
+        (bits, symmetric, "uniform") for bits, symmetric in ((4, True), (5, True), (8, True), (4, False), (5, False))
+    }
+    assert asked == uniform | {(4, True, "iq4_nl")}
+
+
 def test_vllm_reads_layers_that_it_fuses_in_one_scheme(tmp_path) -> None:
     report, _ = carried_out("vllm", tmp_path, small(), bits=6.0)
     chosen = {name: layer.operator for name, layer in report.plan.layers.items()}

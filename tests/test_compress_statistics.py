@@ -241,9 +241,9 @@ def test_errors_of_sizes_are_found_once_a_directory(tmp_path, monkeypatch) -> No
     asked: list[str] = []
     curve = relinear.LowRank.candidate_errors
 
-    def counted(self, linear, moments):
+    def counted(self, linear, moments, configs):
         asked.append(str(self))
-        return curve(self, linear, moments)
+        return curve(self, linear, moments, configs)
 
     monkeypatch.setattr(relinear.LowRank, "candidate_errors", counted)
     settings = SETTINGS | {"candidates": ("low_rank",)}

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relinear.compression.budget import stored_bytes
 from relinear.compression.checksums import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compression.layerwise import LayerByLayer
 from relinear.contract.calibration_statistics import CalibrationStatistics
@@ -56,10 +57,13 @@ def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[
 
 
 class MomentSums:
-    """Sums of x x^T in float64 by name; inputs that are one tensor are summed once, each ``kind`` of text apart."""
+    """Sums of x x^T in float64 by name; inputs that are one tensor are summed once, each ``kind`` of text apart.
 
-    def __init__(self) -> None:
-        self.kind = 0
+    diagonal: whether of gradients at outputs the diagonal alone is summed.
+    """
+
+    def __init__(self, *, diagonal: bool = False) -> None:
+        self.kind, self.diagonal = 0, diagonal
         self.inputs: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.shared: dict[str, str] = {}
@@ -80,6 +84,10 @@ class MomentSums:
             self.of_kind[name, self.kind] = self.of_kind.get((name, self.kind), 0) + x[..., 0].numel()
             self._seen.append((x, name))
             _add(self.inputs, (name, self.kind), x)
+
+    def add_gradients(self, name: str, gradients: Tensor) -> None:
+        """Add gradients (..., O) at the outputs of the layer ``name``."""
+        _add(self.outputs, name, gradients, diagonal=self.diagonal)
 
     def statistics(self, modules: Mapping[str, nn.Module], tokens: int) -> dict[str, CalibrationStatistics]:
         """Return the moments of linear layers by name; the sums are used up.
@@ -129,9 +137,9 @@ def drawn_to_peers(statistics: Statistics) -> dict[str, CalibrationStatistics]:
     return drawn
 
 
-def _add(sums: dict[Any, Tensor], name: Any, values: Tensor) -> None:
+def _add(sums: dict[Any, Tensor], name: Any, values: Tensor, *, diagonal: bool = False) -> None:
     rows = values.detach().reshape(-1, values.shape[-1]).float()
-    product = rows.T @ rows
+    product = rows.square().sum(0) if diagonal else rows.T @ rows
     if name in sums:
         sums[name] += product
     else:
@@ -191,8 +199,8 @@ class Calibration:
         self.tokens, self.seed = blocks.numel(), seed
         self.layers = LayerByLayer(model)
         self.streams = Streams(self.folder, len(self.parts))
-        #: one in so many layers keeps its states on disk, those of the others are computed again
-        self._every = 0
+        #: the layers whose states stay on disk; those before the others are computed again
+        self._kept: frozenset[int] = frozenset()
 
     @property
     def loss(self) -> float:
@@ -202,7 +210,12 @@ class Calibration:
         return read_record(self.folder / "loss.json")["loss"]
 
     def map_layers(
-        self, phase: str, key: str, make: Callable[[Statistics], Mapping[str, Tensor]], last: bool = False
+        self,
+        phase: str,
+        key: str,
+        make: Callable[[Statistics], Mapping[str, Tensor]],
+        last: bool = False,
+        diagonal: bool = False,
     ) -> dict:
         """Return what ``make`` makes of the moments of every decoder layer, all tensors in one mapping.
 
@@ -212,12 +225,13 @@ class Calibration:
             phase: reported with the progress. key: of all that ``make`` depends on.
             make: moments by name -> tensors by names that are unique.
             last: whether nothing more will be asked for, so that states may go from the disk.
+            diagonal: whether of the moments of gradients ``make`` needs the diagonal alone.
         """
         folder = self.folder / f"{phase}-{key}"
         files = {index: folder / f"{index:04d}.safetensors" for index in self.targets}
         if not all(path.is_file() for path in files.values()):
             used = {index for index, path in files.items() if path.is_file()}
-            for index, statistics in self._backward(phase, f"gradient-{key}", last, used):
+            for index, statistics in self._backward(phase, f"gradient-{key}", last, used, diagonal):
                 folder.mkdir(exist_ok=True)
                 save_tensors(files[index], make(statistics))
         return {name: value for path in files.values() for name, value in load_tensors(path)[0].items()}
@@ -230,20 +244,25 @@ class Calibration:
 
     def _prepare(self) -> None:
         """See to it that hidden states, and the gradient at the last of them, are there."""
-        if not self._every:
+        if not self._kept:
             for part in {part.shape: part for part in self.parts}.values():
                 states = self.layers.embed(part)  # notes the arguments of the layers for this shape
-            self._every = self._checkpoint_interval(self.tokens * states.shape[-1] * states.element_size())
+            self._kept = self._layers_kept(self.tokens * states.shape[-1] * states.element_size())
             release_freed_memory()  # of reading texts, and of the model run as a whole
         has_states = 0 in self.streams.indices("hidden") and self.streams.indices("gradient") == [len(self.layers)]
         if not (has_states and (self.folder / "loss.json").is_file()):
             self._forward()
             self._find_loss()
 
-    def _checkpoint_interval(self, stream: int) -> int:
-        """Return how many layers share one saved state of ``stream`` bytes: together at most twice the model's size."""
-        limit, total = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters()), len(self.layers)
-        return next((k for k in range(1, total) if (total // k + k + 4) * stream <= limit), math.isqrt(total))
+    def _layers_kept(self, stream: int) -> frozenset[int]:
+        """Return the layers whose states, of ``stream`` bytes each, stay: on disk are at most twice the model's bytes.
+
+        Beside them are the states between two that stay, and those of three layers that are at work.
+        """
+        limit, total = 2 * stored_bytes(self.model) // stream, len(self.layers)
+        counts = range(total, math.isqrt(total), -1)
+        count = next((n for n in counts if n + math.ceil(total / n) + 3 <= limit), math.isqrt(total))
+        return frozenset(total * at // count for at in range(count))
 
     @torch.no_grad()
     def _forward(self) -> None:
@@ -253,7 +272,7 @@ class Calibration:
             self.streams.write("hidden", 0, (self.layers.embed(part) for part in self.parts))
         for index in range(indices[-1] if indices else 0, total):
             self._step(index)
-            if index % self._every:
+            if index not in self._kept:
                 self.streams.remove("hidden", index)
             release_freed_memory()
             self.on_layer("forward", index + 1, total)
@@ -303,7 +322,9 @@ class Calibration:
         moments = {name: value / count for name, value in (inputs | {"outputs": variances}).items()}
         save_tensors(self.folder / "head.safetensors", moments)
 
-    def _backward(self, phase: str, kind: str, last: bool, used: Container[int]) -> Iterator[tuple[int, Statistics]]:
+    def _backward(
+        self, phase: str, kind: str, last: bool, used: Container[int], diagonal: bool
+    ) -> Iterator[tuple[int, Statistics]]:
         """Yield every decoder layer of the targets, the last one first, and the moments of its linear layers.
 
         On disk as layer ``index`` is yielded: hidden states before it, gradients of ``kind`` at ``index + 1`` and
@@ -316,14 +337,14 @@ class Calibration:
             remaining = total  # killed before the last layer was used: its gradients are those of the loss
         for index in reversed(range(lowest, remaining)):
             self._ensure_hidden(index)
-            sums, group = MomentSums(), self.targets.get(index, {})
+            sums, group = MomentSums(diagonal=diagonal), self.targets.get(index, {})
             with frozen_parameters(self.model), watched(group, sums):
                 gradients = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
                 self.streams.write(kind, index, self._before(index, gradients, sums))
             if group:
                 yield index, sums.statistics(group, self.tokens)
             self.streams.remove(kind, index + 1)
-            if last or index % self._every:
+            if last or index not in self._kept:
                 self.streams.remove("hidden", index)
             release_freed_memory()
             self.on_layer(phase, total - index, total)
@@ -375,7 +396,7 @@ def watched(modules: Mapping[str, nn.Module], sums: MomentSums) -> Iterator[None
     def seen(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         sums.add_inputs(name, args[0])
         if output.requires_grad:
-            output.register_hook(lambda grad: _add(sums.outputs, name, grad))
+            output.register_hook(lambda grad: sums.add_gradients(name, grad))
 
     with forward_hooks_on(modules.items(), seen):
         yield

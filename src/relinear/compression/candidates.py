@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +81,13 @@ class SearchSpace:
     def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
         modules = self.task.modules
-        cache_key = _cache_key([entry.to_dict() for entry in self.entries])
-        errors = calibration.map_layers("candidates", cache_key, self._errors)
+        menus = {name: self._menu(name, budget) for name in modules}
+        cache_key = _cache_key([self.task.settings.reader, *(entry.to_dict() for entry in self.entries)])
+        diagonal = self.task.settings.by_bytes  # rounding is planned without what rows make up for
+        errors = calibration.map_layers("candidates", cache_key, partial(self._errors, menus), diagonal=diagonal)
         nats = dict[str, dict[OperatorConfig, float]]()
-        for name, module in modules.items():  # the second-order estimate 0.5 tr(G (W - W') A (W - W')^T)
-            configs = [config for entry in self.entries for config in entry.candidates(*linear_features(module))]
+        for name, menu in menus.items():  # the second-order estimate 0.5 tr(G (W - W') A (W - W')^T)
+            configs = itertools.chain(*menu.values())
             nats[name] = dict(zip(configs, (0.5 * errors[name]).tolist(), strict=True)) if name in errors else {}
         groups = self.reader.groups(modules)
         candidates = {
@@ -98,15 +102,26 @@ class SearchSpace:
                 layers[name] = LayerPlan.of(modules[name], config, predicted, stored)
         return CompressPlan.of(self.task.model, {name: layers[name] for name in modules})
 
-    def _errors(self, statistics: Statistics) -> dict[str, Tensor]:
+    def _menu(self, name: str, budget: Budget) -> dict[OperatorConfig, list[OperatorConfig]]:
+        """Return what the layer ``name`` may become, of those that the reader stores, by entry."""
+        features = linear_features(self.task.modules[name])
+        menu = {
+            entry: [config for config in entry.candidates(*features) if budget.cost(name, config) is not None]
+            for entry in self.entries
+        }
+        return {entry: configs for entry, configs in menu.items() if configs}
+
+    def _errors(
+        self, menus: Mapping[str, Mapping[OperatorConfig, Sequence[OperatorConfig]]], statistics: Statistics
+    ) -> dict[str, Tensor]:
         """Return the errors of what each layer could be, by its name."""
         errors = dict[str, Tensor]()
         for name, layer_statistics in statistics.items():
             module = self.task.modules[name]
             inputs, tokens = linear_features(module)[0], layer_statistics.tokens
             if tokens is None or tokens >= inputs:  # moments of a layer that hardly saw a token, an expert, say nothing
-                entries = [entry for entry in self.entries if entry.candidates(*linear_features(module))]
-                curves = [entry.candidate_errors(module, layer_statistics) for entry in entries]
+                menu = menus[name].items()
+                curves = [entry.candidate_errors(module, layer_statistics, configs) for entry, configs in menu]
                 errors[name] = torch.tensor([error for curve in curves for _, error in curve], dtype=torch.float64)
         return errors
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Literal, Self
 
@@ -138,14 +138,15 @@ class OperatorConfig(Config):
         return [self]
 
     def candidate_errors(
-        self, linear: nn.Module, statistics: CalibrationStatistics
+        self, linear: nn.Module, statistics: CalibrationStatistics, configs: Sequence[OperatorConfig] | None = None
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return the candidates for replacing ``linear``, each with its error tr(G (W - W') A (W - W')^T).
+        """Return candidates for replacing ``linear``, each with its error tr(G (W - W') A (W - W')^T).
 
-        By default each of ``candidates`` is fitted (``fit_to_calibration``). Override this if one decomposition gives
-        all the errors, as an SVD does for ranks.
+        By default each is fitted (``fit_to_calibration``). Override this if one decomposition gives all the errors, as
+        an SVD does for ranks. Only ``configs`` of the ``candidates`` are asked for; None for all.
         """
-        return [(config, config.fit_error(linear, statistics)) for config in self.candidates(*linear_features(linear))]
+        configs = configs or self.candidates(*linear_features(linear))
+        return [(config, config.fit_error(linear, statistics)) for config in configs]
 
     def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:
         """Fit an operator of this config by ``fit_to_calibration`` and return its error."""

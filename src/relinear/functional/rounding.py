@@ -23,6 +23,8 @@ _DAMPING = 1e-2
 _SUMMED = 1e-3
 #: shares that are tried by which moments are drawn to their diagonal
 SHRINKAGES = (0.02, 0.1, 0.2, 0.4, 0.7)
+#: random vectors that estimate what errors leave
+_PROBES = 64
 #: parts of the rows that are changed one after another
 _PARTS = 16
 
@@ -200,8 +202,9 @@ def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tenso
     What is fitted to a sample's correlations otherwise holds for that sample alone.
     """
     diagonal = moment.diagonal()
-    added = damping * diagonal.mean().clamp_min(1e-30)
-    return torch.lerp(moment, diagonal.diag(), shrinkage) + added * torch.eye(len(moment)).to(moment)
+    result = moment * (1 - shrinkage)
+    result.diagonal().copy_(diagonal + damping * diagonal.mean().clamp_min(1e-30))
+    return result
 
 
 def _in_order(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -235,24 +238,30 @@ def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
     Args:
         moments: A (I, I) of two kinds of text or more.
     """
-    count, total = len(moments), torch.stack(moments).double().sum(0)
-    pairs = [(total / count, total / count, 0.5)]
-    pairs += [((total - moment) / (count - 1), moment.double(), 0.5 / count) for moment in moments]
+    total, probes = torch.stack(moments).double().sum(0), _probes(len(moments[0])).to(moments[0].device)
+    pairs = [(total / len(moments), total / len(moments), 0.5)]
+    pairs += [((total - moment) / (len(moments) - 1), moment.double(), 0.5 / len(moments)) for moment in moments]
     seen, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
     for known, moment, share in pairs:
         order = known.diagonal().argsort()
-        root = torch.linalg.cholesky(shrunk(moment[order][:, order], _SUMMED, 1e-6)).float()
-        seen.append((known[order][:, order], root, order, share))
+        root = torch.linalg.cholesky(shrunk(moment[order][:, order], _SUMMED, 1e-6))
+        seen.append((known[order][:, order].float(), (root @ probes).float(), order, share))
     for shrinkage in SHRINKAGES:
         left = torch.zeros_like(total[0])
-        for known, root, order, share in seen:
-            lower = torch.linalg.cholesky(shrunk(known, shrinkage)).float()
-            transfer = torch.linalg.solve_triangular(lower, root, upper=False) * lower.diagonal()[:, None]
-            left[order] += share * transfer.square().sum(1)
+        for known, errors, order, share in seen:
+            lower = torch.linalg.cholesky(shrunk(known, shrinkage))
+            remaining = torch.linalg.solve_triangular(lower, errors, upper=False) * lower.diagonal()[:, None]
+            left[order] += share * remaining.square().mean(1)
         if left.sum() >= best[1].sum():
             break
         best = shrinkage, left
     return best
+
+
+def _probes(size: int) -> Tensor:
+    """Random signs (size, P): the mean square of M @ signs estimates the squared norms of M's rows."""
+    draws = torch.Generator().manual_seed(0)
+    return 2.0 * torch.randint(2, (size, _PROBES), generator=draws, dtype=torch.float64) - 1
 
 
 def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, left: Tensor, share: Tensor) -> Tensor:

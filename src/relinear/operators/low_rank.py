@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -101,13 +102,13 @@ class RankConfig(OperatorConfig):
         return [self.replace(rank=r) for r in range(step, rank, step)]
 
     def candidate_errors(
-        self, linear: nn.Module, statistics: CalibrationStatistics
+        self, linear: nn.Module, statistics: CalibrationStatistics, configs: Sequence[OperatorConfig] | None = None
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return all ``candidates``, from one decomposition."""
+        """Return candidates with their errors, from one decomposition."""
         weight = dense_weight(linear).detach()
         energies = weighted_spectrum(weight, statistics.inputs, statistics.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
-        configs = self.candidates(*linear_features(linear))
+        configs = configs or self.candidates(*linear_features(linear))
         return [(config, errors[config.rank]) for config in configs]  # type: ignore[attr-defined]
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -275,11 +275,8 @@ class Quantized(OperatorConfig):
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Return all bits that there are, with this group; with each K type's own."""
-        return [*self._sizes()] if self.levels != "k" or not in_features % reference.SUPER else []
-
-    def _sizes(self) -> list[Quantized]:
         if self.levels == "k":
-            types = reference.K_TYPES.items()
+            types = [] if in_features % reference.SUPER else reference.K_TYPES.items()
             return [self.replace(bits=bits, group=kind.group, symmetric=kind.symmetric) for bits, kind in types]
         return [self.replace(bits=bits) for bits in (BITS if self.levels == "uniform" else (self.bits,))]
 
@@ -304,9 +301,9 @@ class Quantized(OperatorConfig):
 
     @torch.no_grad()
     def candidate_errors(
-        self, linear: nn.Module, statistics: CalibrationStatistics
+        self, linear: nn.Module, statistics: CalibrationStatistics, configs: Sequence[OperatorConfig] | None = None
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return all ``candidates``, each with the error that is to be expected of GPTQ; only a few rows are rounded.
+        """Return candidates, each with the error that is to be expected of GPTQ; only a few rows are rounded.
 
         What the descent under G gains beyond that is left out: it holds for the calibration tokens mostly.
         """
@@ -319,7 +316,8 @@ class Quantized(OperatorConfig):
         if statistics.outputs is not None:
             share = (statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()).to(weight)
         errors = list[tuple[OperatorConfig, float]]()
-        for config in self._sizes():
+        for config in configs or self.candidates(*reversed(weight.shape)):
+            assert isinstance(config, Quantized)
             grid = config.grid(weight[rows], statistics)
             errors.append((config, float(expected_error(weight, rows, grid, config.group, left, share))))
         return errors
