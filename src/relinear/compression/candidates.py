@@ -103,13 +103,14 @@ class SearchSpace:
         return CompressPlan.of(self.task.model, {name: layers[name] for name in modules})
 
     def _menu(self, name: str, budget: Budget) -> dict[OperatorConfig, list[OperatorConfig]]:
-        """Return what the layer ``name`` may become, of those that the reader stores, by entry."""
-        features = linear_features(self.task.modules[name])
-        menu = {
-            entry: [config for config in entry.candidates(*features) if budget.cost(name, config) is not None]
-            for entry in self.entries
-        }
-        return {entry: configs for entry, configs in menu.items() if configs}
+        """Return what the layer ``name`` may become, by entry: of those that its reader stores alike, the last."""
+        features, menu = linear_features(self.task.modules[name]), dict[OperatorConfig, list[OperatorConfig]]()
+        for entry in self.entries:
+            by_cost = {budget.cost(name, config): config for config in entry.candidates(*features)}
+            by_cost.pop(None, None)
+            if by_cost:
+                menu[entry] = [*by_cost.values()]
+        return menu
 
     def _errors(
         self, menus: Mapping[str, Mapping[OperatorConfig, Sequence[OperatorConfig]]], statistics: Statistics
