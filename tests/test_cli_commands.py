@@ -402,6 +402,8 @@ def test_searches_beyond_their_grid_are_counted(tmp_path, monkeypatch, capsys) -
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("Once upon a time there were three words and a full stop. " * 300)
     monkeypatch.setattr("relinear.compare.run.runs_at_once", lambda recipe: 0)
+    monkeypatch.setitem(speed._TIMED, "cpu", 1e8)  # operations of the step that is timed
+    monkeypatch.setattr("relinear.compare.report.save_panels", lambda panels, stem: None)
     recipe = "-o dense --model tiny --data text.txt --steps 4 --seeds 0,1 --out run"
     sizes = "{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
     sets = ["--set", f"train.model_overrides={sizes}", "--set", "speed.seconds=0", "--set", "train.warmup_steps=0"]

@@ -237,7 +237,7 @@ def corpus_of(data: str, text_column: str | None) -> DataSettings:
     """Return the settings of a corpus that the user named."""
     from relinear.data import DataSettings
 
-    return DataSettings.load({"data": data} | ({"text_column": text_column} if text_column else {}), "data")
+    return DataSettings.load({"data": data, "text_column": text_column}, "data")
 
 
 def placement(

@@ -25,6 +25,7 @@ from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, is_loaded
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import read_json, write_json
+from relinear.system.grouped import grouped
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 
@@ -191,7 +192,7 @@ def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
     That of the run with the median ratio, with ``ratio_minimum`` and ``ratio_maximum`` over the runs beside ``ratio``.
     """
     merged = []
-    for rows in zip(*(sorted(run, key=lambda row: str(row_key(row))) for run in runs), strict=True):
+    for rows in grouped((row_key(row), row) for run in runs for row in run).values():
         timed = [row for row in rows if row.get("ratio") is not None]
         if len(timed) < len(rows):
             merged.append(next(row for row in rows if row.get("ratio") is None))
@@ -199,8 +200,7 @@ def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
         ratios = [row["ratio"] for row in timed]
         middle = next(row for row in timed if row["ratio"] == statistics.median_low(ratios))
         merged.append(middle | {"ratio_minimum": min(ratios), "ratio_maximum": max(ratios)})
-    indices = {row_key(row): index for index, row in enumerate(runs[0])}
-    return sorted(merged, key=lambda row: indices[row_key(row)])
+    return merged
 
 
 def ratio_range(row: Mapping[str, Any]) -> tuple[float, float, float]:

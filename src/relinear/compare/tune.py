@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from relinear.compare.engine import Run, Search
 from relinear.compare.schema import Trial
 from relinear.compare.settings import Tune
 from relinear.training.fitting import NonFiniteLossError
-from relinear.training.run import read_final_loss
 
 #: a learning rate, and an initialisation if that is tuned
 Point = tuple[float, float | None]
 #: the losses of values along one coordinate
 Along = Callable[[Sequence[float]], Search[list[float]]]
-_NUMBER = r"[0-9][0-9.e+-]*?"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,19 +67,13 @@ class Trials:
         return self.folder / (self.prefix + "-init-".join(f"{value:g}" for value in point if value is not None))
 
     def rows(self) -> list[Trial]:
-        """Return every trial that has ended, whoever asked for it: its settings, and its loss (None if it diverged)."""
-        losses, asked = dict(self.known), {self._folder(point) for point in self.known}
-        pattern = re.compile(rf"{re.escape(self.prefix)}({_NUMBER})(?:-init-({_NUMBER}))?")
-        for folder in self.folder.iterdir() if self.folder.is_dir() else ():
-            named = pattern.fullmatch(folder.name)
-            if named and folder not in asked and (loss := read_final_loss(folder)) is not None:
-                losses[float(named[1]), None if named[2] is None else float(named[2])] = loss
+        """Return every trial that has ended: its settings, and its loss (None if it diverged)."""
         return [
             {"learning_rate": rate}
             | ({} if std is None else {"initializer_range": std})
             | {"validation_loss": loss if math.isfinite(loss) else None}
             | self.common
-            for (rate, std), loss in sorted(losses.items(), key=lambda item: (item[0][1] or 0.0, item[0][0]))
+            for (rate, std), loss in sorted(self.known.items(), key=lambda item: (item[0][1] or 0.0, item[0][0]))
         ]
 
 
