@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from relinear.data import cache
 from relinear.explore import units
 from relinear.explore.subject import _usual_folder
 from relinear.kernels.native import build
@@ -103,7 +102,7 @@ def test_tokens_under_a_permissive_umask_are_read_again(tmp_path):
 
     before = os.umask(0)
     try:
-        found = [cache.cached(tmp_path / "mine", "tokens", "key", build) for _ in range(2)]
+        found = [private_cache.cached(tmp_path / "mine", "tokens", "key", build) for _ in range(2)]
     finally:
         os.umask(before)
     assert found[0] == found[1]
@@ -113,7 +112,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     for name in ("RELINEAR_CACHE", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    for find in (cache.cache_folder, build.library_path):
+    for find in (private_cache.cache_folder, build.library_path):
         with pytest.raises(OSError, match="no home directory; set HOME, or RELINEAR_CACHE"):
             find()
     build._was_built.cache_clear()
@@ -125,7 +124,7 @@ def test_a_link_of_another_user_is_refused(pretend, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "mine")
     mine = (tmp_path / "mine").resolve()  # what is read is what was checked, whoever exchanges a link meanwhile
     assert check_private(tmp_path / "link") == mine
-    assert cache.cached(tmp_path / "link", "tokens", "key", lambda folder: {})[0].is_relative_to(mine)
+    assert private_cache.cached(tmp_path / "link", "tokens", "key", lambda folder: {})[0].is_relative_to(mine)
     assert private_folder(tmp_path / "link" / "new") == mine / "new"
     pretend(tmp_path / "link", st_uid=OTHER)
     with pytest.raises(PermissionError, match="another user"):
@@ -135,12 +134,12 @@ def test_a_link_of_another_user_is_refused(pretend, tmp_path):
 @pytest.mark.parametrize("planted", [".", "tokens", "tokens/entry", "tokens/entry/manifest.json"])
 def test_tokens_of_another_user_are_not_read(planted, give, tmp_path, monkeypatch):
     def entry():
-        return cache.cached(tmp_path / "cache", "tokens", "key", lambda folder: {"tokens": 3})
+        return private_cache.cached(tmp_path / "cache", "tokens", "key", lambda folder: {"tokens": 3})
 
     folder, _ = entry()
     assert entry() == (folder, {"tokens": 3})
     give(tmp_path / "cache" / planted.replace("entry", folder.name), st_uid=OTHER)
-    monkeypatch.setattr(cache, "_read", lambda folder: pytest.fail("read"))
+    monkeypatch.setattr(private_cache, "_read", lambda folder: pytest.fail("read"))
     with pytest.raises(
         OSError, match=r"belongs to another user .* set cache_dir or RELINEAR_CACHE to a folder of your own"
     ):
@@ -228,7 +227,7 @@ def test_tokens_that_a_second_user_writes_are_not_read(closed, open_to_all):
     folder, as_other = open_to_all
     folder.chmod(0o755)
     root = folder / "cache"
-    honest, _ = cache.cached(root, "tokens", "key", lambda made: {"tokens": 3})
+    honest, _ = private_cache.cached(root, "tokens", "key", lambda made: {"tokens": 3})
     for path in (root, root / "tokens", honest):
         path.chmod(0o777)
     as_other("sh", "-c", f"cd {honest} && sed 's/3/4/' manifest.json > new && mv new manifest.json")
@@ -236,7 +235,7 @@ def test_tokens_that_a_second_user_writes_are_not_read(closed, open_to_all):
         for path in (root, root / "tokens", honest):
             path.chmod(0o755)
     with pytest.raises(OSError, match="other users may write there" if not closed else "belongs to another user"):
-        cache.cached(root, "tokens", "key", lambda made: pytest.fail("built"))
+        private_cache.cached(root, "tokens", "key", lambda made: pytest.fail("built"))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

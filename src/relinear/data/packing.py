@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from relinear.contract.messages import shown
-from relinear.data.cache import cache_folder, cached, checksum, digest, write_tokens
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
 from relinear.data.tasks import TRAINING_SAMPLES, VALIDATION_SAMPLES, Joined, MixtureTask, Samples, Task, task_of
@@ -26,6 +25,7 @@ from relinear.data.tokenizers import (
     whole_texts,
 )
 from relinear.system.files import os_errors_named
+from relinear.system.private_cache import cache_folder, cached, checksum, digest
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 
@@ -156,6 +156,23 @@ def prepare_data(
     train = PackedDataset(folder / "train.npy", settings.sequence_length)
     validation = PackedDataset(folder / "validation.npy", settings.sequence_length, limit)
     return _packed(settings, (train, validation), tokenizer, counts, corpus.unread)
+
+
+def write_tokens(path: Path, arrays: Iterable[np.ndarray], dtype: Any) -> int:
+    """Write the arrays end to end as one .npy file without holding them all; returns the number of tokens."""
+    count = 0
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (0,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        start = file.tell()
+        for array in arrays:
+            file.write(array.astype(dtype, copy=False).tobytes())
+            count += array.size
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
+        # numpy pads the header for a growing first dimension, so the final one has the first one's length.
+        assert file.tell() == start
+    return count
 
 
 def _packed(

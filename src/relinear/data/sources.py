@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relinear.contract.messages import did_you_mean, shown
-from relinear.data.cache import cache_folder, cached, digest, usable_folder
 from relinear.data.chat import Conversation, as_document
+from relinear.system.private_cache import cache_folder, cached, digest, usable_folder
 from relinear.system.text import cut
 
 if TYPE_CHECKING:
