@@ -20,6 +20,7 @@ def small(text, **changes):
         "steps": 4,
         "batch_size": 2,
         "eval_every": 2,
+        "save_every": 0,  # no checkpoint but where a test resumes from one
         "dtype": "float32",
         "threads": 1,
     }

@@ -50,7 +50,7 @@ def test_sizes_are_those_of_the_model_that_is_trained():
 @pytest.mark.parametrize("written", ["low_rank:rank=8", "monarch:blocks=8,rank=8", "hdpl:blocks=8,rank=8"])
 @pytest.mark.parametrize(("by", "factor"), [("parameters", 0.8), ("flops", 1.3)])
 def test_matching_finds_the_nearest_size(written, by, factor):
-    settings = TrainSettings(operators={"all-linear": written})
+    settings = TrainSettings(model_overrides={"num_hidden_layers": 1}, operators={"all-linear": written})
     target = round(factor * measure_size(settings, VOCABULARY).of(by))
     found, size = matched(settings, VOCABULARY, by=by, target=target, resizing="operator", tolerance=0.05, name="x")
     assert size == measure_size(found, VOCABULARY)
@@ -370,7 +370,7 @@ def judged(text, tmp_path_factory):
         },
     }
     recipe = small(text, entries=entries, tune=tune | {"check_full_length": True}, match="width", reference="dense")
-    recipe["train"]["eval_every"] = 0
+    recipe["train"] |= {"eval_every": 0, "save_model": False}
     return out, recipe, compare(recipe, out, workers=0)
 
 
@@ -418,7 +418,8 @@ def test_initialisations_are_tuned_for_every_entry_that_brings_none(judged):
 def test_tuning_at_full_length_leaves_the_check_only_what_was_not_run(text, tmp_path):
     tune = {"learning_rates": [1e-3, 2e-3, 4e-3], "fraction": 1.0, "extensions": 0, "check_full_length": True}
     entries = {"dense": "dense", "given": {"operator": "dense", "learning_rate": 2e-3}}
-    results = compare(small(text, entries=entries, tune=tune, match="width"), tmp_path / "out", workers=0)
+    recipe = small(text, entries=entries, tune=tune, match="width", seeds=[0])
+    results = compare(recipe, tmp_path / "out", workers=0)
     tuned, given = (entry["tuning"] for entry in results["entries"])
     assert tuned["full_length"]["trials"][:3] == tuned["trials"]  # and what lies beyond the grid, if anything
     assert len(given["full_length"]["trials"]) == 3
@@ -499,6 +500,7 @@ def test_an_entry_that_diverges_ends_none_of_the_others(text, tmp_path, capsys):
     wild = {"operator": "low_rank:rank=4", "learning_rate": 1e30}
     recipe = small(text, entries={"wild": wild}, seeds=[0], match="width", speed={"seconds": 0})
     recipe["train"] |= {"max_grad_norm": 0, "schedule": "constant", "warmup_steps": 0, "steps": 10, "eval_every": 0}
+    recipe["train"]["save_model"] = False
     with pytest.raises(ValueError, match=r"wild: training diverged at the learning rate 1e\+30"):
         compare(recipe, tmp_path / "alone", workers=0)
     assert not (tmp_path / "alone" / "results.json").exists()
@@ -629,7 +631,8 @@ def test_warm_up_is_tuned_with_the_rate_and_handed_on(text, tmp_path):
     entries = {"low_rank": "low_rank:rank=4", "own": {"set": {"warmup_steps": 2}}}
     recipe = small(text, entries=entries, match="width", seeds=[0], speed={"seconds": 0})
     recipe |= {"budgets": [256, 512], "reference": "own", "tune": tune | {"fraction": 1, "extensions": 0}}
-    recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"} | {"eval_every": 0}
+    recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
+    recipe["train"] |= {"eval_every": 0, "save_model": False}
     results = compare(recipe, tmp_path / "out", workers=0)
     for budget, steps in zip(results["budgets"], (4, 8), strict=True):
         for entry in budget["entries"]:

@@ -188,7 +188,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     if not numbers.get("channel"):  # a directory of an older version has pictures alone
         page_blocks.append(Chart(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
     page_blocks.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
-    return [*page_blocks, *_alphas(numbers["modules"]), _table(numbers["modules"])]
+    return [*page_blocks, _table(numbers["modules"])]
 
 
 def _table(modules: Mapping[str, Any]) -> Table:
@@ -253,24 +253,3 @@ def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
     text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: {_CHANNELS}"
     panel = Panel([heat], title=f"{row['module']}, layer {row['layer']}")
     return Chart(text, panel, height=520, stem="modulators_channel")
-
-
-def _alphas(modules: Mapping[str, Any]) -> list[Chart]:
-    """Return the learnt curvatures, layers down and modules across; none if all are fixed at 1."""
-    rows = list(modules.values())
-    depth = range(1 + max((row["layer"] for row in rows), default=0))
-    charts = []
-    for kind in dict.fromkeys(kind for row in rows for kind in row["alphas"]):
-        alphas = {(row["layer"], row["module"]): row["alphas"][kind] for row in rows if kind in row["alphas"]}
-        if all(alpha == 1 for alpha in alphas.values()):
-            continue
-        names = list(dict.fromkeys(module for _, module in alphas))
-        spread = max(0.02, max(abs(alpha - 1) for alpha in alphas.values()))
-        look: dict[str, Any] = {"what": "alpha", "diverging": True, "annotated": len(depth) < 25}
-        table = [[alphas.get((layer, module)) for module in names] for layer in depth]
-        layers = [f"layer {layer}" for layer in depth]
-        heat = Heat(values=table, x=names, y=layers, bounds=(1 - spread, 1 + spread), **look)
-        text = f"Learnt curvatures of the {kind} gates: above 1 they react more steeply to the input than at first."
-        panel = Panel([heat], title=f"alpha of the {kind} gates")
-        charts.append(Chart(text, panel, height=160 + 24 * len(depth), stem="modulators_alpha"))
-    return charts

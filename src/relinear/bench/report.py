@@ -16,8 +16,7 @@ from relinear.system.grouped import grouped
 def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:
     """Return what a page says of bench.json; ``image`` is its plot, a data URI."""
     rows = [row for row in values["rows"] if row["contender"] != DENSE]
-    names = list(dict.fromkeys(row["contender"] for row in rows))
-    palette = colours(names)
+    palette = _palette(rows)
     figures = _by_tokens(rows, palette, image)
     blocks: list[Block] = [
         Text(_verdict(rows), lead=True),
@@ -72,15 +71,19 @@ def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], im
     charts: list[Chart] = []
     timed = [row for row in rows if row.get("ratio")]
     for tokens in sorted({row["tokens"] for row in timed}, reverse=True):
-        panel = _panel([row for row in timed if row["tokens"] == tokens], palette)
         many = f"{tokens:,} token{'s' * (tokens > 1)}"
+        panel = _panel([row for row in timed if row["tokens"] == tokens], palette, many)
         text = f"{many}, every shape and dtype; filled: forward, open: with backward. Left of 1 is faster."
         charts.append(Chart(text, panel, None if charts else image, 140 + 34 * len(palette)))
     return charts
 
 
-def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str = "") -> Panel:
-    """Return panels of times relative to dense: a row per layer, a dot a row of the record."""
+def _palette(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return colours(list(dict.fromkeys(row["contender"] for row in rows)))
+
+
+def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str) -> Panel:
+    """Return times relative to dense: a row per layer, a dot a row of the record."""
     shown = []
     for name in palette:
         for row in (row for row in rows if row["contender"] == name):
@@ -98,20 +101,11 @@ def _dot(
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
-    """Draw the rows of bench.json as STEM.png and .svg: one panel per shape and dtype, at the most tokens."""
-    most = max(row["tokens"] for row in rows)
-    shown = [row for row in rows if row["tokens"] == most and row["contender"] != DENSE and row.get("ratio")]
-    palette = colours(list(dict.fromkeys(row["contender"] for row in shown)))
-    cases = grouped(
-        ((row["dtype"], -row["in_features"] * row["out_features"], row["in_features"]), row) for row in shown
-    )
-    panels = [
-        _panel(of_case, palette, f"{wide} → {-size // wide}, {dtype}")
-        for (dtype, size, wide), of_case in sorted(cases.items(), key=lambda case: case[0])
-    ]
+    """Draw the figures of the page on the rows of bench.json as STEM.png and .svg."""
+    compared = [row for row in rows if row["contender"] != DENSE]
+    panels = [chart.panel for chart in _by_tokens(compared, _palette(compared), None) if chart.panel]
     if panels:
-        title = f"time relative to dense nn.Linear, {most:,} tokens (filled: forward, open: with backward)"
-        save_panels(panels, stem, title)
+        save_panels(panels, stem, "time relative to dense nn.Linear (filled: forward, open: with backward)")
 
 
 def models_section(values: Mapping[str, Any]) -> Section:

@@ -209,13 +209,6 @@ function mapped(place, svg, heat, panel, width, height, size) {
   heat.y.forEach((name, r) => { if (r % step === 0) text(cut(name, side - 6, small), {x: side - 6, y: box.top + (r + 0.5) * down, dy: ".35em", "text-anchor": "end"}); });
   for (const [at, name] of thinned(heat.x.map((name, c) => [box.left + (c + 0.5) * across, name]), small)) text(name, {x: Math.min(at, width - widthOf(name, small) / 2), y: box.bottom + 15, "text-anchor": "middle"});
   if (panel.x.title) text(panel.x.title, {x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle", class: "soft"});
-  if (heat.annotated) {
-    heat.values.forEach((row, r) => row.forEach((value, c) => {
-      if (value === null || across < 30 || down < 13) return;
-      const [red, green, blue] = colourOf(scale, share(value)), ink = red * 0.3 + green * 0.6 + blue * 0.1 > 140 ? "#1d1d1f" : "#fff";
-      element("text", {x: box.left + (c + 0.5) * across, y: box.top + (r + 0.5) * down, dy: ".35em", "text-anchor": "middle", "font-size": 11, style: `fill: ${ink}`}, svg, value.toFixed(2));
-    }));
-  }
   const ends = [`${heat.what}  ${short(low)}`, short(high)], from = box.left + widthOf(ends[0], small) + 8;
   scale.forEach((colour, i) => element("rect", {x: from + i * 18, y: 8, width: 18, height: 10, fill: colour}, svg));
   text(ends[0], {x: box.left, y: 17, class: "soft"});

@@ -60,7 +60,7 @@ class Series:
 class Heat:
     """A map: ``values`` (rows, columns) from above, with the names of columns and rows, each once.
 
-    ``surface`` is the stem of its picture as a surface, "" for none; ``annotated`` puts the numbers into the cells.
+    ``surface`` is the stem of its picture as a surface, "" for none.
     """
 
     values: Sequence[Sequence[float | None]]
@@ -69,7 +69,6 @@ class Heat:
     bounds: tuple[float, float]
     what: str
     diverging: bool = False
-    annotated: bool = False
     surface: str = ""
 
 

@@ -1,6 +1,5 @@
 """Figures as Matplotlib draws them into files: without a display, in one style. Matplotlib is imported on first use."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,11 +177,6 @@ def _map(axes: Any, heat: Heat) -> Any:
         table, cmap="RdBu_r" if heat.diverging else "Blues", vmin=low, vmax=high, aspect="auto", interpolation="nearest"
     )
     axes.grid(False)
-    if heat.annotated:
-        for (row, column), value in np.ndenumerate(table):
-            if math.isfinite(value):
-                ink = "white" if abs(value - (low + high) / 2) > 0.35 * (high - low) else "black"
-                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7.5, color=ink)
     for names, set_ticks, turn in ((heat.x, axes.set_xticks, 90), (heat.y, axes.set_yticks, 0)):
         step = 1 if len(names) <= _NAMED and sum(map(len, names)) < 400 else -(-len(names) // 8)
         set_ticks(range(0, len(names), step), [plain_text(name) for name in names[::step]], rotation=turn, fontsize=7)
