@@ -84,8 +84,6 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
     if latex is not None:
         files[latex] = latex_tables(results)
     for file in files:
-        if not file.absolute().parent.is_dir():
-            raise ValueError(f"there is no directory {file.absolute().parent} to put {file.name} in")
         if file.exists() and not overwrite:
             raise ValueError(f"{file} is there already; give another name, or --overwrite, which renames it")
     return files

@@ -156,11 +156,6 @@ class Engine:
             self._report(run, run.settings.steps)
         return bool(done)
 
-    def call(self, stage: str, text: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of a function that the executor calls."""
-        self.report(stage, text)
-        return self.executor.submit(function, *arguments).result()
-
     def report(self, stage: str, text: str) -> None:
         """Report work that is not a run."""
         self.on_progress(Progress(text, stage=stage, run=len(self._ended), runs=self._in_all()[0]))

@@ -52,18 +52,13 @@ _LENGTH = 128
 class FitReplication:
     """The plan of a replication: every method in every set of projections, on every seed.
 
-    name, paper: which. request: the options, defaults filled in.
+    name, paper: which. fits: the paper's. request: the options, defaults filled in.
     """
 
     name: str
     paper: papers.Paper
+    fits: papers.Fits
     request: Mapping[str, Any]
-
-    @property
-    def fits(self) -> papers.Fits:
-        """Return the paper's fits."""
-        assert self.paper.fits is not None
-        return self.paper.fits
 
     @property
     def decoder(self) -> TrainSettings | None:

@@ -139,7 +139,7 @@ def replication(
     request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
     if paper.fits is not None:
         second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
-        return FitReplication(name, paper, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
+        return FitReplication(name, paper, paper.fits, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")
     settings = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)

@@ -1,6 +1,5 @@
 """The report of a comparison: results.json -> plots and one self-contained report.html."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -99,8 +98,8 @@ def results_section(directory: str | Path) -> Section:
     facts = [results["description"], results["budget"], results["match"]["by"] != "none" and results["match"]["text"]]
     blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
     blocks += [Text("What was compared", heading=True), *(Text(fact) for fact in facts if fact)]
-    blocks.extend(Text(note, soft=True) for note in results["notes"])
-    blocks += [Text("What to try next", heading=True), Text(_next(results))]
+    short = entries[0]["runs"][0]["curve"][-1]["tokens"] < _LONG
+    blocks += [Text(note, soft=True) for note in [*results["notes"], *([DECISION_ACCURACY] if short else [])]]
     by_budget = budget_table(results)
     if by_budget is not None:
         title = "Loss by bytes" if results.get("sizes") else f"Gap to {results['reference']} by budget"
@@ -120,7 +119,7 @@ def results_section(directory: str | Path) -> Section:
     blocks += [Listing("data", as_yaml(results["data"])), *ran]
     trained = entries[0]["settings"]
     corpus = (trained.get("data") or {}).get("data")
-    note = about({"date": _day(results.get("finished") or "")}, trained.get("model"), corpus)
+    note = about({"date": results.get("finished", "")[:16].replace("T", " ")}, trained.get("model"), corpus)
     return Section(f"Comparison: {results['name']}", "compare", blocks, palette, note)
 
 
@@ -194,25 +193,6 @@ def _paired(first: EntryResult, second: EntryResult) -> tuple[float, float | Non
     """Return by how much ``first`` has the lower loss, and half of the 95 % interval over seeds; None for one seed."""
     pairs = zip(first["validation_loss"]["values"], second["validation_loss"]["values"], strict=False)
     return second["validation_loss"]["mean"] - first["validation_loss"]["mean"], half_width([b - a for a, b in pairs])
-
-
-def _next(results: Results) -> str:
-    first, match = results["entries"][0], []
-    if len(first["runs"]) == 1:
-        match.append("Three seeds (--seeds 0,1,2): they separate a difference from noise.")
-    if not any(entry["tuning"] for entry in results["entries"]):
-        match.append("A learning rate of its own for every entry (--tune): a shared rate favours some entries.")
-    steps = 10 * first["settings"].get("steps", 1000)
-    match.append(f"Longer training (--steps {steps}): an early lead may not last.")
-    if first["runs"][0]["curve"][-1]["tokens"] < _LONG:
-        match.append(DECISION_ACCURACY)
-    return " ".join(match)
-
-
-def _day(moment: str) -> str:
-    """Return an ISO 8601 time of UTC in a readable form, to the minute; anything else unchanged."""
-    match = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d.]+\+00:00", moment)
-    return f"{match[1]} {match[2]} UTC" if match else moment
 
 
 def _palette(results: Results) -> dict[str, str]:

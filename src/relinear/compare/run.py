@@ -405,4 +405,5 @@ class _Comparison:
             settings[reference] = self.recipe.train.model_dump(mode="json") | {"warmup_steps": None}
         speed = self.recipe.speed
         arguments = settings, reference, self.data.vocab_size, speed.seconds, speed.rounds
-        return self.engine.call("speed", "measuring speed, all models in turn", measure_speed, *arguments)
+        self.engine.report("speed", "measuring speed, all models in turn")
+        return self.engine.executor.submit(measure_speed, *arguments).result()

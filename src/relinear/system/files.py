@@ -23,7 +23,7 @@ _TEMPORARY = re.compile(rf"\..+\.[a-z0-9_]{{8}}\{_UNFINISHED}")
 #: what libraries say whose own file writers fail, in place of an OSError
 _UNWRITTEN = (
     *("PytorchStreamWriter", "inline_container", "I/O error", "Input/output error", "No space left", "File too large"),
-    *("disk is full", "unable to open", "iostream error"),
+    *("unable to open", "iostream error"),
 )
 
 
@@ -175,7 +175,7 @@ def read_text(path: str | Path, most: int = -1) -> str:
 def os_errors_named(path: str | Path) -> Iterator[None]:
     """Turn any I/O failure in the block into an OSError that names ``path``.
 
-    torch, safetensors, SQLite and optuna have errors of their own for it, and Python's do not name an open file.
+    torch and safetensors have errors of their own for it, and Python's do not name an open file.
     """
     try:
         yield
@@ -187,9 +187,8 @@ def os_errors_named(path: str | Path) -> Iterator[None]:
     except ValueError:  # of settings or of a run, in words already
         raise
     except Exception as error:
-        causes = list(_causes(error))
-        message = " ".join(map(str, causes))
-        if not any(words in message for words in _UNWRITTEN) and all(type(e).__module__ != "sqlite3" for e in causes):
+        message = " ".join(map(str, _causes(error)))
+        if not any(words in message for words in _UNWRITTEN):
             raise
         failing = re.search("I/O error|Input/output", message) and "No space left" not in message
         number = errno.EIO if failing else errno.ENOSPC
