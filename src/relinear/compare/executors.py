@@ -5,6 +5,7 @@ and no work is lost, as calls are runs that resume.
 """
 
 import ctypes
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -169,11 +170,12 @@ def _package(name: str, extra: str) -> Any:
         raise ImportError(f"this executor needs {name}: pip install 'relinear[{extra}]'") from None
 
 
+@dataclasses.dataclass
 class SlurmJob:
     """A call in a job: before SLURM takes the machine away its process saves its state, and the job is queued again."""
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.function, self.arguments = function, arguments
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
     def __call__(self) -> Any:
         self.processes = ProcessExecutor()

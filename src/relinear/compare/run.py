@@ -1,5 +1,6 @@
 """The comparison: match sizes, tune, train every entry on every seed, measure speed; resumes at any point."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -198,20 +199,16 @@ def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str,
     return [*runs, ("tune", 3, settings.steps)] if tune.check_full_length else runs
 
 
+@dataclasses.dataclass
 class _Comparison:
-    """The work that remains once the sizes are known."""
+    """The work that remains once the sizes are known. started: the record in ``run.json``."""
 
-    def __init__(
-        self,
-        recipe: CompareSettings,
-        out_dir: Path,
-        planned: list[Planned],
-        data: Any,
-        engine: Engine,
-        started: Mapping[str, Any],
-    ) -> None:
-        self.recipe, self.out_dir, self.planned, self.data = recipe, out_dir, planned, data
-        self.engine, self.started = engine, started
+    recipe: CompareSettings
+    out_dir: Path
+    planned: list[Planned]
+    data: Any
+    engine: Engine
+    started: Mapping[str, Any]
 
     def results(self) -> Results:
         """Tune and train all entries, then what is done once all runs have ended."""

@@ -34,6 +34,7 @@ MOST_FOUND = 50
 SHOWN = 10
 
 
+@dataclasses.dataclass(eq=False)
 class Subject:
     """Hold a model, its tokenizer, its hook points and their index. Many threads may call its methods.
 
@@ -43,13 +44,13 @@ class Subject:
         points: the hook points by name. index: over them.
     """
 
-    def __init__(
-        self, path: str | Path, model: Any, tokenizer: Any, points: Mapping[str, HookPoint], index: Index
-    ) -> None:
-        self.path, self.model, self.tokenizer = str(path), model, tokenizer
-        self.points, self.index = points, index
-        self.lock = threading.Lock()
-        self._texts: dict[int, str] = {}
+    path: str
+    model: Any
+    tokenizer: Any
+    points: Mapping[str, HookPoint]
+    index: Index
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
+    _texts: dict[int, str] = dataclasses.field(default_factory=dict, init=False)
 
     # Text
 
