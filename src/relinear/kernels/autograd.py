@@ -93,6 +93,30 @@ def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., 
     return decorate
 
 
+def keeping_arguments(forward: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Decorate a backward pass ``(ctx, grad)`` that computes from the arguments of ``forward``, which alone are kept.
+
+    It becomes a function of x (..., I) and further arguments (``on_rows``). ``ctx.saved_tensors`` has a place for each.
+
+    Args:
+        forward: of a matrix (N, I) and these, without a graph.
+        reference: of torch operations, with the same arguments and result.
+    """
+
+    def decorate(by_hand: Callable[..., Any]) -> Callable[..., Tensor]:
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *arguments):
+                save(ctx, arguments)
+                return forward(*arguments)
+
+            backward = staticmethod(differentiable_as(reference)(by_hand))
+
+        return functools.partial(on_rows, Function, forward)
+
+    return decorate
+
+
 def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """One gradient an argument, with a graph of its own where gradients are enabled."""
     need, further = ctx.needs_input_grad, torch.is_grad_enabled()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.autograd import differentiable_as, on_rows, save
+from relinear.kernels.autograd import keeping_arguments
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_traced, is_transformed
 
@@ -78,28 +78,18 @@ def _stage(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
     return block_diagonal(hadamard(x) if mixed else x, blocks)
 
 
-class _Stage(torch.autograd.Function):
-    """``_stage`` of a matrix, on slices; keeps its inputs, and transforms them again."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        save(ctx, arguments)
-        return _sliced_forward(*arguments)
-
-    @staticmethod
-    @differentiable_as(_stage)
-    def backward(ctx, grad):
-        x, blocks, _ = ctx.saved_tensors
-        mixed = hadamard if ctx.plain[2] else lambda x: x  # H is symmetric
-        to_x = mixed(block_product(grad, blocks.mT)) if ctx.needs_input_grad[0] else None
-        return to_x, block_gradient(grad, mixed(x), blocks) if ctx.needs_input_grad[1] else None, None
-
-
 def _sliced_forward(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
     return block_product(hadamard(x) if mixed else x, blocks)
 
 
-_sliced = functools.partial(on_rows, _Stage, _sliced_forward)
+@keeping_arguments(_sliced_forward, _stage)
+def _sliced(ctx, grad):
+    x, blocks, _ = ctx.saved_tensors
+    mixed = hadamard if ctx.plain[2] else lambda x: x  # H is symmetric
+    to_x = mixed(block_product(grad, blocks.mT)) if ctx.needs_input_grad[0] else None
+    return to_x, block_gradient(grad, mixed(x), blocks) if ctx.needs_input_grad[1] else None, None
+
+
 stage = dispatch(Implementation("on slices", slices_unsupported, _sliced), otherwise="reference")(_stage)
 
 

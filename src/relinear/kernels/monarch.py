@@ -5,14 +5,11 @@ Between the factors every block meets every block, so that two permutations copy
 
 # Legend: N tokens, I in, O out, K blocks, S = ceil(O / K), R rank of a sub-block
 
-import functools
-
-import torch
 from torch import Tensor
 
 from relinear.functional import monarch as reference
 from relinear.functional.block_diagonal import zero_padded
-from relinear.kernels.autograd import differentiable_as, on_rows, save
+from relinear.kernels.autograd import keeping_arguments
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Implementation, dispatch
 
@@ -33,27 +30,17 @@ def _forward(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Te
     return y if bias is None else y.add_(bias)
 
 
-class _Monarch(torch.autograd.Function):
-    """``_forward``; keeps its inputs alone."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        save(ctx, arguments)
-        return _forward(*arguments)
-
-    @staticmethod
-    @differentiable_as(reference.monarch)
-    def backward(ctx, grad):
-        x, right, left, *_ = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        blocks, rows, _ = left.shape
-        to_result = _swapped(zero_padded(grad, blocks * rows), rows, blocks)
-        to_left = block_gradient(to_result, _hidden(x, right), left) if need[2] else None
-        to_hidden = _swapped(block_product(to_result, left.mT), blocks, blocks)
-        to_right = block_gradient(to_hidden, zero_padded(x, blocks * right.shape[2]), right) if need[1] else None
-        to_x = block_product(to_hidden, right.mT)[:, : x.shape[1]] if need[0] else None
-        return to_x, to_right, to_left, None, grad.sum(0) if need[4] else None
+@keeping_arguments(_forward, reference.monarch)
+def _sliced(ctx, grad):
+    x, right, left, *_ = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    blocks, rows, _ = left.shape
+    to_result = _swapped(zero_padded(grad, blocks * rows), rows, blocks)
+    to_left = block_gradient(to_result, _hidden(x, right), left) if need[2] else None
+    to_hidden = _swapped(block_product(to_result, left.mT), blocks, blocks)
+    to_right = block_gradient(to_hidden, zero_padded(x, blocks * right.shape[2]), right) if need[1] else None
+    to_x = block_product(to_hidden, right.mT)[:, : x.shape[1]] if need[0] else None
+    return to_x, to_right, to_left, None, grad.sum(0) if need[4] else None
 
 
-_sliced = functools.partial(on_rows, _Monarch, _forward)
 monarch = dispatch(Implementation("on slices", slices_unsupported, _sliced), otherwise="reference")(reference.monarch)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from relinear.functional import pivoted_low_rank as reference
-from relinear.kernels.autograd import differentiable_as, on_rows, save
+from relinear.kernels.autograd import keeping_arguments
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
 #: numbers from which the scattered sum takes longer than the calls of ours
@@ -18,24 +18,15 @@ def _latent(x: Tensor, order: Tensor, mix: Tensor) -> Tensor:
     return reference.latent(reference.in_order(x, order), mix)
 
 
-class _Latent(torch.autograd.Function):
-    """``_latent`` of a matrix; keeps its inputs, and orders them again."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        save(ctx, arguments)
-        return _latent(*arguments)
-
-    @staticmethod
-    @differentiable_as(_latent)
-    def backward(ctx, grad):
-        x, order, mix = ctx.saved_tensors
-        to_x = to_mix = None
-        if ctx.needs_input_grad[0]:
-            to_x = reference.in_order(torch.cat((grad, grad @ mix), 1), order.argsort())
-        if ctx.needs_input_grad[2]:
-            to_mix = grad.T @ reference.in_order(x, order[len(mix) :])
-        return to_x, None, to_mix
+@keeping_arguments(_latent, _latent)
+def _gathered_latent(ctx, grad):
+    x, order, mix = ctx.saved_tensors
+    to_x = to_mix = None
+    if ctx.needs_input_grad[0]:
+        to_x = reference.in_order(torch.cat((grad, grad @ mix), 1), order.argsort())
+    if ctx.needs_input_grad[2]:
+        to_mix = grad.T @ reference.in_order(x, order[len(mix) :])
+    return to_x, None, to_mix
 
 
 def _unsupported(call: Call) -> str:
@@ -45,7 +36,7 @@ def _unsupported(call: Call) -> str:
 
 
 def _gathered(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(on_rows(_Latent, _latent, x, order, mix), up, bias)
+    return torch.nn.functional.linear(_gathered_latent(x, order, mix), up, bias)
 
 
 pivoted_low_rank = dispatch(Implementation("gradient gathered", _unsupported, _gathered), otherwise="reference")(
