@@ -379,9 +379,10 @@ def test_codes_change_as_in_the_reference(moment, few_rows):
 @pytest.mark.parametrize(("leading", "inputs", "outputs", "bias"), [((1,), 37, 43, True), ((2, 3), 20, 24, False)])
 @torch.no_grad()
 def test_a_few_rows_of_ccl(settings, leading, inputs, outputs, bias, dtype, few_rows):
-    layer = relinear.CCL(rank=13, context_dim=6, **settings).build(inputs, outputs, bias=bias).to(dtype).eval()
+    layer = relinear.CCL(rank=13, context_dim=6, **settings).build(inputs, outputs, bias=bias).to(dtype)
     for parameter in layer.parameters():
         parameter.normal_(std=0.5)
+    relinear.for_inference_(layer)
     x, context = torch.randn(*leading, inputs, dtype=dtype), torch.randn(*leading, 6, dtype=dtype)
     with relinear.activations.context(context):
         y = layer(x)
@@ -606,10 +607,12 @@ def test_edits_reach_a_prepared_layer(whole_layers):
 
 @torch.no_grad()
 def test_a_context_that_sequences_share_is_not_the_kernels(few_rows):
-    layer = relinear.CCL(rank=13, context_dim=6).build(20, 24).eval()
-    with relinear.activations.context(torch.randn(1, 3, 6)):
-        assert layer(torch.randn(2, 3, 20)).shape == (2, 3, 24)
-    assert not few_rows
+    layer = relinear.for_inference_(relinear.CCL(rank=13, context_dim=6).build(20, 24))
+    x, context = torch.randn(2, 3, 20), torch.randn(1, 3, 6)
+    with relinear.activations.context(context):
+        y = layer(x)
+    with relinear.activations.context(context.expand(2, 3, 6)):
+        close(y, layer(x), torch.float32)
 
 
 def test_sigmoid_of_extreme_numbers(any_size):

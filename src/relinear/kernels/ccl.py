@@ -29,18 +29,6 @@ EPS = 1e-5
 LARGER_IN_TRAINING = 8
 
 
-def _few_rows_unsupported(call: Call) -> str:
-    x, features = call.arguments[:2]
-    if features is not None and features.shape[:-1] != x.shape[:-1]:
-        return "a context that several sequences share"
-    return native.few_rows_unsupported(*call.arguments[:11])
-
-
-def _few_rows(x: Tensor, features: Tensor | None, *parameters: Any) -> Tensor:
-    width = 0 if features is None else features.shape[-1]
-    return native.kernels().ccl_layer(width, [], *parameters)(x, features)
-
-
 def _products_unsupported(call: Call) -> str:
     return "bfloat16 takes longer than float32" if call.emulated and not call.autocast else ""
 
@@ -65,11 +53,9 @@ def _products(
     return y if gate_bias or bias is None else y + bias
 
 
-ccl = dispatch(
-    Implementation("C++ for a few rows", _few_rows_unsupported, _few_rows),
-    Implementation("torch's products", _products_unsupported, _products),
-    otherwise="reference",
-)(reference.ccl)
+ccl = dispatch(Implementation("torch's products", _products_unsupported, _products), otherwise="reference")(
+    reference.ccl
+)
 
 
 def prepare_few_rows(
