@@ -127,7 +127,7 @@ def test_a_model_that_does_not_hand_keywords_on() -> None:
     model(IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in context_owner(model).parameters())
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ValueError, match="GPTJBlock hands no further keyword arguments on to its attention"):
+    with pytest.raises(ValueError, match="GPTJBlock does not pass keyword arguments on to its attention"):
         model(IDS)
 
 

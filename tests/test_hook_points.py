@@ -8,8 +8,7 @@ import torch
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.activations.hook_points import hook_points
-from relinear.activations.interventions import observe_hook_points
+from relinear.activations.hook_points import hook_points, observe_hook_points
 from tiny_models import make_cgt
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.activations.interventions import Latent, aggregated_posterior, latent_operators
+from relinear.activations.latent_recording import Latent, aggregated_posterior, latent_operators
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
 Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))

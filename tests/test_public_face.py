@@ -87,6 +87,10 @@ def test_an_operator_of_0_2_finds_what_it_imports() -> None:
 
     assert Moments is relinear.contract.calibration_statistics.CalibrationStatistics
     assert descend_ is relinear.contract.calibration_statistics.descend_
+    from relinear.core.latents import LatentOperator, Replace, observe
+
+    assert Replace is relinear.activations.Patch
+    assert (LatentOperator.__module__, observe.__name__) == ("relinear.activations.hook_points", "observe")
     with pytest.raises(ImportError, match=r"relinear\.core\.nothing"):
         import_module("relinear.core.nothing")
 

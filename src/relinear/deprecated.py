@@ -42,7 +42,7 @@ MOVED_MODULES = {
     "relinear.core.config": "relinear.contract.config",
     "relinear.core.context": "relinear.activations.shared_context",
     "relinear.core.inference": "relinear.contract.inference",
-    "relinear.core.latents": "relinear.activations.interventions",
+    "relinear.core.latents": "relinear.activations.latent_recording",
     "relinear.core.moments": "relinear.contract.calibration_statistics",
     "relinear.core.objective": "relinear.contract.objective",
     "relinear.core.operator": "relinear.contract.operator",
@@ -62,14 +62,18 @@ MOVED_MODULES = {
 #: package of 0.2 whose name is that of a function -> the room that has both now
 _HIDDEN = {"relinear.compress": "relinear.compression", "relinear.train": "relinear.training"}
 _PACKAGES = {name.rpartition(".")[0] for name in MOVED_MODULES}
-#: (module now, name of 0.2) -> its name now
+_INTERVENTIONS = {name: name for name in ("Add", "Clamp", "Inject", "intervene")}
+_INTERVENTIONS |= {"Edit": "Intervention", "Replace": "Patch"}
+#: (module now, name of 0.2) -> its name now, after "module:" if that is in another one
 _RENAMED = {
     ("relinear.contract.calibration_statistics", "Moments"): "CalibrationStatistics",
     ("relinear.contract.auxiliary_mixin", "TokenTerms"): "AuxiliaryLossMixin",
-    ("relinear.activations.interventions", "Edit"): "Intervention",
-    ("relinear.activations.interventions", "Moments"): "LatentDistribution",
-    ("relinear.activations.interventions", "moments"): "aggregated_posterior",
-    ("relinear.activations.interventions", "Replace"): "Patch",
+    ("relinear.activations.latent_recording", "Moments"): "LatentDistribution",
+    ("relinear.activations.latent_recording", "moments"): "aggregated_posterior",
+    **{
+        ("relinear.activations.latent_recording", old): f"relinear.activations.interventions:{new}"
+        for old, new in _INTERVENTIONS.items()
+    },
     ("relinear.activations.hook_points", "LatentTap"): "ActivationHook",
     ("relinear.activations.hook_points", "Gated"): "HasHookPoints",
     ("relinear.activations.hook_points", "Site"): "HookPoint",
@@ -98,8 +102,13 @@ class _MovedModules:
         elif name in MOVED_MODULES:
             new = MOVED_MODULES[name]
             warnings.warn(f"{name} has moved to {new}; the old path works for one version", DeprecationWarning, 2)
-            names = import_module(new)
-            module.__getattr__ = lambda key: getattr(names, _RENAMED.get((new, key), key))  # type: ignore[method-assign]
+            import_module(new)
+            module.__getattr__ = lambda key: _find(new, key)  # type: ignore[method-assign]
+
+
+def _find(module: str, old: str) -> Any:
+    other, _, name = _RENAMED.get((module, old), old).rpartition(":")
+    return getattr(import_module(other or module), name)
 
 
 def find_moved_modules() -> None:

@@ -1,15 +1,19 @@
-"""Hook points: values inside a model that can be read and changed while it runs.
+"""Hook points: activations inside a model that can be read and changed while it runs. Their names are
 
-A hook point has the name of a module: of an operator for its latent, of a module and one of its gates for that
-(``...up_proj.basis_gate``, ``...down_proj.modulator.channel``), of a layer and ``output`` for its output. At most one
-activation hook is at a hook point: the module passes the value to the hook and uses the result.
+- an operator's latent: the operator's name, ``model.layers.0.self_attn.q_proj``;
+- a gate: its module's name and its own, ``...up_proj.basis_gate``, ``...down_proj.modulator.channel``;
+- a layer's output: the layer's name and ``output``.
+
+A hook point has at most one ``ActivationHook``: the module passes the value to it and uses the result.
 """
 
 # Legend: R size of the hook point
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,13 +26,13 @@ from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 if TYPE_CHECKING:
     from relinear.activations.interventions import Intervention
 
-#: what the name of a layer's output ends with
+#: kinds of hook points; OUTPUT is also the last part of the name of a layer's output
 OUTPUT = "output"
 LATENT = "latent"
 
 
 class Latent(NamedTuple):
-    """A Gaussian latent of one forward: z as it was used, mu, logvar and ``sigma`` of its posterior; all (..., R)."""
+    """A Gaussian latent of one forward: the z in use, and mu, logvar and ``sigma`` of its posterior; all (..., R)."""
 
     z: Tensor
     mu: Tensor
@@ -37,8 +41,8 @@ class Latent(NamedTuple):
     @property
     def sigma(self) -> Tensor:
         """Return the posterior's standard deviation, exp(logvar / 2)."""
-        # Computed when asked for: a forward that is read must save the same tensors as one that is not, or a backward
-        # under gradient checkpointing after the end of the block could not match the two.
+        # Computed on access: an observed forward must save the same tensors for backward as any other, or gradient
+        # checkpointing could not match the two after the end of the block.
         return torch.exp(0.5 * self.logvar)
 
 
@@ -51,17 +55,17 @@ Observer = Callable[[Latent], None]
 
 
 class ActivationHook:
-    """Let interventions change a value, and observers read it, between where it is computed and where it is used."""
+    """Apply interventions to an activation and show it to observers."""
 
     def __init__(self) -> None:
         self.interventions: list[Intervention] = []
         self.observers: list[Observer] = []
 
     def __call__(self, latent: Latent) -> Tensor:
-        """Return the value after all interventions, in their order, and show it to the observers."""
+        """Return the value after all interventions, applied in order, and show it to the observers."""
         for intervention in self.interventions:
             latent = latent._replace(z=intervention.apply(latent))
-        # Recomputation by gradient checkpointing is not a new observation.
+        # gradient checkpointing's recomputation is not a new observation
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             for observer in self.observers:
                 observer(latent)
@@ -69,13 +73,13 @@ class ActivationHook:
 
 
 class HasHookPoints:
-    """A module with gates, or other values by name: its forward passes each through ``_hooked``.
+    """Mixin for modules with hook points, such as gates: ``forward`` passes each value through ``_hooked``.
 
-    Comes first among the bases. Where ``_is_intervened`` is False the hooks only read, and the forward may take its
-    fused kernel once they have seen the values.
+    It must be the first base class. If ``_is_intervened`` is False, hooks only read: the forward may still use its
+    fused kernel after passing the values to them.
     """
 
-    #: the kind of value, in one word
+    #: kind of the values, in one word
     hook_kind: str = "gate"
     _activation_hooks: Mapping[str, ActivationHook] | None = None
     tap_kind = RenamedHook("hook_kind")
@@ -88,8 +92,8 @@ class HasHookPoints:
         adopt_renamed_hooks(cls)
 
     def hook_sizes(self) -> dict[str, int]:
-        """Return name -> R of every value. Names have no dots; "" is the name of a module's only one, its latent."""
-        raise TypeError(f"{type(self).__name__} does not say which values it has")
+        """Return name -> R for every value. Names have no dots; "" is the latent of a ``LatentOperator``."""
+        raise TypeError(f"{type(self).__name__} does not implement hook_sizes")
 
     @property
     def _is_intervened(self) -> bool:
@@ -107,7 +111,7 @@ class HasHookPoints:
 
 
 class LatentOperator(HasHookPoints, Operator):
-    """An operator with a latent. Its forward calls ``self._latent_hook``, unless it is None, and decodes the result."""
+    """An operator with a latent: its forward calls ``self._latent_hook``, unless it is None, and decodes the result."""
 
     hook_kind = LATENT
     _latent_tap = RenamedHook("_latent_hook")
@@ -115,7 +119,7 @@ class LatentOperator(HasHookPoints, Operator):
     @property
     def latent_size(self) -> int:
         """Return R, the number of latent dimensions."""
-        raise TypeError(f"{type(self).__name__} does not say how large its latent is")
+        raise TypeError(f"{type(self).__name__} does not implement latent_size")
 
     @property
     def _latent_hook(self) -> ActivationHook | None:
@@ -125,14 +129,11 @@ class LatentOperator(HasHookPoints, Operator):
         return {"": self.latent_size}
 
 
-# Where hooks are put
-
-
 @dataclasses.dataclass(eq=False)
 class HookPoint:
-    """A place for one hook: the value ``name`` of a module, of ``size`` dimensions; ``kind`` is latent, gate ...
+    """The value ``name`` of a module, with ``size`` dimensions, to which one hook can be attached.
 
-    ``hook()`` returns the present one; ``put(None)`` removes it.
+    ``kind`` is "latent", "gate" or another ``hook_kind``, or "output". ``set_hook(None)`` removes the hook.
     """
 
     module: Any
@@ -143,14 +144,14 @@ class HookPoint:
     def hook(self) -> ActivationHook | None:
         return (self.module._activation_hooks or {}).get(self.name)
 
-    def put(self, hook: ActivationHook | None) -> None:
+    def set_hook(self, hook: ActivationHook | None) -> None:
         # a new mapping, so that a compiled forward sees the change
         hooks = {name: other for name, other in (self.module._activation_hooks or {}).items() if name != self.name}
         self.module._activation_hooks = (hooks if hook is None else hooks | {self.name: hook}) or None
 
 
 class _OutputHook:
-    """Forward hook of a layer that passes its output to an activation hook; in a copy of the layer it does nothing."""
+    """Forward hook that passes a layer's output to an activation hook; in a copy of the layer it does nothing."""
 
     handle: Any = None
 
@@ -167,13 +168,13 @@ class _OutputHook:
 class _OutputPoint(HookPoint):
     def _registered(self) -> _OutputHook | None:
         hooks = (hook for hook in self.module._forward_hooks.values() if isinstance(hook, _OutputHook))
-        return next((hook for hook in hooks if hook.handle is not None), None)  # not what a copy of the layer came with
+        return next((hook for hook in hooks if hook.handle is not None), None)  # a copied hook has no handle
 
     def hook(self) -> ActivationHook | None:
         registered = self._registered()
         return None if registered is None else registered.hook
 
-    def put(self, hook: ActivationHook | None) -> None:
+    def set_hook(self, hook: ActivationHook | None) -> None:
         registered = self._registered()
         if registered is not None:
             registered.handle.remove()
@@ -183,14 +184,50 @@ class _OutputPoint(HookPoint):
 
 
 def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoint]:
-    """Return the hook points of ``model`` by name, in its order: latents, gates and, on request, layers' outputs."""
+    """Return the hook points of ``model`` by name, in order: latents, gates and, with ``outputs``, layers' outputs."""
     points: dict[str, HookPoint] = {}
-    for full, module in model.named_modules():
-        name = full.replace("_orig_mod.", "").removesuffix("_orig_mod")
-        here: list[HookPoint] = []
+    for full_name, module in model.named_modules():
+        name = full_name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+        module_points: list[HookPoint] = []
         if isinstance(module, HasHookPoints):
-            here += [HookPoint(module, gate, size, module.hook_kind) for gate, size in module.hook_sizes().items()]
+            module_points += [
+                HookPoint(module, value, size, module.hook_kind) for value, size in module.hook_sizes().items()
+            ]
         if outputs and name and is_replaceable(module):
-            here += [_OutputPoint(module, OUTPUT, linear_features(module)[1], OUTPUT)]
-        points |= {".".join(filter(None, (name, point.name))): point for point in here}
+            module_points += [_OutputPoint(module, OUTPUT, linear_features(module)[1], OUTPUT)]
+        points |= {".".join(filter(None, (name, point.name))): point for point in module_points}
     return points
+
+
+@contextlib.contextmanager
+def with_hooks(
+    points: Mapping[str, HookPoint], interventions=(), observers=(), value=None, intervened_model: Any = None
+) -> Iterator[Any]:
+    """Add interventions and observers, by name of hook point, within the block; yield ``value``."""
+    if getattr(intervened_model, "training", False) and getattr(intervened_model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
+            "call model.eval() or model.gradient_checkpointing_disable()"
+        )
+    added = []
+    for name, point in points.items():
+        previous = point.hook()
+        outer = previous or ActivationHook()
+        # a new hook object, so that a compiled forward sees the change
+        hook = ActivationHook()
+        hook.interventions = [*outer.interventions, *dict(interventions).get(name, ())]
+        hook.observers = [*outer.observers, *dict(observers).get(name, ())]
+        added.append((point, previous))
+        point.set_hook(hook)
+    try:
+        yield value
+    finally:
+        for point, previous in added:
+            point.set_hook(previous)
+
+
+def observe_hook_points(
+    points: Mapping[str, HookPoint], observer: Callable[[str, Latent], None]
+) -> AbstractContextManager[None]:
+    """Call ``observer(name, value)`` for every value at hook points, by their names, within the block."""
+    return with_hooks(points, observers={name: [lambda l, name=name: observer(name, l)] for name in points})

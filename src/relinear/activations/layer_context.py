@@ -1,10 +1,12 @@
-"""Hand one value per forward pass from a model to each of its decoder layers.
+"""Pass one value per forward pass from a model to each of its decoder layers.
 
-A pre-hook on the model adds the value to its keyword arguments. A pre-hook on each layer reads it there, or from the
-forward that runs in this thread where the model drops further keywords (GPT-J, BLOOM), and makes it an argument of the
-layer. A pre-hook on the layer's attention takes it out again. Gradient checkpointing repeats a layer with its
-arguments, so with the value of the right forward. Where a layer does not pass keywords on to its attention (StableLM),
-a recomputation would miss the value: there gradient checkpointing is refused.
+1. A pre-hook on the decoder computes the value and adds it to the keyword arguments, which the decoder passes on.
+2. A pre-hook on each layer reads it. If the decoder drops unknown keywords (GPT-J, BLOOM), the hook takes the value of
+   the forward that runs in this thread and makes it an argument of the layer.
+3. A pre-hook on the layer's attention removes it from the arguments.
+
+Gradient checkpointing repeats a layer with its arguments, and so with the value of the right forward. If a layer does
+not pass keywords on to its attention (StableLM), recomputation would miss the value, and gradient checkpointing raises.
 """
 
 import inspect
@@ -18,22 +20,22 @@ from torch import nn
 
 from relinear.hf.model_layout import attention_of, decoder, decoder_layers, takes_keywords
 
-#: by thread, the values of the forward that is running, an attribute for each key
+#: per thread, the value of the forward that is running, in one attribute for each key
 _running = threading.local()
 
 
 def weak_ref(value: Any) -> Any:
-    """Return a weak reference, or the value itself for a compiled graph, which cannot follow references."""
+    """Return a weak reference, or in a compiled graph, which cannot trace references, the value itself."""
     return value if torch.compiler.is_compiling() else weakref.ref(value)
 
 
 def deref(reference: Any) -> Any:
-    """Return the object of ``weak_ref``, or None if it no longer exists."""
+    """Return the value that ``weak_ref`` was called with, or None if it no longer exists."""
     return reference() if isinstance(reference, weakref.ref) else reference
 
 
 def check_reaches_layers(model: nn.Module) -> None:
-    """Raise ValueError, saying why, if no value can be handed to every layer of ``model``; changes nothing."""
+    """Raise ValueError, saying why, if a value cannot be passed to every layer of ``model``; changes nothing."""
     for index, layer in enumerate(decoder_layers(model)):
         attention_of(index, layer)
 
@@ -41,14 +43,15 @@ def check_reaches_layers(model: nn.Module) -> None:
 def install_layer_context(
     model: nn.Module, key: str, make: Callable[[Any, dict[str, Any]], Any], deliver: Callable[[int, Any], None]
 ) -> None:
-    """Install the hooks of a decoder and its layers.
+    """Install the hooks on a decoder and its layers.
 
     Args:
         model: a decoder.
         key: name of the keyword argument that carries the value.
-        make: ``make(decoder, inputs)`` gives the value of a forward, whose arguments by name it may change.
-        deliver: ``deliver(index, value)`` runs as layer ``index`` and its attention start, ``deliver(-1, None)`` at the
-            end. Both must be module-level functions or bound methods that ``deepcopy`` carries over.
+        make: ``make(decoder, inputs)`` computes a forward's value; it may change ``inputs``, the arguments by name.
+        deliver: ``deliver(index, value)`` is called before layer ``index`` and before its attention,
+            ``deliver(-1, None)`` at the end. Both must be module-level functions or bound methods that ``deepcopy``
+            copies.
     """
     runner = decoder(model)
     forward = _DecoderHooks(key, runner, make, deliver)
@@ -91,7 +94,7 @@ class _LayerHooks:
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if layer.training and getattr(layer, "gradient_checkpointing", False):
             keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
-            if keywords.get("use_reentrant") is True:  # what stands in for the function may answer anything
+            if keywords.get("use_reentrant") is True:  # a mock in place of the function may answer anything
                 raise ValueError(
                     f"reentrant gradient checkpointing gives wrong gradients with a {self.label}; use "
                     'model.gradient_checkpointing_enable({"use_reentrant": False})'
@@ -113,7 +116,7 @@ class _LayerHooks:
             self.deliver(self.index, value)
         elif self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
             raise ValueError(
-                f"{type(self.layer).__name__} hands no further keyword arguments on to its attention, so it cannot be "
+                f"{type(self.layer).__name__} does not pass keyword arguments on to its attention, so it cannot be "
                 f"checkpointed with a {self.label}; call model.gradient_checkpointing_disable()"
             )
         return args, kwargs

@@ -1,8 +1,8 @@
-"""The context carrier: a tensor computed once a forward pass by one owner and read by many operators.
+"""The shared context: a tensor that one owner computes once a forward pass and many operators read.
 
-A pre-hook on the base model lets the owner compute the context, which every decoder layer gets as an argument (see
-``layer_context``). The layer puts it into the carrier, from which its operators read it. The carrier holds a weak
-reference, so no operator can read the context of a forward that is over.
+A pre-hook on the base model lets the owner compute the context, and every decoder layer gets it as an argument (see
+``layer_context``). Before a layer runs, a hook puts the context into a thread-local carrier, from which operators read
+it. The carrier holds a weak reference, so no operator can read the context of an earlier forward.
 """
 
 # Legend: B batch, T tokens, C context_dim
@@ -23,27 +23,27 @@ _KEY = "relinear_context"
 
 
 class _Carrier(threading.local):
-    """Hold, per thread, the context that operators read: of the innermost ``context`` block or the running layer."""
+    """Per thread: the context of the innermost ``context`` block, and a weak reference to that of the running layer."""
 
     manual: Tensor | None = None
-    block: Any = None
+    layer: Any = None
 
 
 _carrier = _Carrier()
 
 
 class context:
-    """Give a conditioned operator its context by hand, for the length of a ``with`` block.
+    """Give conditioned operators their context within a ``with`` block.
 
-    Blocks nest; the innermost counts. In a model with a context manager, the manager's context counts, except in a
-    block that is opened within the forward pass. Recomputation by gradient checkpointing sees a block only if the
-    block lies inside the checkpointed function.
+    Blocks nest; operators read the innermost. In a model with a context manager they read the manager's context, unless
+    the block is opened within the forward pass. Gradient checkpointing's recomputation sees a block only if that lies
+    inside the checkpointed function.
 
     Args:
         c: (..., T, C), with the leading sizes of the operator's input, or ones to broadcast.
 
     Raises:
-        ValueError: if ``c`` is not a floating-point tensor, or, where an operator reads it, does not fit its input.
+        ValueError: if ``c`` is not a floating-point tensor; by the operator, if it does not fit the operator's input.
 
     Examples:
         >>> layer = relinear.CCL(rank=8, context_dim=4).build(16, 32)
@@ -60,19 +60,19 @@ class context:
         self._saved: list[tuple[Tensor | None, Any]] = []
 
     def __enter__(self) -> Tensor:
-        self._saved.append((_carrier.manual, _carrier.block))
-        _carrier.manual, _carrier.block = self._value, None
+        self._saved.append((_carrier.manual, _carrier.layer))
+        _carrier.manual, _carrier.layer = self._value, None
         return self._value
 
     def __exit__(self, *exception: object) -> None:
-        _carrier.manual, _carrier.block = self._saved.pop()
+        _carrier.manual, _carrier.layer = self._saved.pop()
 
 
 def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
-    """Return the context that belongs to the input ``x`` of a conditioned operator.
+    """Return the context for the input ``x`` of a conditioned operator.
 
     Args:
-        x: (..., T, I), the operator's input; None skips the check of its tokens.
+        x: (..., T, I), the operator's input; None skips the check of shapes.
         context_dim: C, the width that the operator was built for.
         kind: the operator's kind, for messages.
 
@@ -82,14 +82,14 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     Raises:
         ValueError: if there is no context, its width differs, or its tokens are not those of ``x``.
     """
-    value = deref(_carrier.block)
+    value = deref(_carrier.layer)
     if value is None:
         value = _carrier.manual
     if value is None:
         raise ValueError(
-            f"{kind} needs a context and there is none: relinear.attach_(model, "
-            f"relinear.ContextManager(dim={context_dim})), or with relinear.activations.context(c). Layers outside the "
-            "decoder layers cannot be conditioned"
+            f"{kind} needs a context and there is none: call relinear.attach_(model, "
+            f"relinear.ContextManager(dim={context_dim})), or run it within relinear.activations.context(c). Layers "
+            "outside the decoder layers cannot be conditioned"
         )
     if value.shape[-1] != context_dim:
         raise ValueError(f"{kind} was built for {context_dim=}, not for a context of width {value.shape[-1]}")
@@ -125,7 +125,7 @@ def _check_reached(model: nn.Module, name: str, subject: str) -> None:
 
 
 def check_context_is_there(model: nn.Module) -> None:
-    """Raise ValueError if ``model`` has conditioned operators and no owner: its first forward would fail."""
+    """Raise ValueError if ``model`` has conditioned operators but no context owner."""
     name, operator = next(iter(conditioned_operators(model).items()), (None, None))
     if operator is not None and context_owner(model) is None:
         dim = operator.config.context_dim
@@ -136,20 +136,20 @@ def check_context_is_there(model: nn.Module) -> None:
 
 
 def conditioned_operators(model: nn.Module) -> dict[str, Any]:
-    """Return every operator of ``model`` that reads the context, by name (also those that another operator holds)."""
+    """Return every operator of ``model`` that reads the context, by name, also those inside other operators."""
     return {n: m for n, m in model.named_modules() if isinstance(m, Operator) and m.config.conditioned}
 
 
 def context_owner(model: Any) -> Any:
-    """Return the owner attached to ``model`` (PEFT's wrapper of it, if there is one), or None."""
+    """Return the context owner attached to ``model`` (or PEFT's wrapper of the owner), or None."""
     return next((m._modules[OWNER_NAME] for m in model.modules() if OWNER_NAME in m._modules), None)
 
 
 def check_carries_context(model: Any) -> nn.Module:
-    """Return the module that an owner can be installed on, the one that runs the decoder layers; changes nothing.
+    """Return the decoder of ``model``, on which an owner can be installed; changes nothing.
 
     Raises:
-        ValueError: saying why the context cannot be right in this model.
+        ValueError: if the model cannot carry a context, saying why.
     """
     model = unwrapped(model)
     name = type(model).__name__
@@ -170,10 +170,10 @@ def check_carries_context(model: Any) -> nn.Module:
     base = decoder(model)
     check_reaches_layers(model)
     if not hasattr(base, "get_input_embeddings"):
-        raise ValueError(f"{type(base).__name__} runs the layers of {name} and does not say how tokens are embedded")
+        raise ValueError(f"{type(base).__name__}, which runs the layers of {name}, has no get_input_embeddings")
     if not takes_keywords(base):
         raise ValueError(
-            f"{type(base).__name__}.forward takes no further keyword arguments, so it cannot hand on a context"
+            f"{type(base).__name__}.forward takes no further keyword arguments, so it cannot pass on a context"
         )
     for key in conditioned_operators(model):
         _check_reached(model, key, key)
@@ -181,24 +181,24 @@ def check_carries_context(model: Any) -> nn.Module:
 
 
 class ContextOwner(nn.Module):
-    """Base of the one module that computes the context of every forward pass of a model.
+    """Base of the module that computes a model's context in every forward pass.
 
-    Subclasses implement ``contexts`` and set ``context_dim``. ``install`` registers the module and the hooks; hooks are
-    bound methods of the module itself, so that ``deepcopy`` of the model gives the copy its own.
+    Subclasses implement ``contexts`` and set ``context_dim``. ``install`` registers the module and its hooks. Hooks are
+    bound methods of the module, so that a deepcopy of the model has its own.
     """
 
     context_dim: int
-    #: name of this module's own token embedding, if any: it is resized with the model's
+    #: attribute with this module's own token embedding, if any, which is resized with the model's
     token_table: str | None = None
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the context (B, T, C) for the arguments ``inputs`` of the base model's forward; may change them."""
-        raise TypeError(f"{type(self).__name__} does not say how it computes a context")
+        """Return the context (B, T, C) for ``inputs``, the arguments of the base model's forward; may change them."""
+        raise TypeError(f"{type(self).__name__} does not implement contexts")
 
     def install(self, base: nn.Module) -> None:
-        """Register this module on ``base`` and hook it up; ``check_carries_context`` must have passed."""
+        """Register this module and its hooks on ``base``, which ``check_carries_context`` returned."""
         base.add_module(OWNER_NAME, self)
-        install_layer_context(base, _KEY, self._context, _enter_block)
+        install_layer_context(base, _KEY, self._context, _enter_layer)
 
     def _context(self, base: Any, inputs: dict[str, Any]) -> Tensor:
         if getattr(base, "_is_replica", False):
@@ -207,5 +207,5 @@ class ContextOwner(nn.Module):
         return getattr(base, OWNER_NAME).contexts(base, inputs)
 
 
-def _enter_block(index: int, value: Tensor | None) -> None:
-    _carrier.block = None if value is None else weak_ref(value)
+def _enter_layer(index: int, value: Tensor | None) -> None:
+    _carrier.layer = None if value is None else weak_ref(value)

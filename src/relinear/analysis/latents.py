@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.interventions import Latent, LatentOperator, observe
+from relinear.activations.latent_recording import Latent, LatentOperator, observe
 from relinear.analysis.analyses import Subject, layer_row
 from relinear.hf.modes import eval_mode
 from relinear.pages.blocks import Block, Cell, Chart, Table

@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points
-from relinear.activations.interventions import observe_hook_points
+from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points, observe_hook_points
 from relinear.contract.messages import did_you_mean
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.modes import eval_mode

@@ -1,1 +1,1 @@
-"""Facts about Hugging Face models: where layers, heads and embeddings are, how they are initialised and saved."""
+"""What relinear knows about Hugging Face models: their layers, heads and embeddings, initialisation and configs."""

@@ -1,4 +1,4 @@
-"""Attach the parts of a model as a whole, and keep what is attached to it."""
+"""Attach model-level parts (context managers, residual methods, ...) and record their settings on the model."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from relinear.contract.attachment import AttachmentConfig
 from relinear.hf.initialization import mark_initialized_
 from relinear.hf.peft_models import train_new_parameters, unwrapped, warn_adapters_omit
 
-#: attribute with the list of settings; a model shares it with its base model, which may be saved alone
+#: attribute with the list of settings; a model shares the list with its base model, which may be saved alone
 _ATTRIBUTE = "_relinear_attachments"
 
 
 def apply_attachment_(model: nn.Module, setting: AttachmentConfig) -> None:
-    """Check, attach, and record the setting on the model; ``relinear.attach_`` also writes it into its config.
+    """Check and attach a part, and record its setting on the model; ``relinear.attach_`` also records it in the config.
 
-    In a PEFT model the part is attached to the model inside, and trains; a warning says what PEFT does not save.
+    In a PEFT model the part is attached to the wrapped model and trains. A warning says that PEFT will not save it.
     """
     inside = unwrapped(model)
     setting.check(inside)
@@ -36,7 +36,7 @@ def apply_attachment_(model: nn.Module, setting: AttachmentConfig) -> None:
 
 
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
-    """Return the settings attached to ``model`` or to a part of it, in the order of attachment."""
+    """Return the settings of the parts attached to ``model`` or its submodules, in order of attachment."""
     inside: Any = unwrapped(model)
     lists = {id(listed): listed for part in inside.modules() if (listed := vars(part).get(_ATTRIBUTE))}
     settings = (setting.for_part(inside) for listed in lists.values() for setting in listed)
@@ -44,5 +44,5 @@ def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
 
 
 def remove_setting_(model: nn.Module, setting: AttachmentConfig) -> None:
-    """Take ``setting``, of a part that is no longer there, from what is attached to ``model``."""
+    """Remove ``setting`` from the record on ``model``, after its part was removed."""
     vars(unwrapped(model))[_ATTRIBUTE].remove(setting)

@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 
 def make_record(model: nn.Module) -> dict[str, Any] | None:
-    """Return the exact names and settings of the operators and attachments of ``model``; None without any."""
+    """Return the exact names and settings of the operators and attachments of ``model``; None if it has none."""
     operators = {stock_name(name): operator.config.to_dict() for name, operator in named_operators(model)}
     attached = [config.to_dict() for config in attachments(model)]
     if not operators and not attached:
@@ -30,7 +30,7 @@ def make_record(model: nn.Module) -> dict[str, Any] | None:
 
 
 def refuse_quantized(model: Any) -> None:
-    """Raise ValueError for a model that another method has quantized: a checkpoint has room for one record."""
+    """Raise ValueError if another method has quantized ``model``: a config holds one ``quantization_config``."""
     setting = getattr(getattr(model, "config", None), "quantization_config", None)
     if setting is None:
         return
@@ -40,12 +40,12 @@ def refuse_quantized(model: Any) -> None:
 
 
 def record_in_config(config: Any) -> dict[str, Any] | None:
-    """Return the record in ``config.quantization_config``; None if there is none, or another method's."""
+    """Return relinear's record in ``config.quantization_config``; None if there is none or another method's."""
     return parse_record(getattr(config, "quantization_config", None))
 
 
 def parse_record(setting: Any) -> dict[str, Any] | None:
-    """Return ``setting``, a ``quantization_config`` as object or mapping, as our record; None if it is not ours."""
+    """Return a ``quantization_config``, an object or a mapping, as relinear's record; None if it is not one."""
     if _method(setting) != METHOD:
         return None
     return dict(setting if isinstance(setting, Mapping) else vars(setting))
@@ -56,7 +56,7 @@ def _method(setting: Any) -> Any:
 
 
 def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a ``config.json`` without the entry of ``auto_map`` that names our loader."""
+    """Return the values of a ``config.json`` without the ``auto_map`` entry of relinear's loader."""
     remaining = dict(values)
     auto_map = remaining.pop("auto_map", None) or {}
     if not isinstance(auto_map, Mapping):
@@ -66,11 +66,11 @@ def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sync_record(model: nn.Module) -> None:
-    """Bring ``model.config``, the model's hooks and the operators' names up to date; call it after every surgery.
+    """Update ``model.config``, the model's hooks and the operators' names; call it after every surgery.
 
-    ``quantization_config`` is the key of ``config.json`` by which transformers lets a third party rebuild layers. Of a
-    PEFT model the record and hooks are those of the model inside. A record that changes is written into a copy of the
-    config, as other models may share it; only a model without a head, maybe a part of another, keeps the shared one.
+    The record is ``quantization_config``, through which transformers lets third parties rebuild layers. In a PEFT model
+    the record and hooks go to the wrapped model. A changed record is written to a copy of the config, as other models
+    may share it. A model without a head may be part of another model and keeps the shared config.
     """
     whole, model = model, unwrapped(model)
     install_aux_hooks(model)
@@ -89,7 +89,7 @@ def sync_record(model: nn.Module) -> None:
 
 
 def _config_of_its_own(model: Any, whole: nn.Module) -> Any:
-    """Give ``model``, in ``whole``, a copy of its config; nested configs stay the same objects."""
+    """Give ``model``, a part of ``whole``, a shallow copy of its config, and return it."""
     shared, copied = model.config, copy.copy(model.config)
     for module in whole.modules():
         for key, value in vars(module).items():

@@ -1,7 +1,7 @@
-"""Initialise operators and attached parts in a model of transformers.
+"""Initialise operators and attached parts inside transformers models.
 
-transformers initialises the modules that it knows and marks them. Parts of relinear that are on the meta device are
-initialised with the model (``init_weights``, or a state that lacks them); others are marked as initialised.
+transformers initialises modules and marks them as initialised. relinear's parts are marked when they are created,
+except on the meta device, where they are initialised with the model (``init_weights``, or keys missing on loading).
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from torch import nn
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 
-#: transformers' own mark, of modules and of what was loaded
+#: transformers' mark on modules, and on tensors that were loaded
 INITIALIZED = "_is_hf_initialized"
 
 
 def initialize_(module: Any) -> None:
-    """Initialise ``module`` if it is relinear's and was not loaded; a wrapped layer is initialised separately."""
+    """Initialise relinear's ``module``, except for loaded tensors; a wrapped layer is initialised separately."""
     ours = isinstance(module, Operator) or type(module).__module__.partition(".")[0] == "relinear"
     if not ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
         return
@@ -31,7 +31,7 @@ def initialize_(module: Any) -> None:
 
 
 def mark_initialized_(part: nn.Module) -> None:
-    """Mark ``part`` and all in it as initialised, unless it is on the meta device."""
+    """Mark ``part`` and its submodules as initialised, unless it is on the meta device."""
     if not any(tensor.is_meta for tensor in part.state_dict(keep_vars=True).values()):
         for module in part.modules():
             setattr(module, INITIALIZED, True)

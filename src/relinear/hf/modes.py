@@ -1,4 +1,4 @@
-"""Guards for the length of a block: modules get their modes back, parameters their flags, and hooks are taken away."""
+"""Context managers that restore a model afterwards: its training modes, requires_grad flags and hooks."""
 
 import contextlib
 import functools
@@ -10,11 +10,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def training_modes_restored(model: nn.Module) -> Iterator[None]:
-    """Give every module the mode back that it had before the block.
+    """Restore the training mode of every module after the block.
 
-    ``model.train(mode)`` would give all of them the mode of the root: a submodule that was kept in evaluation mode (a
-    frozen tower, dropout that is off) would start to drop out and to update its statistics. A module that was added
-    meanwhile gets the mode of the one that it replaced, else that of its parent.
+    ``model.train(mode)`` would set all modules to the root's mode, also those kept in eval mode (a frozen tower, say).
+    A module that was added within the block gets the mode of the module that it replaced, else its parent's.
     """
     named = list(model.named_modules())
     modes = [(module, module.training) for _, module in named]
@@ -24,16 +23,16 @@ def training_modes_restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode  # not by ``train``, which would reach what the module holds
+            module.training = mode  # ``module.train`` would change its children
         for name, module in model.named_modules():
             if id(module) not in known:
-                around = model.get_submodule(name.rpartition(".")[0])
-                module.training = modes_by_name.get(name, around.training)
+                parent = model.get_submodule(name.rpartition(".")[0])
+                module.training = modes_by_name.get(name, parent.training)
 
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluate within the block, then give every module its own mode back."""
+    """Put ``model`` into eval mode within the block, then restore every module's mode."""
     with training_modes_restored(model):
         model.eval()
         yield
@@ -41,7 +40,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """Freeze all parameters within the block, then give each its own flag back."""
+    """Freeze all parameters within the block, then restore every ``requires_grad``."""
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.requires_grad_(False)
     try:
@@ -53,10 +52,10 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward_hooks_on(
-    modules: Iterable[tuple[str, nn.Module]], see: Callable[[str, nn.Module, tuple, Any], None]
+    modules: Iterable[tuple[str, nn.Module]], hook: Callable[[str, nn.Module, tuple, Any], None]
 ) -> Iterator[None]:
-    """Call ``see(name, module, args, output)`` after each forward of ``modules`` within the block."""
-    handles = [module.register_forward_hook(functools.partial(see, name)) for name, module in modules]
+    """Call ``hook(name, module, args, output)`` after each forward of ``modules`` within the block."""
+    handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in modules]
     try:
         yield
     finally:

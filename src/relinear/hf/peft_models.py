@@ -1,28 +1,28 @@
-"""What is known of PEFT: the model inside its wrappers, and what the checkpoint of an adapter leaves out."""
+"""Support for PEFT models: the wrapped model, names without wrappers, and warnings about adapter checkpoints."""
 
 import warnings
 from typing import Any
 
 from torch import nn
 
-#: what PEFT calls the layer that it puts an adapter around
+#: PEFT's name for the layer inside an adapter
 BASE_LAYER = "base_layer"
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the Hugging Face model itself: what a PEFT model holds inside, any other model as it is."""
+    """Return the Hugging Face model inside a PEFT model; any other model is returned unchanged."""
     inside = getattr(model, "get_base_model", None)
     return inside() if callable(inside) and hasattr(model, "peft_config") else model
 
 
 def stock_name(name: str) -> str:
-    """Return the name without what PEFT, FSDP and ``torch.compile`` add: ``q_proj`` for ``q_proj.base_layer``."""
-    around = (BASE_LAYER, "_orig_mod")
-    return ".".join(part for part in name.split(".") if part not in around and not part.endswith("_wrapped_module"))
+    """Return ``q_proj`` for ``q_proj.base_layer``: a name without what PEFT, FSDP and ``torch.compile`` add."""
+    wrappers = (BASE_LAYER, "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in wrappers and not part.endswith("_wrapped_module"))
 
 
 def warn_adapters_omit(what: str, module_names: list[str]) -> None:
-    """Warn that PEFT's adapter checkpoint will not hold ``what``, which is now in the model, and say what to do."""
+    """Warn that PEFT's adapter checkpoint will not contain ``what``, which was added to the model; say what to do."""
     parts = sorted({stock_name(name).rpartition(".")[2] for name in module_names})
     warnings.warn(
         f"{what} in a PEFT model: new parameters train, but the adapter's checkpoint (model.save_pretrained) does not "
@@ -35,7 +35,7 @@ def warn_adapters_omit(what: str, module_names: list[str]) -> None:
 
 
 def train_new_parameters(model: nn.Module, known: set[int]) -> None:
-    """Let every parameter of ``model`` train whose id is not ``known``: new ones must not stay frozen unnoticed."""
+    """Set ``requires_grad`` of every parameter of ``model`` whose id is not in ``known``, that is of new ones."""
     for parameter in model.parameters():
         if id(parameter) not in known and parameter.is_floating_point():
             parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Check that a model and its parts have an embedding for every token and position of their inputs."""
+"""Check that a model and its parts have an embedding for every token and position."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ from torch import nn
 
 
 def token_tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return the extra token embeddings of attached parts, which name them as ``token_table``.
+    """Return the token embeddings of attached parts, whose attribute names are in ``token_table`` of the parts.
 
     Raises:
-        ValueError: if one is wrapped (by an adapter), so that its size cannot be changed.
+        ValueError: if an adapter wraps one, so that it cannot be resized.
     """
     names = [(part, getattr(part, "token_table", None)) for part in model.modules()]
     tables = [getattr(part, name) for part, name in names if isinstance(name, str)]
     for table in tables:
         if table is not None and not isinstance(table, nn.Embedding):
-            raise ValueError(f"a {type(table).__name__} is around an embedding of tokens; merge or unload it first")
+            raise ValueError(f"a {type(table).__name__} wraps a token embedding; merge or unload it first")
     return [table for table in tables if table is not None]
 
 
 def vocab_size_of(table: Any) -> int:
-    """Return how many tokens an embedding knows; an adapter around one shows its weight alone."""
+    """Return the number of tokens of an embedding, or of an adapter around one."""
     return getattr(table, "num_embeddings", None) or table.weight.shape[0]
 
 
@@ -35,10 +35,9 @@ def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
 
 
 def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
-    """Raise ValueError if ``tokenizer`` can turn text into ids that ``model`` has no embedding for.
+    """Raise ValueError if ``tokenizer`` can return ids that ``model`` has no embedding for.
 
-    Of the special tokens only the end of text counts: many tokenizers were given a padding token that their model never
-    sees.
+    Special tokens other than end-of-text are ignored: many tokenizers have a padding token that their model never sees.
     """
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     entries = getattr(embeddings, "num_embeddings", None)
@@ -55,13 +54,13 @@ def check_tokenizer_fits(tokenizer: Any, model: Any) -> None:
 
 
 def max_positions(model: Any) -> int | None:
-    """Return the most tokens that ``model`` reads at once, by its config; None if that sets no limit."""
+    """Return the maximum sequence length of ``model`` according to its config; None if there is no limit."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def check_length_fits(length: int, model: Any) -> None:
-    """Raise ValueError if texts of ``length`` tokens are longer than what ``model`` reads."""
+    """Raise ValueError if ``length`` tokens exceed the maximum sequence length of ``model``."""
     positions = max_positions(model)
     if positions is not None and length > positions:
         more = "lower sequence_length, or build the model with a larger max_position_embeddings"

@@ -9,7 +9,7 @@ from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, apply_to_output, factory_kwargs_like
 from relinear.contract.config import layer_indices, register
-from relinear.hf.model_layout import SubBlock, unnormalised_sub_blocks
+from relinear.hf.sub_blocks import SubBlock, unnormalised_sub_blocks
 from relinear.operators.transponder import ModulatorSettings, build_modulator
 
 _NAME = "relinear_modulator"

@@ -14,7 +14,7 @@ from relinear.contract.config import register
 from relinear.contract.input_checks import check_features
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import is_replaceable
-from relinear.hf.model_layout import SubBlock, sub_blocks
+from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
 _GATE = "relinear_gate"
 _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")

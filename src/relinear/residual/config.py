@@ -13,8 +13,8 @@ from torch import nn
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part
 from relinear.deprecated import RenamedHook, adopt_renamed_hooks
 from relinear.hf.attachments import attachments
-from relinear.hf.model_layout import SubBlock, sub_blocks
 from relinear.hf.replacing import swap_hooks
+from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
 #: name of the submodule that holds what a residual method learns
 PART = "relinear_residual"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from relinear.activations.layer_context import check_reaches_layers, install_layer_context
 from relinear.contract.attachment import ResidualHooks, add_part, apply_to_output, factory_kwargs_like
 from relinear.contract.config import Count, register
-from relinear.hf.model_layout import SubBlock, sub_blocks
+from relinear.hf.sub_blocks import SubBlock, sub_blocks
 from relinear.residual.config import PART, ResidualConfig, connect
 
 _STREAMS = "relinear_streams"  # keyword argument by which the layers of one forward share their streams

@@ -12,7 +12,8 @@ from relinear.contract.config import register
 from relinear.contract.linear_layers import is_conv1d
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
-from relinear.hf.model_layout import SubBlock, decoder, sub_blocks
+from relinear.hf.model_layout import decoder
+from relinear.hf.sub_blocks import SubBlock, sub_blocks
 from relinear.residual.config import ResidualConfig, without_norm
 
 _FINAL_NORMS = ("norm", "ln_f", "final_layernorm")

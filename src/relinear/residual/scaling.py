@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.contract.attachment import ResidualHooks, add_part, factory_kwargs_like
 from relinear.contract.config import register
-from relinear.hf.model_layout import sub_blocks
+from relinear.hf.sub_blocks import sub_blocks
 from relinear.residual.config import PART, ResidualConfig, connect, without_norm
 
 

@@ -14,7 +14,7 @@ from relinear.activations.shared_context import (
 )
 from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, NonNegative, register
-from relinear.hf.model_layout import sub_blocks
+from relinear.hf.sub_blocks import sub_blocks
 from relinear.hf.vocabulary import check_table_fits
 
 

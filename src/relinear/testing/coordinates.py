@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.deprecated import RenamedHook
-from relinear.hf.model_layout import decoder_layers, unnormalised_sub_blocks
+from relinear.hf.model_layout import decoder_layers
 from relinear.hf.modes import forward_hooks_on
+from relinear.hf.sub_blocks import unnormalised_sub_blocks
 
 #: what is measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from relinear.activations.interventions import Latent, LatentDistribution, observe
+from relinear.activations.latent_recording import Latent, LatentDistribution, observe
 from relinear.contract.messages import shown
 from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress

@@ -1,0 +1,172 @@
+"""Read operators' latents, and compare their distributions between models."""
+
+# Legend: R latent size
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from relinear.activations.hook_points import (
+    LATENT,
+    HookPoint,
+    Latent,
+    LatentOperator,
+    hook_points,
+    observe_hook_points,
+    with_hooks,
+)
+from relinear.contract.input_checks import check_model
+from relinear.contract.messages import did_you_mean
+
+
+def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
+    """Return every operator of ``model`` with a latent, by name, each once.
+
+    Raises:
+        ValueError: if there is none, or ``model`` is not a model.
+    """
+    return {name: point.module for name, point in _latent_points(model).items()}
+
+
+def _latent_points(model: nn.Module) -> dict[str, HookPoint]:
+    check_model(model, "a reader of latents")
+    points = {name: point for name, point in hook_points(model).items() if point.kind == LATENT}
+    if not points:
+        raise ValueError(f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL")
+    return points
+
+
+class Latents(dict[str, Latent]):
+    """Latents of the last forward within the block, by operator name."""
+
+    def __missing__(self, name: str) -> Latent:
+        hint = did_you_mean(name, self) if self else "no forward has run within the block"
+        raise KeyError(f"no latent {name!r}; {hint}")
+
+
+def latents(model: nn.Module) -> AbstractContextManager[Latents]:
+    """Read latents of the last forward within the block.
+
+    Records z, mu and sigma of every operator with a latent, with their graph; they stay available after the block. In
+    eval the block makes operators compute the variance encoder, which they otherwise skip. With non-reentrant gradient
+    checkpointing the latents are the forward's, never its recomputation's. With ``torch.compile`` entering and leaving
+    the block recompiles.
+
+    Args:
+        model: a model with operators that have a latent (``HDPL``).
+
+    Returns:
+        A context manager that yields ``z``; ``z[name]`` has z, mu and sigma (..., R) of the operator ``name``.
+
+    Raises:
+        ValueError: at the call, if no operator of ``model`` has a latent.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
+        >>> with relinear.activations.latents(model) as z:
+        ...     _ = model(ids)
+        >>> z["model.layers.0.self_attn.q_proj"].mu.shape
+        torch.Size([1, 8, 4])
+    """
+    record, points = Latents(), _latent_points(model)
+    return with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, value=record)
+
+
+def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
+    """Call ``observer(name, latent)`` for every latent that a forward within the block computes."""
+    return observe_hook_points(_latent_points(model), observer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorder:
+    record: Latents
+    name: str
+
+    def __call__(self, latent: Latent) -> None:
+        self.record[self.name] = latent
+
+
+class LatentDistribution(NamedTuple):
+    """Mean and standard deviation of a latent's dimensions over tokens; both (R,)."""
+
+    mean: Tensor
+    std: Tensor
+
+
+def aggregated_posterior(latent: Latent) -> LatentDistribution:
+    """Return the moments of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
+    mu = latent.mu.flatten(0, -2).to(torch.promote_types(latent.mu.dtype, torch.float32))
+    variance = latent.sigma.flatten(0, -2).to(mu.dtype).square().mean(0) + mu.var(0, correction=0)
+    return LatentDistribution(mu.mean(0), variance.sqrt())
+
+
+Recorded = nn.Module | Mapping[str, Latent] | Mapping[str, LatentDistribution]
+
+
+def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | None = None) -> Tensor:
+    """Return the squared Wasserstein-2 distance of the moments of two models' latents: a scalar loss.
+
+    Each latent's aggregated posterior over all tokens of the last forward is approximated by a diagonal Gaussian. The
+    distance is |m_a - m_b|^2 + |s_a - s_b|^2, averaged over latent dimensions and operators. It is differentiable in
+    both models; run one under ``no_grad`` to align the other to it.
+
+    Args:
+        a, b: a model that has run a forward within a ``latents`` block, what such a block yielded, or moments by
+            operator name (``relinear.training.read_moments``).
+        names: operator name in ``a`` -> name in ``b``; by default equal names.
+
+    Returns:
+        A scalar tensor, at least 0, and 0 if all moments agree.
+
+    Raises:
+        ValueError: if no forward was recorded, the names do not match, or two latents differ in size.
+
+    Examples:
+        >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
+        >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
+        >>> with relinear.activations.latents(model) as z:
+        ...     _ = model(ids)
+        >>> relinear.activations.moment_alignment(z, z)
+        tensor(0., grad_fn=...)
+    """
+    first, second = _recorded(a), _recorded(b)
+    if names is None:
+        differing = sorted(first.keys() ^ second.keys())
+        if differing:
+            raise ValueError(f"the two sides name their latents differently ({differing[0]!r}); pass names={{a: b}}")
+        names = {name: name for name in first}
+    if not names:
+        raise ValueError("names is empty: there is nothing to align")
+    distances = []
+    for ours, theirs in names.items():
+        for name, record in ((ours, first), (theirs, second)):
+            if name not in record:
+                raise ValueError(f"no latent {name!r} was recorded; {did_you_mean(name, record)}")
+        (mean_a, std_a), (mean_b, std_b) = _distribution(first[ours]), _distribution(second[theirs])
+        if mean_a.shape != mean_b.shape:
+            raise ValueError(f"{ours} has {len(mean_a)} latent dimensions and {theirs} has {len(mean_b)}")
+        distances.append(((mean_a - mean_b.to(mean_a)).square() + (std_a - std_b.to(std_a)).square()).mean())
+    return torch.stack(distances).mean()
+
+
+def _distribution(value: Latent | LatentDistribution) -> LatentDistribution:
+    return value if isinstance(value, LatentDistribution) else aggregated_posterior(value)
+
+
+def _recorded(source: Recorded) -> Mapping[str, Any]:
+    record: Mapping[str, Any] = {} if isinstance(source, nn.Module) else source
+    if isinstance(source, nn.Module):
+        for operator in latent_operators(source).values():
+            for observer in operator._latent_hook.observers if operator._latent_hook else ():
+                if isinstance(observer, _Recorder):
+                    record = observer.record
+    if not record:
+        raise ValueError(
+            "no latents were recorded: run the model within `with relinear.activations.latents(model):` first"
+        )
+    return record

@@ -1,0 +1,116 @@
+"""Find the sub-blocks (attention and MLP) of decoder layers whose outputs are added to the residual stream."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from relinear.hf.model_layout import ATTENTION_NAMES, attention_of, decoder_layers
+
+#: names of the norms of a decoder layer that read the stream for its attention and for its MLP
+_NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))
+
+
+class SubBlock(NamedTuple):
+    """The attention or MLP of a decoder layer, whose output is added to the residual stream.
+
+    layer: index of the decoder layer. module: the attention or MLP. owner: the decoder layer. norm_name: its attribute
+    with the sub-block's input norm, which both sub-blocks share in some parallel layers; None if unknown.
+    """
+
+    layer: int
+    role: Literal["attention", "mlp"]
+    module: nn.Module
+    owner: nn.Module
+    norm_name: str | None
+
+    @property
+    def norm(self) -> nn.Module:
+        """Return the sub-block's input norm; every one of ``sub_blocks`` has one."""
+        assert self.norm_name is not None
+        return getattr(self.owner, self.norm_name)
+
+
+def _layers_at(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
+    """Return decoder layers by index, in order (negative ones count from the end); all of them by default."""
+    stack = decoder_layers(model)
+    indices = list(range(len(stack)) if layers is None else layers)
+    wrong = [i for i in indices if not -len(stack) <= i < len(stack)]
+    if wrong:
+        raise ValueError(f"layers {wrong} are out of range: the model has {len(stack)} layers")
+    return [(i, stack[i]) for i in sorted({i % len(stack) for i in indices})]
+
+
+def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
+    """Return both sub-blocks of every pre-norm decoder layer, or of ``layers`` (negative ones count from the end).
+
+    These are layers as in Llama, Mistral, Qwen2, Qwen3 and GPT-2:
+
+        x = x + attention(norm(x));  x = x + mlp(norm(x))
+
+    Raises:
+        ValueError: if a layer is of another kind (parallel, sandwich norms, scaled), or an index is out of range.
+    """
+    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=True)]
+
+
+def unnormalised_sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:
+    """Return both sub-blocks of every decoder layer, or of ``layers``, if their outputs are added without a norm.
+
+    These are pre-norm layers and parallel layers, x + attention(norm(x)) + mlp(norm(x)), also with dropout or a
+    constant factor on the output.
+
+    Raises:
+        ValueError: if an output is normalised first or already contains the stream, or an index is out of range.
+    """
+    return [block for index, layer in _layers_at(model, layers) for block in _blocks(index, layer, plain=False)]
+
+
+def _blocks(index: int, layer: nn.Module, *, plain: bool) -> list[SubBlock]:
+    """Return both sub-blocks of a layer; with ``plain`` both outputs must be added unchanged, one after the other."""
+    children = dict(layer.named_children())
+    norms = {name for name in children if "norm" in name or name.startswith("ln")}
+    norm_pair = next((pair for pair in _NORM_PAIRS if norms >= {*pair}), None)
+    reason = _unsupported_reason(layer, norms, norm_pair, plain)
+    if reason is not None:
+        needed = (
+            "this works on the pre-norm layer with two residual connections of Llama, Mistral, Qwen2, Qwen3 or GPT-2"
+            if plain
+            else "gates on sub-blocks' outputs need pre-norm or parallel layers; put Transponder on projections instead"
+        )
+        raise ValueError(f"layer {index} ({type(layer).__name__}: {', '.join(sorted(children))}) {reason}; {needed}")
+    shared_norm = next(iter(norms)) if len(norms) == 1 else None
+    attention_norm, mlp_norm = norm_pair or (shared_norm, shared_norm)
+    return [
+        SubBlock(index, "attention", attention_of(index, layer), layer, attention_norm),
+        SubBlock(index, "mlp", children["mlp"], layer, mlp_norm),
+    ]
+
+
+def _unsupported_reason(layer: Any, norms: set[str], norm_pair: Any, plain: bool) -> str | None:
+    """Return why a layer does not add its sub-blocks' outputs unchanged to the stream; None if it does."""
+    children = dict(layer.named_children())
+    for child in children.values():
+        if "residual" in inspect.signature(child.forward).parameters:  # BLOOM's and MPT's
+            return f"lets {type(child).__name__} add the stream"
+    parallel = getattr(layer, "use_parallel_residual", False)  # GPT-NeoX, StableLM
+    if "mlp" in children and children.keys() & {*ATTENTION_NAMES}:  # Phi, Cohere, GPT-J; the larger Falcons
+        parallel = parallel or len(norms) == 1 or norms == {"ln_attn", "ln_mlp"}
+    if parallel and plain:
+        return "runs attention and MLP in parallel"
+    if "mlp" not in children or not (norm_pair or parallel):
+        if norms and not norms & {"input_layernorm", "ln_1", "norm_1"}:
+            return "normalises what its sub-blocks return"
+        return "is not an attention and an MLP with a norm before each"
+    if norm_pair and norms - {*norm_pair}:
+        return f"has further norms: {', '.join(sorted(norms - {*norm_pair}))} normalise what a sub-block returns"
+    if not plain:
+        return None
+    if any("attention" in name for name in children.keys() - norms - {*ATTENTION_NAMES}):
+        return "has a further attention"
+    if getattr(layer, "residual_multiplier", 1) != 1:
+        return f"multiplies what its sub-blocks return by {layer.residual_multiplier}"
+    if any(isinstance(child, nn.Dropout) and child.p > 0 for child in children.values()):
+        return "drops out what its sub-blocks return"
+    return None
