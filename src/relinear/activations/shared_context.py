@@ -88,7 +88,7 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     if value is None:
         raise ValueError(
             f"{kind} needs a context and there is none: call relinear.attach_(model, "
-            f"relinear.ContextManager(dim={context_dim})), or run it within relinear.activations.context(c). Layers "
+            f"relinear.ContextManager(dim={context_dim})), or use `with relinear.activations.context(c):`. Layers "
             "outside the decoder layers cannot be conditioned"
         )
     if value.shape[-1] != context_dim:
