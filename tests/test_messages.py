@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import relinear
 from conftest import make_tiny_llama
-from relinear.compare.match import match_target, plan_comparison
+from relinear.compare.match import plan_comparison
 from relinear.compare.recipe import read_value
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import OperatorConfig
@@ -114,9 +114,9 @@ def test_sizes_are_matched_whichever_entry_comes_first(entries):
     named = dict(zip(("first", "second"), entries, strict=True))
     recipe = CompareSettings.load({"entries": named, "match": "parameters", "train": {"model": "tiny"}})
     planned = plan_comparison(recipe, 258)
-    target, reference = match_target(recipe, planned)
-    assert named[reference].startswith("hdpl")
-    assert all(abs(p.size.parameters / target - 1) <= recipe.match.tolerance for p in planned)
+    (reference,) = (p for p in planned if p.size_mismatch == 0)
+    assert named[reference.name].startswith("hdpl")
+    assert all(abs(p.size.parameters / reference.size.parameters - 1) <= recipe.match.tolerance for p in planned)
 
 
 def test_trained_weights_are_not_discarded_without_a_word(tmp_path):

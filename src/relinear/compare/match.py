@@ -342,15 +342,3 @@ def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_pro
     if not candidates:
         raise refused[0]
     return dataclasses.replace(candidates[0], candidates=tuple(candidates))
-
-
-def match_target(recipe: CompareSettings, planned: Iterable[Planned]) -> tuple[int | None, str | None]:
-    """Return the number that entries were matched to (None if they were not), and the entry that it is taken from."""
-    match = recipe.match
-    if match.by == "bytes":
-        return recipe.file_sizes[-1], None
-    if match.by == "width" or not isinstance(match.to, str | None):
-        return (None if match.by == "width" else match.to), None  # type: ignore[return-value]
-    exact = {p.name: p for p in planned if p.size_mismatch == 0}
-    reference = exact[match.to] if match.to else next(iter(exact.values()))
-    return reference.size.of(match.by), reference.name

@@ -8,25 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from relinear.compare import schema
 from relinear.compare.folder import FORMAT, now, precision
 from relinear.compare.gaps import too_small
-from relinear.compare.match import Planned, match_target
-from relinear.compare.schema import (
-    BudgetEntry,
-    Diverged,
-    EntryResult,
-    Gap,
-    MatchResult,
-    Ngram,
-    Point,
-    Provenance,
-    Results,
-    SeedRun,
-    Speed,
-    Statistic,
-    Stored,
-    Tuning,
-)
+from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
@@ -35,7 +20,7 @@ from relinear.training.settings import TrainSettings
 from relinear.training.trainer import SteadySampler
 
 
-def _statistic(values: list[float]) -> Statistic:
+def _statistic(values: list[float]) -> schema.Statistic:
     """Return mean and sample standard deviation (None for a single value)."""
     std = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "std": std, "values": values}
@@ -44,12 +29,12 @@ def _statistic(values: list[float]) -> Statistic:
 def entry_result(
     planned: Planned,
     settings: TrainSettings,
-    tuning: Tuning | None,
-    runs: list[SeedRun],
-    speed: Speed | None,
+    tuning: schema.Tuning | None,
+    runs: list[schema.SeedRun],
+    speed: schema.Speed | None,
     dense: bool,
-    gap: Gap | None,
-) -> EntryResult:
+    gap: schema.Gap | None,
+) -> schema.EntryResult:
     """Return an entry of ``results.json``: its operators, its tuning, and the results of its runs (one per seed).
 
     Args:
@@ -87,17 +72,17 @@ def entry_result(
     }
 
 
-def _mean_stored(stored: list[Stored]) -> Stored | None:
+def _mean_stored(stored: list[schema.Stored]) -> schema.Stored | None:
     """Return how the models of all seeds were stored, with their mean loss before; None if they were not."""
     if not stored:
         return None
     return {**stored[0], "loss_before": statistics.fmean(each["loss_before"] for each in stored)}
 
 
-def seed_run(seed: int, result: Any, losses: np.ndarray) -> SeedRun:
+def seed_run(seed: int, result: Any, losses: np.ndarray) -> schema.SeedRun:
     """Return what ``results.json`` says of a final run, from its ``TrainResult`` and losses by block."""
     run: Any = {"seed": seed, "block_losses": [round(float(loss), 5) for loss in losses]}
-    run |= {name: value for name, value in result.to_dict().items() if name in SeedRun.__annotations__}
+    run |= {name: value for name, value in result.to_dict().items() if name in schema.SeedRun.__annotations__}
     return run | {"curve": _curve(result.curve)}
 
 
@@ -107,7 +92,7 @@ def _stated(config: Config) -> str:
     return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
 
-def _curve(rows: list[dict[str, Any]]) -> list[Point]:
+def _curve(rows: list[dict[str, Any]]) -> list[schema.Point]:
     """Return one point per step: training loss, validation loss, or both."""
     points: dict[int, Any] = {}
     for row in rows:
@@ -120,11 +105,11 @@ def comparison_result(
     recipe: CompareSettings,
     data: Any,
     planned: list[Planned],
-    entries: list[EntryResult],
-    provenance: Provenance,
-    counted: Ngram | None = None,
-    diverged: Sequence[Diverged] = (),
-) -> Results:
+    entries: list[schema.EntryResult],
+    provenance: schema.Provenance,
+    counted: schema.Ngram | None = None,
+    diverged: Sequence[schema.Diverged] = (),
+) -> schema.Results:
     """Return ``results.json``: entries, and what a reader must know.
 
     ``counted`` is the n-gram line, from ``count_ngrams``.
@@ -165,28 +150,29 @@ def comparison_result(
     }
 
 
-def _match_text(recipe: CompareSettings, planned: list[Planned]) -> MatchResult:
+def _match_text(recipe: CompareSettings, planned: list[Planned]) -> schema.MatchResult:
     match = recipe.match
-    target, reference = match_target(recipe, planned)
-    if target is None:
+    if match.by == "width":
         return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
     if match.by == "bytes":
+        target = recipe.file_sizes[-1]
         text = (
             f"Every entry is a file of weights of {target:,} bytes, within {match.tolerance:.1%}. Short runs chose its "
             f"bits, of {', '.join(map(str, match.bits))} where a width fits, and with them its width; losses are of "
             "what was stored."
         )
         return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
+    if isinstance(match.to, int):
+        target, source = match.to, ""
+    else:
+        reference = next(p for p in planned if p.size_mismatch == 0 and match.to in (None, p.name))
+        target, source = reference.size.of(match.by), f", the size of {reference.name}"
     unit = "parameters" if match.by == "parameters" else "FLOPs per token"
-    source = f", the size of {reference}" if reference else ""
-    fixed = [name for name, entry in recipe.entries.items() if entry.resizing == "fixed" and name != reference]
-    keep = "keeps its size" if len(fixed) == 1 else "keep their sizes"
-    kept_text = f" {' and '.join(fixed)} {keep}." if fixed else ""
-    text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}.{kept_text}"
+    text = f"Sizes are matched to {target:,} {unit}{source}, within {match.tolerance:.1%}."
     return {"by": match.by, "target": target, "tolerance": match.tolerance, "text": text}
 
 
-def _notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
+def _notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> list[str]:
     notes = []
     if len(recipe.seeds) > 1:
         notes.append(f"± is the sample standard deviation over {len(recipe.seeds)} seeds.")
@@ -206,7 +192,7 @@ def _notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
     return notes
 
 
-def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
+def tuning_notes(entries: Sequence[schema.EntryResult | schema.BudgetEntry]) -> list[str]:
     """Return notes about the tuned learning rates and initialisations."""
     tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
 
@@ -238,13 +224,13 @@ def tuning_notes(entries: Sequence[EntryResult | BudgetEntry]) -> list[str]:
     return [text.format(", ".join(names)) for text, names in sentences if names]
 
 
-def _tried(tuning: Tuning) -> int:
+def _tried(tuning: schema.Tuning) -> int:
     """Count the runs of tuning, short or of full length; a run that appears in both lists counts once."""
     rows = [*tuning.get("trials", ()), *tuning.get("full_length", {}).get("trials", ())]
     return len({tuple(sorted(row.items())) for row in rows})
 
 
-def gap_notes(recipe: CompareSettings, entries: list[EntryResult]) -> list[str]:
+def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> list[str]:
     """Return what the gaps of entries are, and for which of them the evaluation is too small."""
     gaps = {entry["name"]: gap for entry in entries if (gap := entry.get("gap"))}
     if not gaps:
@@ -276,7 +262,7 @@ LOSSES = "ngram_block_losses.npy"
 _MOST_TOKENS = 100_000_000
 
 
-def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> Ngram:
+def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> schema.Ngram:
     """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
 
     It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and
