@@ -20,7 +20,6 @@ import json
 import sys
 from collections.abc import Container
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -129,8 +128,7 @@ def counted(recipe: dict[str, Any], tokens: int) -> dict[str, Any]:
     """What counting n-grams comes to on as many tokens."""
     train = {key: value for key, value in recipe["train"].items() if key != "steps"}
     settings = CompareSettings.load(recipe | {"train": train, "tokens": None, "budgets": [tokens]})
-    with TemporaryDirectory() as folder:
-        return count_ngrams(settings, prepare_data(settings.train.data), Path(folder))
+    return count_ngrams(settings, prepare_data(settings.train.data))
 
 
 def places_of(out_dir: Path) -> list[Path]:

@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
-from relinear.system.files import atomic_path
 from relinear.training.settings import TrainSettings
 from relinear.training.trainer import SteadySampler
 
@@ -257,12 +255,11 @@ def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> lis
 # Counting the same tokens
 
 
-LOSSES = "ngram_block_losses.npy"
 # Beyond this the counts outgrow the memory of the machines that budgets of this size are trained on.
 _MOST_TOKENS = 100_000_000
 
 
-def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> schema.Ngram:
+def count_ngrams(recipe: CompareSettings, data: Any) -> schema.Ngram:
     """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
 
     It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and
@@ -271,7 +268,6 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> schema.Ng
     Args:
         recipe: gives the budget, the seed and the order.
         data: what ``prepare_data`` returned.
-        out_dir: of the comparison, which gets the losses by block.
 
     Returns:
         order, tokens (counted), validation_loss, perplexity.
@@ -286,8 +282,5 @@ def count_ngrams(recipe: CompareSettings, data: Any, out_dir: Path) -> schema.Ng
     while data.vocab_size**order >= 1 << 63:
         order -= 1
     held_out = np.asarray(validation.tokens[: len(validation) * length]).reshape(-1, length)
-    losses = KneserNey(blocks, data.vocab_size, order).losses(held_out).mean(1)
-    with atomic_path(out_dir / LOSSES) as temporary, temporary.open("wb") as file:
-        np.save(file, losses.astype(np.float32), allow_pickle=False)
-    loss = float(losses.mean())
+    loss = float(KneserNey(blocks, data.vocab_size, order).losses(held_out).mean())
     return {"order": order, "tokens": int(blocks.size), "validation_loss": loss, "perplexity": math.exp(loss)}

@@ -256,7 +256,7 @@ class _Comparison:
 
     def _count(self) -> Ngram:
         self.engine.report("ngram", f"counting {self.recipe.ngram_order}-grams")
-        return count_ngrams(self.recipe, self.data, self.out_dir)
+        return count_ngrams(self.recipe, self.data)
 
     def _gaps(self, names: Iterable[str]) -> dict[str, Gap]:
         """Return the gap of every entry but the reference, by name."""
