@@ -283,44 +283,44 @@ def plan_comparison(
     Raises:
         ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
     """
-    settings_by_name = {name: recipe.settings_of(name) for name in recipe.entries}
-    size_by_name: dict[str, Size] = {}
-    for name, settings in settings_by_name.items():
+    written: dict[str, Planned] = {}
+    for name in recipe.entries:
         on_progress(Progress(f"sizing {name}", stage="match"))
+        settings = recipe.settings_of(name)
         try:
-            size_by_name[name] = measure_size(settings, vocab_size)
+            written[name] = Planned(name, settings, measure_size(settings, vocab_size), None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     match = recipe.match
     if match.by == "bytes":
         return [_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
     if match.by == "width":
-        return [Planned(name, settings_by_name[name], size_by_name[name], None) for name in recipe.entries]
+        return list(written.values())
 
     def at(target: int, reference: str | None = None) -> list[Planned]:
         """Return every entry at the size ``target``, which is that of the entry ``reference``, if given."""
-        planned = []
+        planned = dict(written)
         for name, entry in recipe.entries.items():
-            settings, size, mismatch = settings_by_name[name], size_by_name[name], 0.0 if name == reference else None
-            if name != reference and entry.resizing != "fixed":
+            if name == reference:
+                planned[name] = dataclasses.replace(written[name], size_mismatch=0.0)
+            elif entry.resizing != "fixed":
                 on_progress(Progress(f"matching {name} by {match.by}", stage="match"))
                 wanted: Any = {"by": match.by, "target": target, "tolerance": match.tolerance, "name": name}
-                settings, size = matched(settings, vocab_size, resizing=entry.resizing, **wanted)
-                mismatch = size.of(match.by) / target - 1
-            planned.append(Planned(name, settings, size, mismatch))
-        return planned
+                settings, size = matched(written[name].settings, vocab_size, resizing=entry.resizing, **wanted)
+                planned[name] = Planned(name, settings, size, size.of(match.by) / target - 1)
+        return list(planned.values())
 
     if isinstance(match.to, int):
         return at(match.to)
     resizable = [name for name, entry in recipe.entries.items() if entry.resizing != "fixed"]
-    with_operators_first = sorted(resizable, key=lambda name: not settings_by_name[name].operators)
+    with_operators_first = sorted(resizable, key=lambda name: not written[name].settings.operators)
     candidates = [str(match.to)] if match.to else with_operators_first
     if not candidates:
         raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
     refused: list[ValueError] = []
     for reference in candidates:  # the first whose size the others can have
         try:
-            return at(size_by_name[reference].of(match.by), reference)
+            return at(written[reference].size.of(match.by), reference)
         except ValueError as error:
             refused.append(error)
     raise refused[0]

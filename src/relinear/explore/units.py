@@ -9,7 +9,7 @@ a moment.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,7 @@ def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[s
 def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict[str, HookPoint]:
     """Return the outputs of linear maps and operators of the decoder's layers, without the parts of operators."""
     find = layer_finder(model)
-    outputs = [name for name, point in every.items() if point.kind == OUTPUT]
-    inside = [name for name in outputs if find(name.removesuffix(f".{OUTPUT}")) is not None]
+    inside = [name for name, point in every.items() if point.kind == OUTPUT and find(name) is not None]
     within = {n for n in inside for other in inside if n != other and n.startswith(other.removesuffix(OUTPUT))}
     return {name: every[name] for name in inside if name not in within}
 
@@ -254,24 +253,13 @@ def index_units(
     silent = [name for name, counts in running.items() if counts.seen != ids.numel()]
     if silent:
         raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other hook points")
-    layers, facts, first = _layers_of(model, chosen), {}, 0
+    layer_of, facts, first = layer_finder(model), {}, 0
     for name, point in chosen.items():
-        facts[name] = HookPointFacts(name, point.kind, layers[name], point.size, first)
+        facts[name] = HookPointFacts(name, point.kind, layer_of(name), point.size, first)
         first += point.size
     parts = [counts.tensors() for counts in running.values()]
     tensors = {key: torch.cat([part[key] for part in parts]) for key in _SHAPES}
     return Index(facts, ids.cpu().to(torch.int32), tensors, dict(made_from))
-
-
-def _layers_of(model: nn.Module, names: Iterable[str]) -> dict[str, int | None]:
-    """Return the decoder layer of every point: of the module whose name its own begins with."""
-    find, known = layer_finder(model), {name for name, _ in model.named_modules() if name}
-    layers: dict[str, int | None] = {}
-    for name in names:
-        parts = name.split(".")
-        module = next((path for end in range(len(parts), 0, -1) if (path := ".".join(parts[:end])) in known), None)
-        layers[name] = None if module is None else find(module)
-    return layers
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def layer_finder(model: Any) -> Callable[[str], int | None]:
-    """Return a function from a module's name to the index of its decoder layer; None for modules outside of layers.
+    """Return a function from the name of a module, or of a part of it, to its decoder layer's index; None outside.
 
     If a model has several stacks (encoder and decoder), or none that fits its config, every outermost module list is a
     stack of layers.
@@ -128,7 +128,7 @@ def layer_finder(model: Any) -> Callable[[str], int | None]:
     def find(name: str) -> int | None:
         module = model
         for part in name.split("."):
-            module = getattr(module, part)
+            module = getattr(module, part, None)
             if id(module) in indices:
                 return indices[id(module)]
         return None
