@@ -21,8 +21,6 @@ def _within(angle: float, freedom: int) -> float:
 @functools.cache
 def t_quantile(freedom: int) -> float:
     """Return the two-sided 95 % quantile of Student's t with ``freedom`` degrees of freedom, by bisection."""
-    if freedom < 1:
-        raise ValueError(f"Student's t has at least one degree of freedom, got {freedom}")
     low, high = 0.0, math.pi / 2
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if _within(middle, freedom) < _LEVEL else (low, middle)
