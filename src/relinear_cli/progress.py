@@ -29,29 +29,22 @@ class _Lines:
             return
         self._printed, self._last = (text, time.monotonic()), (text, now.done)
         counted = f" {now.done:,}/{now.total:,}" if now.total else f" {now.done:,}" if now.done else ""
-        run = f"run {min(now.run + 1, now.runs)} of {now.runs}" if now.runs > 1 else ""
-        print("  ".join(filter(None, [text + counted, run, detail, left])), file=sys.stderr, flush=True)
+        print("  ".join(filter(None, [text + counted, detail, left])), file=sys.stderr, flush=True)
 
 
 class _Bars:
-    """Progress for terminals: one bar for the current work, one for all runs."""
+    """Progress for terminals: a bar for the current work."""
 
     def __init__(self, progress: Any) -> None:
-        self._progress = progress
-        self._current = progress.add_task("", total=None, detail="", left="")
-        self._all: Any = None
-        self._text = ""
+        self._progress, self._text = progress, ""
+        self._task = progress.add_task("", total=None, detail="", left="")
 
     def show(self, now: Progress, text: str, detail: str, left: str) -> None:
         if text != self._text:
             self._text = text
-            self._progress.reset(self._current, total=now.total or None)
-        if now.runs > 1 and self._all is None:
-            self._all = self._progress.add_task("all runs", total=now.runs, detail="", left="")
-        shown = {"description": text, "completed": now.done, "total": now.total or None, "detail": detail}
-        self._progress.update(self._current, **shown, left="" if self._all else left)
-        if self._all is not None:
-            self._progress.update(self._all, completed=now.run, total=now.runs or None, left=left)
+            self._progress.reset(self._task)
+        shown = {"description": text, "completed": now.done, "total": now.total or None}
+        self._progress.update(self._task, **shown, detail=detail, left=left)
 
 
 def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
@@ -64,7 +57,8 @@ def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
         if seconds is None and now.runs <= 1 and 0 < now.done < now.total:
             seconds = (time_now - since) / now.done * (now.total - now.done)
         figures = (text.format(value) for name, text in _FIGURES.items() if (value := getattr(now, name)) is not None)
-        detail = "  ".join(filter(None, [now.detail, *figures]))
+        run = f"run {min(now.run + 1, now.runs)} of {now.runs}" if now.runs > 1 else ""
+        detail = "  ".join(filter(None, [run, now.detail, *figures]))
         view.show(now, f"{title}, {now.text}" if title else now.text, detail, _left(seconds or 0.0))
 
     return show
