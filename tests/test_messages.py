@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import sqlite3
 import threading
 import warnings
 
@@ -88,7 +87,10 @@ def test_none_is_a_word_where_a_setting_takes_words(text, name):
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/report.html"), sqlite3.OperationalError("disk is full")],
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/report.html"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+    ],
 )
 def test_a_full_disk_is_told_in_one_form(error):
     with pytest.raises(OSError) as caught, os_errors_named("out/report.html"):
