@@ -1,6 +1,7 @@
 """GGUF files: read back by another program's reader, they give the same logits."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -161,18 +162,22 @@ def tokenizer_like(entry, cut: str | None = None, splits: bool = True):
     """A tokenizer with settings that llama.cpp knows, and a small vocabulary of its own; ``cut`` in their place."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
+    settings = entry["settings"]
     units = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if entry["byte_fallback"]:
+    if settings.get("byte_fallback"):
         units = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁theand"]
     vocabulary = {token: at for at, token in enumerate(["<unk>", *units, "th", "he", "the", "an", "and"])}
     merges = [("t", "h"), ("h", "e"), ("th", "e"), ("t", "he"), ("a", "n"), ("an", "d")]
     described = json.loads(Tokenizer(models.BPE(vocabulary, [m for m in merges if splits or m[1] != "he"])).to_str())
-    steps = [step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step for step in entry["pre_tokenizers"]]
+    steps = [
+        step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step for step in settings["pre_tokenizers"]
+    ]
     if cut is not None:
         steps[0] = steps[0] | {"pattern": {"Regex": cut}}
-    described["normalizer"] = {"type": "Sequence", "normalizers": [*entry["normalizers"], {"type": "NFC"}]}
+    described["normalizer"] = {"type": "Sequence", "normalizers": [*settings["normalizers"], {"type": "NFC"}]}
     described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
-    described["model"] |= {key: entry[key] for key in ("ignore_merges", "byte_fallback")} | {"unk_token": "<unk>"}
+    described["model"] |= {key: settings.get(key, False) for key in ("ignore_merges", "byte_fallback")}
+    described["model"]["unk_token"] = "<unk>"
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), unk_token="<unk>")
 
 
@@ -220,6 +225,15 @@ def test_other_families_give_the_same_logits(kind: str, settings, tmp_path) -> N
     assert fields[f"{architecture}.context_length"].contents() == (40 if kind == "mistral" else 64)
     if kind == "gemma3_text":
         assert fields["gemma3.attention.sliding_window_pattern"].contents() == [True] * 5 + [False]
+
+
+def test_layers_without_positions_are_every_fourth(tmp_path) -> None:
+    sizes = {key: value for key, value in llama().config.to_dict().items() if key in SIZES}
+    sizes |= {"num_hidden_layers": 4, "pad_token_id": None}
+    for pattern, allowed in (([1, 1, 1, 0], True), ([1, 0, 1, 0], False)):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("smollm3", **sizes, no_rope_layers=pattern))
+        with nullcontext() if allowed else pytest.raises(ValueError, match="no_rope_layers other than every fourth"):
+            export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer_of())
 
 
 def test_scaled_positions_are_in_the_file(tmp_path) -> None:
@@ -285,13 +299,19 @@ def test_templates_of_several_names_are_in_the_file(tmp_path) -> None:
     ("make", "message"),
     [
         (lambda: with_template("a $A", "a"), "makes .* of a text whose tokens are"),
-        (lambda: with_settings(dropout=0.1), "has dropout=0.1, which a GGUF file cannot express"),
-        (lambda: with_settings(ignore_merges=True), "knows no tokenizer with these settings: BPE after ByteLevel"),
+        (
+            lambda: with_settings(dropout=0.1),
+            "knows no tokenizer with these settings: type=BPE, dropout=0.1 after ByteLevel",
+        ),
+        (lambda: with_settings(ignore_merges=True), "settings: type=BPE, ignore_merges=True after ByteLevel"),
         (lambda: with_settings(byte_fallback=True), "knows no tokenizer with these settings"),
         (lambda: tokenizer_like(known("qwen2"), cut="[a-z]+"), "knows no tokenizer with these settings"),
         (lambda: tokenizer_like(known("SentencePiece"), splits=False), "merges are not those of a SentencePiece"),
         (lambda: with_token(lstrip=True), "has lstrip of '<mark>'"),
-        (lambda: with_token(single_word=True, rstrip=True), "has rstrip, single_word of '<mark>'"),
+        (
+            lambda: with_token(single_word=True, rstrip=True),
+            "has rstrip of '<mark>', single_word of '<mark>', which no GGUF",
+        ),
         (without_bytes, "has bytes without a token"),
     ],
 )

@@ -1,12 +1,14 @@
 """GGUF files of tiny random models, one family each, read by llama.cpp: token ids and logits beside transformers'.
 
-    python results/compress/gguf_families.py --program ./llama_files --out results/compress/gguf_families.json
+    python results/compress/gguf_families.py --program ./llama_files --vocabularies LLAMA/models \\
+        --out results/compress/gguf_families.json
 
 ``llama_files`` is built as ``llama_files.py`` says. Every tokenizer has the settings of public ones of its kind, as
 they stand in their tokenizer.json, and a vocabulary that is trained here, so that nothing is fetched. ``text`` holds
 what tokenizers part over: digits, contractions, capitals, Chinese, Arabic, emoji, runs of spaces and of line ends. Of
 every family's model a file in full precision is written, by ``export_gguf``, and one in eight bits, by ``relinear
-compress --for llama.cpp`` from a directory as a user has it; both give logits here and there.
+compress --for llama.cpp`` from a directory as a user has it; both give logits here and there. ``LLAMA/models`` holds
+vocabularies of public models, texts, and what the models' own tokenizers make of them.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy
 import torch
+from gguf import GGUFReader, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -64,6 +67,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Llama 3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 32}, "llama-bpe"),
     "a Llama of linear positions": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, "smollm"),
     "SmolLM2": ("llama", {"tie_word_embeddings": True}, "smollm"),
+    "SmolLM3": ("smollm3", {"tie_word_embeddings": True}, "dbrx"),
     "Mistral 7B": ("mistral", {"sliding_window": 256}, "SentencePiece, Prepend Replace"),
     "Mistral Nemo": ("mistral", {"sliding_window": None, "head_dim": 32}, "tekken"),
     "Qwen 2, 2.5": ("qwen2", {"tie_word_embeddings": True}, "qwen2"),
@@ -74,6 +78,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+#: public vocabularies that llama.cpp is tested with, and which tokenizer is theirs
+VOCABULARIES = {
+    "llama-spm": "SentencePiece, Prepend Replace",
+    "gpt-2": "gpt-2",
+    "llama-bpe": "llama-bpe",
+    "qwen2": "qwen2",
+    "deepseek-llm": "deepseek-llm",
+    "deepseek-coder": "deepseek-coder",
+    "falcon": "falcon",
+    "starcoder": "smollm",
+    "command-r": "smollm",
+}
+
+
 def corpus() -> list[str]:
     """Return what the vocabularies are trained on."""
     return [TEXT, *APART.values()] * 4 + [Path(json.__file__).read_text(encoding="utf-8"), Path(__file__).read_text()]
@@ -81,22 +99,24 @@ def corpus() -> list[str]:
 
 def name_of(known: dict[str, Any]) -> str:
     """Return llama.cpp's name of a tokenizer, or the steps of one of SentencePiece's kind."""
-    steps = known["normalizers"] + known["pre_tokenizers"]
+    steps = known["settings"]["normalizers"] + known["settings"]["pre_tokenizers"]
     details = [" ".join(filter(None, (step["type"], step.get("prepend_scheme")))) for step in steps]
     return known.get("pre") or "SentencePiece, " + " ".join(details)
 
 
 def tokenizer_of(known: dict[str, Any]) -> PreTrainedTokenizerFast:
     """Return a tokenizer with settings of the table and a vocabulary of its own."""
-    byte_level = "pre" in known
+    byte_level, settings = "pre" in known, known["settings"]
     backend = Tokenizer(models.BPE(unk_token=None if byte_level else "<unk>", byte_fallback=not byte_level))
     described = json.loads(backend.to_str())
-    steps = [step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step for step in known["pre_tokenizers"]]
-    described["normalizer"] = {"type": "Sequence", "normalizers": known["normalizers"]}
+    steps = [
+        step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step for step in settings["pre_tokenizers"]
+    ]
+    described["normalizer"] = {"type": "Sequence", "normalizers": settings["normalizers"]}
     described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
     special = ["<unk>", "<s>", "</s>"]
     if byte_level:
-        described["model"]["ignore_merges"] = known["ignore_merges"]
+        described["model"]["ignore_merges"] = settings.get("ignore_merges", False)
         described["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
         backend = Tokenizer.from_str(json.dumps(described))
         from tokenizers.pre_tokenizers import ByteLevel
@@ -122,6 +142,48 @@ def tokenizer_of(known: dict[str, Any]) -> PreTrainedTokenizerFast:
     template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     backend.post_processor = template
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def public_tokenizer(file: Path, known: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with settings of the table and the vocabulary of a GGUF file."""
+    fields, settings = GGUFReader(file).fields, known["settings"]
+    tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    numbers = {token: number for number, token in enumerate(tokens)}
+    if "pre" in known:
+        vocabulary = {token: number for token, number in numbers.items() if kinds[number] == TokenType.NORMAL}
+        merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"].contents()]
+    else:
+        scores, vocabulary = fields["tokenizer.ggml.scores"].contents(), numbers
+        made = sorted((n for n in numbers.values() if kinds[n] == TokenType.NORMAL), key=lambda n: -scores[n])
+        splits = ((tokens[n][:at], tokens[n][at:]) for n in made for at in range(1, len(tokens[n])))
+        merges = [pair for pair in splits if pair[0] in vocabulary and pair[1] in vocabulary]
+    backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback="pre" not in known))
+    described = json.loads(backend.to_str())
+    steps = [
+        step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step for step in settings["pre_tokenizers"]
+    ]
+    described["normalizer"] = {"type": "Sequence", "normalizers": settings["normalizers"]}
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    described["model"] |= {"ignore_merges": settings.get("ignore_merges", False)}
+    backend = Tokenizer.from_str(json.dumps(described))
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
+            backend.add_tokens([AddedToken(token, normalized=False, special=kind == TokenType.CONTROL)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def published(file: Path, tokenizer: Any, program: str, work: Path) -> dict[str, int]:
+    """Return how many of a vocabulary's texts have the published ids, by the tokenizer, and in a file of ours."""
+    texts = Path(f"{file}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    wanted = [[int(number) for number in line.split()] for line in Path(f"{file}.out").read_text().split("\n")]
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = export_gguf(model_of("llama", sizes), work / "model.gguf", tokenizer=tokenizer)
+    pairs = list(zip(texts, wanted, strict=False))
+    return {
+        "texts": len(pairs),
+        "by the tokenizer": sum(tokenizer(text)["input_ids"] == ids for text, ids in pairs),
+        "in a file of ours": sum(ids_in_llama_cpp(program, model, text, work) == ids for text, ids in pairs),
+    }
 
 
 def model_of(kind: str, settings: dict[str, Any]) -> Any:
@@ -161,10 +223,11 @@ def main() -> None:
     """Write what both say of every tokenizer and every family."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--program", required=True)
+    parser.add_argument("--vocabularies", required=True)
     parser.add_argument("--out", required=True)
     given = parser.parse_args()
     known = {name_of(entry): entry for entry in _KNOWN}
-    tokenizers, families = {}, {}
+    tokenizers, vocabularies, families = {}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "data.txt").write_text("\n\n".join(corpus()), encoding="utf-8")
@@ -177,6 +240,10 @@ def main() -> None:
             }
             tokenizers[name] = same
             print(name, same, flush=True)
+        for name, like in VOCABULARIES.items():
+            file = Path(given.vocabularies) / f"ggml-vocab-{name}.gguf"
+            vocabularies[name] = published(file, public_tokenizer(file, known[like]), given.program, work)
+            print(name, vocabularies[name], flush=True)
         for family, (kind, settings, name) in FAMILIES.items():
             model, tokenizer = model_of(kind, settings), tokenizer_of(known[name])
             source, out = work / f"{family} source", work / f"{family} out"
@@ -194,7 +261,7 @@ def main() -> None:
             nats["ids"] = ids_in_llama_cpp(given.program, out / "model.gguf", TEXT, work) == ids
             families[family] = nats
             print(family, nats, flush=True)
-    record = {"tokenizers": tokenizers, "families": families, **provenance()}
+    record = {"tokenizers": tokenizers, "vocabularies": vocabularies, "families": families, **provenance()}
     Path(given.out).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,24 +115,20 @@ def _repeated(model: Any, passages: Tensor) -> float:
     """Share of the 4-grams of greedy continuations that stood in the continuation before, in mean over passages."""
     stops = model.generation_config.eos_token_id
     ends = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    continuations = model.generate(
+        passages,
+        attention_mask=torch.ones_like(passages),
+        max_new_tokens=max(1, min(CONTINUED_TOKENS, (max_positions(model) or 1 << 30) - passages.shape[1])),
+        do_sample=False,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
     shares = []
-    for ids in _continued(model, passages, ends, CONTINUED_TOKENS).tolist():
+    for ids in continuations[:, passages.shape[1] :].tolist():
         end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
         runs = list(zip(*(ids[at:end] for at in range(4)), strict=False))
         shares += [1 - len(set(runs)) / len(runs)] if runs else []
     return sum(shares) / len(shares) if shares else 0.0
-
-
-def _continued(model: Any, ids: Tensor, ends: Sequence[int], new_tokens: int) -> Tensor:
-    """Return greedy continuations (P, T') of token ids (P, T), up to an end token or the model's last position."""
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max(1, min(new_tokens, (max_positions(model) or 1 << 30) - ids.shape[1])),
-        do_sample=False,
-        eos_token_id=list(ends) or None,
-        pad_token_id=ends[0] if ends else 0,
-    )[:, ids.shape[1] :].cpu()
 
 
 def compared(original: Observation, compressed: Observation, unseen: bool) -> dict[str, Any]:

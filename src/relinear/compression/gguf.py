@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
@@ -49,12 +50,14 @@ def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
     activation = config.hidden_activation if gemma else config.hidden_act
     softcapping = getattr(config, "attn_logit_softcapping", None)
     ropes = [(rope := _rope(config, kind)).get("rope_type", "default") for kind in ("full", "sliding")]
+    fourth = [layer % 4 != 3 for layer in range(config.num_hidden_layers)]
     unlike = {
         "attention_bias": bool(getattr(config, "attention_bias", False)),
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         f"the activation {activation}": activation != ("gelu_pytorch_tanh" if gemma else "silu"),
         f"rope_type={', '.join(ropes)}": not {*ropes}
         <= {"default", *(_SCALED_ROPE if architecture == "llama" else ())},
+        "no_rope_layers other than every fourth": getattr(config, "no_rope_layers", fourth) != fourth,
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "query_pre_attn_scalar": getattr(config, "query_pre_attn_scalar", size) != size,
         f"attn_logit_softcapping={softcapping}": (softcapping is None) == (architecture == "gemma2"),
@@ -93,7 +96,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     """Write ``model`` and its tokenizer as a GGUF file, all of it or nothing; weights keep their precision.
 
     Args:
-        model: a Llama, Mistral, Qwen 2 or 3, OLMo 2, Gemma 2 or 3 without images. ``Quantized`` layers stay
+        model: a Llama, Mistral, Qwen 2 or 3, SmolLM3, OLMo 2, Gemma 2 or 3 without images. ``Quantized`` layers stay
             integers, other operators with one dense matrix become it.
         path: the file to write.
         tokenizer: of the model: byte-level BPE as llama.cpp knows it by name, or SentencePiece's BPE.
@@ -188,7 +191,7 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
         if in_blocks:
             kind = GGMLQuantizationType[operator.gguf_type()]
         rows = operator.gguf_rows().cpu() if in_blocks else value.detach().float().cpu()
-        if writer.arch == "llama":
+        if writer.arch in ("llama", "smollm3"):
             rows = _interleaved(name, rows, config)
         elif writer.arch.startswith("gemma") and name.endswith("norm.weight"):
             rows = rows + 1  # which Gemma adds as it runs
