@@ -158,14 +158,14 @@ def known(name: str):
     return next(entry for entry in _KNOWN if entry.get("pre", "SentencePiece") == name)
 
 
-def tokenizer_like(entry, cut: str | None = None, splits: bool = True):
+def tokenizer_like(entry, cut: str | None = None, splits: bool = True, byte: str = "<0x0A>"):
     """A tokenizer with settings that llama.cpp knows, and a small vocabulary of its own; ``cut`` in their place."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     settings = entry["settings"]
     units = sorted(pre_tokenizers.ByteLevel.alphabet())
     if settings.get("byte_fallback"):
-        units = [*(f"<0x{byte:02X}>" for byte in range(256)), *"▁theand"]
+        units = [byte, *(f"<0x{number:02X}>" for number in range(256) if number != 10), *"▁theand"]
     vocabulary = {token: at for at, token in enumerate(["<unk>", *units, "th", "he", "the", "an", "and"])}
     merges = [("t", "h"), ("h", "e"), ("th", "e"), ("t", "he"), ("a", "n"), ("an", "d")]
     described = json.loads(Tokenizer(models.BPE(vocabulary, [m for m in merges if splits or m[1] != "he"])).to_str())
@@ -306,6 +306,7 @@ def test_templates_of_several_names_are_in_the_file(tmp_path) -> None:
         (lambda: with_settings(ignore_merges=True), "settings: type=BPE, ignore_merges=True after ByteLevel"),
         (lambda: with_settings(byte_fallback=True), "knows no tokenizer with these settings"),
         (lambda: tokenizer_like(known("qwen2"), cut="[a-z]+"), "knows no tokenizer with these settings"),
+        (lambda: tokenizer_like(known("SentencePiece"), byte="\n"), "has bytes without a token"),
         (lambda: tokenizer_like(known("SentencePiece"), splits=False), "merges are not those of a SentencePiece"),
         (lambda: with_token(lstrip=True), "has lstrip of '<mark>'"),
         (

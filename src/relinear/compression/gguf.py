@@ -49,16 +49,16 @@ def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
     gemma, size = architecture.startswith("gemma"), _head_size(config)
     activation = config.hidden_activation if gemma else config.hidden_act
     softcapping = getattr(config, "attn_logit_softcapping", None)
-    ropes = [(rope := _rope(config, kind)).get("rope_type", "default") for kind in ("full", "sliding")]
+    ropes = {_rope(config, kind).get("rope_type", "default") for kind in ("full", "sliding")}
+    ropes -= {"default", *(_SCALED_ROPE if architecture == "llama" else ())}
     fourth = [layer % 4 != 3 for layer in range(config.num_hidden_layers)]
     unlike = {
         "attention_bias": bool(getattr(config, "attention_bias", False)),
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         f"the activation {activation}": activation != ("gelu_pytorch_tanh" if gemma else "silu"),
-        f"rope_type={', '.join(ropes)}": not {*ropes}
-        <= {"default", *(_SCALED_ROPE if architecture == "llama" else ())},
+        f"rope_type={', '.join(sorted(ropes))}": bool(ropes),
         "no_rope_layers other than every fourth": getattr(config, "no_rope_layers", fourth) != fourth,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "partial_rotary_factor": _rope(config).get("partial_rotary_factor", 1.0) != 1.0,
         "query_pre_attn_scalar": getattr(config, "query_pre_attn_scalar", size) != size,
         f"attn_logit_softcapping={softcapping}": (softcapping is None) == (architecture == "gemma2"),
         "bidirectional attention": bool(getattr(config, "use_bidirectional_attention", False)),

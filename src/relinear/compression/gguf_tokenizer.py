@@ -88,7 +88,7 @@ def _check_expressible(described: dict[str, Any], is_byte_level: bool) -> None:
     flags = ("lstrip", "rstrip", "single_word")
     beyond = [f"{key} of {token['content']!r}" for token in described["added_tokens"] for key in flags if token[key]]
     units = set(ByteLevel.alphabet()) - _NO_TEXT if is_byte_level else _BYTE_TOKENS
-    if described["model"].get("unk_token") and units - set(described["model"]["vocab"]):
+    if units - set(described["model"]["vocab"]) and (described["model"].get("unk_token") or not is_byte_level):
         beyond.append("bytes without a token")  # of which it makes unk_token, and llama.cpp nothing
     if beyond:
         more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
