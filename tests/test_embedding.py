@@ -104,7 +104,7 @@ def test_a_name_means_it_and_no_pattern_for_layers_does() -> None:
             relinear.replace_(tiny(), {"embed_tokens": operator})
     with pytest.raises(ValueError, match="the embedding is an operator"):
         rounded().resize_token_embeddings(310)
-    with pytest.raises(ValueError, match="embed_tokens is an embedding that is an operator, on which no LoRA goes"):
+    with pytest.raises(ValueError, match="embed_tokens is an embedding that is an operator, which LoRA does"):
         peft.get_peft_model(rounded(), peft.LoraConfig(target_modules=["embed_tokens"]))
 
 

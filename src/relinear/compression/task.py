@@ -119,13 +119,13 @@ def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     """
     gaps = out_of_reach(coverage(model, {}, {}))
     share = sum(entry.parameters for entry in gaps) / module_parameters(model)
-    in_words = tuple(entry.in_words() for entry in gaps)
+    described = tuple(entry.describe() for entry in gaps)
     if share > MAX_UNREACHED_SHARE and targets == ALL_LINEAR:
         raise ValueError(
-            f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(in_words)}. Name "
+            f"{share:.0%} of the parameters of {type(model).__name__} are out of reach: {'; '.join(described)}. Name "
             "the layers to compress with targets= (--target)"
         )
-    return in_words
+    return described
 
 
 def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""Plan, replace, checkpoint, fold: changing a model and bringing it back."""
+"""Surgery on models: plan and replace layers, save and load checkpoints, fold operators back."""
 
 from relinear.surgery.freeze import train_only_
 from relinear.surgery.placements import placement, placement_names

@@ -1,4 +1,4 @@
-"""The model card: ``README.md`` beside a checkpoint says what is in it and how it is loaded."""
+"""The model card: a checkpoint's ``README.md``, which says what the model contains and how to load it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ _LINE = "<!-- Written by relinear, and again whenever this model is saved. Remov
 
 
 def write_card(model: Any, record: Mapping[str, Any], directory: Path) -> None:
-    """Write ``README.md`` into ``directory``; ``record`` is that of the model's ``config.json``."""
+    """Write ``README.md`` into ``directory``; ``record`` is the one in the model's ``config.json``."""
     write_text(directory / CARD, _card(model, record))
 
 
 def is_own_card(path: Path) -> bool:
-    """Return whether ``path`` is a model card that still has the line that lets relinear replace it."""
+    """Return whether ``path`` is a model card that relinear wrote and may replace."""
     return path.is_file() and _LINE in path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -40,7 +40,7 @@ def _card(model: Any, record: Mapping[str, Any]) -> str:
 
 
 def _base_model(model: Any) -> str | None:
-    """Return the model's name on the Hub; None for a local directory and for a model that was built from a config."""
+    """Return the model's name on the Hub; None for a local directory or a model that was built from a config."""
     name = str(getattr(model.config, "_name_or_path", "") or "")
     return name if name.count("/") == 1 and not Path(name).exists() and name[0] not in "./~" else None
 

@@ -36,19 +36,19 @@ from relinear.system.text import cut, some_names
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
     """Load a model strictly: every key of the checkpoint is used, and every parameter comes from it.
 
-    There is no network access for a name that the Hub cannot have.
+    Only a valid Hub name causes network access.
 
     Args:
-        directory: what ``save_pretrained`` wrote (with or without operators), or a Hub name.
+        directory: a directory of ``save_pretrained`` (with or without operators), or a Hub name.
         auto_class: the class whose ``from_pretrained`` is called; ``AutoModelForCausalLM`` by default.
-        **kwargs: handed to it (``dtype``, ``device_map``, ...).
+        **kwargs: passed on to it (``dtype``, ``device_map``, ...).
 
     Returns:
         The model, in eval mode, with operators and attached parts in place.
 
     Raises:
-        ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version, and where
-            ``directory`` is neither a directory nor can be a name of the Hub.
+        ValueError: for missing or unknown keys, damaged files, unknown operators, a newer format version, or if
+            ``directory`` is neither a directory nor a valid Hub name.
         FileNotFoundError: if ``directory`` is a missing path, or has no ``config.json``.
         NotADirectoryError: if it is a file.
 
@@ -85,24 +85,24 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
 
 
 def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if a config names the saved class, which ``AutoModelForCausalLM`` does not know."""
+    """Raise ValueError if the config names the saved class: ``AutoModelForCausalLM`` does not know it."""
     if saved := config.get("architectures"):
         raise ValueError(f"{directory} holds a {saved[0]}, which is not a causal language model; give auto_class")
 
 
 @contextlib.contextmanager
 def reading_config(directory: Any) -> Iterator[None]:
-    """Turn errors of transformers about wrong values in a ``config.json`` into one plain ValueError.
+    """Turn errors within the block about wrong values in a ``config.json`` into one ValueError.
 
-    transformers checks few values; others fail where they are used, with any error of Python or torch. The original
-    is the error's ``__cause__`` (``RELINEAR_TRACEBACK=1`` prints it).
+    transformers checks few values. Others fail on use, with any error of Python or torch; that is the ``__cause__``,
+    which ``RELINEAR_TRACEBACK=1`` prints.
     """
     try:
         with os_errors_named(directory):
             yield
     except (OSError, torch.OutOfMemoryError):
         raise
-    except ValueError as error:  # plain already, but may repeat the file
+    except ValueError as error:  # its message may contain the whole file
         if len(str(error)) <= _LONGEST:
             raise
         raise ValueError(f"{directory}: {cut(str(error), _LONGEST)}") from error
@@ -120,7 +120,7 @@ _OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, Ass
 
 
 def check_files(directory: Path) -> None:
-    """Raise ValueError or FileNotFoundError if ``directory`` has no model or a visibly damaged one; builds nothing."""
+    """Raise ValueError or FileNotFoundError if ``directory`` has no model or a damaged one; builds no model."""
     weights = [WEIGHTS] if (directory / WEIGHTS).exists() else shards_of(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -147,27 +147,27 @@ def save_pretrained(
 ) -> Path:
     """Save a model, its tokenizer and a model card: all of it or nothing.
 
-    As in transformers, files of the same names are replaced, and so are the weights of the model that was there. All
-    other files stay, among them a ``README.md`` that relinear did not write.
+    As in transformers, files of the same names and the weights of an earlier model are replaced. All other files stay,
+    also a ``README.md`` that relinear did not write.
 
     Args:
         model: a Hugging Face model, with or without operators.
         directory: where to write.
-        tokenizer: saved along if given. Its special tokens then go into the model's config: all of them for a model
+        tokenizer: saved with the model. Its special tokens are copied to the model's config: all of them for a model
             that was built from a config, else those that the config lacks.
-        bits: 2 to 8 store every matrix, the embedding among them, in integers of this many bits that share a scale in
-            groups of 64 inputs, and all other floats in 16 bits. The checkpoint loads as any other, in float32 with
-            exactly the stored values, which bfloat16 rounds; ``model`` keeps its own.
-        moments: with ``bits``, what ``relinear.surgery.packed.gradient_moments`` measured on some text: matrices are
-            then rounded so that errors make up for each other. None rounds them to nearest.
-        **kwargs: handed to ``model.save_pretrained`` (``max_shard_size``, ...).
+        bits: 2 to 8: store every matrix, also the embedding, as integers of this many bits, with a scale for each group
+            of 64 inputs, and all other floats in 16 bits. The checkpoint loads like any other. In float32 it has
+            exactly the stored values. ``model`` is not changed.
+        moments: with ``bits``, the result of ``relinear.surgery.packed.gradient_moments`` on some text: matrices are
+            rounded so that errors compensate each other. None rounds to nearest.
+        **kwargs: passed on to ``model.save_pretrained`` (``max_shard_size``, ...).
 
     Returns:
         ``directory`` as a ``Path``.
 
     Raises:
-        ValueError: if ``model`` is not a Hugging Face model, ``directory`` names none, there are ``moments`` without
-            ``bits``, or with ``bits`` a weight is not finite. Nothing is written then.
+        ValueError: if ``model`` is not a Hugging Face model, ``directory`` is not a path, ``moments`` come without
+            ``bits``, or with ``bits`` a weight is not finite. Nothing has been written then.
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -177,10 +177,10 @@ def save_pretrained(
     """
     _check_saving(model, directory)
     if bits is None and moments is not None:
-        raise ValueError("moments= is about rounding: give bits=, too, or leave it out")
+        raise ValueError("moments= needs bits=: set both or neither")
     if bits is not None:
         check_packable(model, bits)
-        # under the model's own names: those of its class may stand for parts of a matrix
+        # under the model's current names: the original format may split a matrix
         kwargs |= {"state_dict": packed_state(model, bits, moments), "save_original_format": False}
     with model_directory(directory) as temporary:
         sync_record(model)
@@ -197,7 +197,7 @@ def save_pretrained(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
             generation = temporary / "generation_config.json"
-            if generation.exists():  # in the file: transformers is strict with one in memory that has changed
+            if generation.exists():  # changed in the file: transformers refuses a changed one in memory
                 tokens = _special_tokens(model.generation_config, model, tokenizer)
                 write_json(generation, read_json(generation) | tokens)
         card = Path(directory) / CARD
@@ -207,9 +207,9 @@ def save_pretrained(
 
 
 def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[Path]:
-    """Return a temporary directory that replaces the model in ``directory``, as ``atomic_directory`` does.
+    """Return a temporary directory that replaces the model in ``directory`` on success (``atomic_directory``).
 
-    Of the files there, the weights, relinear's loader and relinear's model card are removed unless written again.
+    Existing weights, relinear's loader and relinear's model card are removed unless they are written again.
     """
     directory = Path(directory)
     names = [WEIGHTS, INDEX, *shards_of(directory), f"{LOADER}.py"]
@@ -232,7 +232,7 @@ def _check_saving(model: Any, directory: Any) -> None:
 
 
 def _special_tokens(holder: Any, model: Any, tokenizer: Any) -> dict[str, int]:
-    """Return the tokenizer's special tokens that ``holder``, a config of ``model``, takes over."""
+    """Return the tokenizer's special tokens to set in ``holder``, a config of ``model``."""
     built = not getattr(model.config, "_name_or_path", "")  # its ids are the defaults of the config's class
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokens = {name: getattr(tokenizer, name, None) for name in names if built or getattr(holder, name, None) is None}

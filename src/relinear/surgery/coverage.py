@@ -1,4 +1,4 @@
-"""Coverage: which of a model's linear parameters operators have replaced, which not, and why."""
+"""Coverage: the share of a model's linear parameters that operators replaced, and why the others were not replaced."""
 
 import dataclasses
 import warnings
@@ -15,42 +15,42 @@ _TIED = "tied to the embedding"
 _SUBCLASS = "a subclass of nn.Linear"
 _FUSED = "held as parameters, no nn.Linear"
 _ADAPTER = "PEFT's"
-#: what surgery cannot reach, whatever the patterns
+#: reasons why no pattern can reach a layer
 _OUT_OF_REACH = (READ_ELSEWHERE, _SUBCLASS, _FUSED)
-_WORTH_A_WARNING = 0.1  # of the linear parameters
+_WARN_ABOVE_SHARE = 0.1  # of the linear parameters
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
-    """Linear maps that were left, for one reason: their class, their names, and their parameters together."""
+class Unreplaced:
+    """Linear layers of one class that were not replaced for one reason, and their number of parameters."""
 
     reason: str
     kind: str
     names: tuple[str, ...]
     parameters: int
 
-    def in_words(self) -> str:
-        """Return how many of which class, one of their names, and why."""
+    def describe(self) -> str:
+        """Return their number, class, one name and the reason as text."""
         return f"{len(self.names)} {self.kind} such as {self.names[0]} ({self.reason})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Linear parameters: those of dense matrices, and their biases, that multiply tokens' features.
+    """The replaced and other linear parameters of a model: dense matrices and their biases.
 
-    Embeddings, norms and convolutions do not count, nor does a head that is tied to the embedding.
+    Embeddings, norms, convolutions and a head that is tied to the embedding do not count.
 
-    layers, parameters: what operators replaced.
-    left: the rest, by reason.
+    layers, parameters: numbers of replaced layers and parameters.
+    left: the layers that were not replaced, by reason.
     """
 
     layers: int
     parameters: int
-    left: tuple[Left, ...]
+    left: tuple[Unreplaced, ...]
 
     @property
     def total(self) -> int:
-        """Return linear parameters of the model, replaced and left."""
+        """Return the number of linear parameters, replaced or not."""
         return self.parameters + sum(entry.parameters for entry in self.left)
 
     def share(self, parameters: int) -> float:
@@ -70,18 +70,18 @@ class Coverage:
 
 
 def dense_size(module: nn.Module) -> int:
-    """Return parameters of the dense layer that an operator, or a linear layer, stands for."""
+    """Return the number of parameters of a dense layer with the sizes of ``module``."""
     in_features, out_features = linear_features(module)
     return in_features * out_features + (out_features if getattr(module, "bias", None) is not None else 0)
 
 
 def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, str]) -> Coverage:
-    """Return which linear maps of ``model`` operators have replaced, and why not the others.
+    """Return which linear layers of ``model`` operators replaced, and why others were not.
 
     Args:
         model: any module, also on the meta device.
-        before: parameters of replaced layers by name; those of a dense layer where a name is missing.
-        reasons: why layers were left, by name, as the selection says; found by looking where a name is missing.
+        before: parameters of replaced layers by name; by default those of a dense layer.
+        reasons: why the selection left layers alone, by name; found out here for other names.
     """
     outputs = heads(model)
     seen = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -100,21 +100,21 @@ def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, 
         if reason is None and matrices and not any(id(p) in fresh for p in matrices if p.ndim > 1):
             reason = _TIED
         if reason is None:
-            reason = OUTPUT_HEAD if id(module) in outputs else reasons.get(name) or _looked_up(model, name)
+            reason = OUTPUT_HEAD if id(module) in outputs else reasons.get(name) or _weight_reader_reason(model, name)
         names, counts = groups.setdefault((reason, type(module).__name__), ([], []))
         names.append(name)
         counts.append(sum(fresh.values()))
-    left = (Left(reason, kind, tuple(names), sum(counts)) for (reason, kind), (names, counts) in groups.items())
+    left = (Unreplaced(reason, kind, tuple(names), sum(counts)) for (reason, kind), (names, counts) in groups.items())
     return Coverage(layers, parameters, tuple(sorted(left, key=lambda entry: -entry.parameters)))
 
 
-def _looked_up(model: nn.Module, name: str) -> str:
+def _weight_reader_reason(model: nn.Module, name: str) -> str:
     reader = reader_of_weight(model, name) if name else None
     return f"{READ_ELSEWHERE} ({reader})" if reader else "dense"
 
 
 def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Yield operators, linear layers and other matrices, each once: (name, module, why it cannot be replaced)."""
+    """Yield (name, module, why it cannot be replaced) for operators, linear layers and other matrices, each once."""
     visited: set[int] = set()
 
     def walk(module: Any, name: str, adapter: bool) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -136,27 +136,27 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]
 
 
 def _holds_matrices(module: nn.Module) -> bool:
-    """Return whether a module, none of torch's layers, has matrices as parameters: fused experts, routers."""
+    """Return whether a module that is not one of torch's layers has matrices as parameters: fused experts, routers."""
     if type(module).__module__.startswith("torch.") or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
         return False
     return any(p is not None and p.ndim > 1 and p.is_floating_point() for p in module._parameters.values())
 
 
-def out_of_reach(report: Coverage) -> list[Left]:
-    """Return what no pattern could have named: fused experts, subclasses of nn.Linear, weights that others read."""
+def out_of_reach(report: Coverage) -> list[Unreplaced]:
+    """Return the layers that no pattern can reach: fused experts, subclasses of nn.Linear, weights read elsewhere."""
     return [entry for entry in report.left if entry.reason.startswith(_OUT_OF_REACH)]
 
 
 def warn_of_gaps(report: Coverage) -> None:
-    """Warn if surgery could not reach more than a tenth of the linear parameters (the output head left out)."""
+    """Warn if patterns cannot reach more than a tenth of the linear parameters outside of the output head."""
     gaps = out_of_reach(report)
     head = sum(entry.parameters for entry in report.left if entry.reason == OUTPUT_HEAD)
     missing = sum(entry.parameters for entry in gaps)
-    if missing > _WORTH_A_WARNING * (report.total - head):
-        in_words = "; ".join(entry.in_words() for entry in gaps)
+    if missing > _WARN_ABOVE_SHARE * (report.total - head):
+        described = "; ".join(entry.describe() for entry in gaps)
         warnings.warn(
             f'"all-linear" leaves {missing / (report.total - head):.0%} of the linear parameters (embeddings and '
-            f"output head not counted) as they were: {in_words}",
+            f"output head not counted) as they were: {described}",
             UserWarning,
             stacklevel=4,
         )

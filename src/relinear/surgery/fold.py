@@ -1,4 +1,4 @@
-"""Folding: operators that are plain matrices become plain linear layers again."""
+"""Fold operators that are plain matrices back into stock linear layers."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ from relinear.surgery.tied import swap_layer, untie_config_
 
 @dataclasses.dataclass(frozen=True)
 class FoldReport:
-    """Folded layers, layers that could not be folded (name -> reason), and the largest change of the model's output."""
+    """The folded layers, why others were left (name -> reason), and the largest change of the model's logits."""
 
     folded: tuple[str, ...]
     left: dict[str, str]
@@ -35,20 +35,20 @@ class FoldReport:
 def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *, verbose: bool = True) -> FoldReport:
     """Turn every operator with a context-free ``to_dense`` back into nn.Linear (Conv1D in GPT-2), in place.
 
-    The matrix is computed in float32 and cast to the operator's dtype. Once nothing of relinear is left, the model is a
-    stock model whose checkpoint loads without this package.
+    Matrices are computed in float32 and cast to the operator's dtype. If all operators fold, the model is a stock model
+    whose checkpoint loads without this package.
 
     Args:
-        model: any model; operators that are not linear maps are left in place and reported.
-        inputs: what to measure the largest logit difference on: token ids, or keyword arguments of the model. By
-            default a few fixed pseudo-random tokens where the model is a language model.
+        model: any model; operators that are not linear maps stay and are reported.
+        inputs: token ids, or keyword arguments of the model, on which to measure the largest logit difference. By
+            default a few fixed pseudo-random tokens, if the model has a vocabulary.
         verbose: print the report.
 
     Returns:
-        A report: the names that were folded, why others were left, and the largest difference of the logits.
+        A report: the folded names, why others were left, and the largest logit difference.
 
     Raises:
-        ValueError: if the model is itself an operator, or holds no operator. Nothing has changed then.
+        ValueError: if the model is itself an operator or has none. The model is then unchanged.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
@@ -68,7 +68,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     left: dict[str, str] = {}
     for name, operator in operators.items():
         if any(map(is_adapted, operator.modules())):
-            left[name] = "an adapter is inside of it; merge that first"
+            left[name] = "it contains an adapter; merge that first"
             continue
         try:
             plain[name] = to_stock_layer(operator)
@@ -90,7 +90,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
 
 
 def _logits(model: Any, inputs: Tensor | dict[str, Tensor] | None) -> Tensor | None:
-    """Return logits in float32 on ``inputs``, in eval mode; None if there is nothing to measure on."""
+    """Return the logits on ``inputs`` in eval mode and float32; None for a meta model or without inputs."""
     vocabulary: Any = getattr(getattr(model, "config", None), "vocab_size", None)
     parameter = next(model.parameters())
     if parameter.is_meta or (inputs is None and vocabulary is None):

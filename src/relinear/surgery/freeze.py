@@ -1,4 +1,4 @@
-"""Training a part of a model: everything else is frozen."""
+"""Train a part of a model and freeze the rest."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from relinear.surgery.patterns import listed, matches
 def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
     """Freeze every parameter of ``model`` outside the modules that ``patterns`` name.
 
-    With gates initialised as the identity, as below, it makes a parameter-efficient fine-tune.
+    With gates that are initialised as the identity (see the example), this is parameter-efficient fine-tuning.
 
     Args:
         model: any module.
@@ -23,7 +23,7 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
         Number of parameters that stay trainable.
 
     Raises:
-        ValueError: if there is no pattern, or one names nothing that has parameters; nothing has changed then.
+        ValueError: if there is no pattern, or one matches no parameters. The model is then unchanged.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

@@ -1,4 +1,4 @@
-"""Biases for linear layers that a stock model builds without, so that their replacements have them too."""
+"""Add biases to linear layers that a stock model builds without, so that their replacements have them, too."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -15,7 +15,7 @@ from relinear.hf.model_layout import find_module
 class LayerBias(AttachmentConfig):
     """Give linear layers a bias of zeros, which does not change the model's outputs.
 
-    The layers stay the stock ``nn.Linear``; an operator that replaces one later has a bias as well.
+    The layers remain ``nn.Linear``. An operator that replaces one later has a bias, too.
 
     Args:
         layers: names of the layers in the model.

@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices, of whatever operator, are stored as integers of a few bits and loaded as floats."""
+"""Checkpoints that store every matrix, of any operator, as integers of a few bits, and load them as floats."""
 
 # Legend: S matrices of a stack, O rows, I inputs, B bits, K groups of a row
 
@@ -19,27 +19,27 @@ from relinear.hf.peft_models import unwrapped
 
 #: neighbouring inputs that share a scale and a zero point
 GROUP = 64
-#: after the name of a parameter: its integers, scales and zero points, one tensor, as a name takes a hundred bytes
+#: suffix of the one tensor with a parameter's integers, scales and zero points (each name costs a hundred bytes)
 SUFFIX = ".packed"
-#: share by which moments are drawn to their diagonals
+#: share by which moments are shrunk to their diagonals
 _SHRINKAGE = 0.05
 
 
 def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """Return (rows, bytes) of the tensor that stores a parameter (..., O, I): codes, K scales, K zero points a row."""
+    """Return the shape (rows, bytes) of a stored parameter (..., O, I): each row has codes, K scales, K zero points."""
     return torch.Size(shape[:-1]).numel(), packed_width(shape[-1], bits) + 3 * group_count(shape[-1], GROUP)
 
 
 def gradient_moments(model: nn.Module, samples: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return sums over samples of G^T G (S, I, I) by name of every matrix (..., O, I): G is a sample's gradient there.
+    """Return the sum of G^T G (S, I, I) over samples for every matrix (..., O, I), by name; G is a sample's gradient.
 
-    The gradient of y = x W^T is a sum of products of what comes back and what enters: G^T G is a second moment of the
-    inputs, those that matter most first. It needs no knowledge of the operator that a matrix is in. (It is the right
-    factor of Shampoo, Gupta et al. 2018.)
+    For y = x W^T the gradient is a sum of products of output gradients and inputs, so G^T G is a second moment of the
+    inputs, weighted by their effect on the loss. It works for a matrix of any operator. (It is the right factor of
+    Shampoo, Gupta et al. 2018.)
 
     Args:
         model: returns ``loss`` for a sample.
-        samples: batches, each of which counts as one.
+        samples: batches, each of which is one sample.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and p.requires_grad}
     moments = {n: torch.zeros(p[..., 0, 0].numel(), *p.shape[-1:] * 2, device=p.device) for n, p in matrices.items()}
@@ -55,12 +55,12 @@ def gradient_moments(model: nn.Module, samples: Iterable[Mapping[str, Tensor]]) 
 
 @torch.no_grad()
 def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
-    """Return a parameter (..., O, I), rounded to 2^B values per group, as bytes (rows, bytes).
+    """Round a parameter (..., O, I) to 2^B values per group, and return it as bytes (rows, bytes).
 
     Args:
         value: the parameter.
         bits: B.
-        moments: (S, I, I), under which GPTQ makes errors up for each other; None rounds to nearest.
+        moments: (S, I, I), with which GPTQ lets errors compensate each other; None rounds to nearest.
 
     Raises:
         ValueError: if a value is NaN or infinite.
@@ -71,7 +71,7 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
         stack = value.reshape(-1, *value.shape[-2:])
         return torch.cat([packed(one, bits, m[None]) for one, m in zip(stack, moments, strict=True)])
     rows = value.float().flatten(0, -2)
-    # without a gradient, as of what only training uses, there is no moment
+    # a matrix that only training uses has no gradient, so its moments are zero
     moment = None if moments is None or not bool(moments.any()) else shrunk(moments[0], _SHRINKAGE)
     grid = nearest_grid(rows, bits, GROUP, symmetric=False, importance=None if moment is None else moment.diagonal())
     codes = nearest(rows, grid, GROUP) if moment is None else gptq(rows, grid, GROUP, moment)
@@ -80,7 +80,7 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
 
 
 def unpacked(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-    """Return the parameter of ``shape`` in float32, which holds its values exactly."""
+    """Return the parameter of ``shape`` in float32, which represents its values exactly."""
     inputs, groups = shape[-1], group_count(shape[-1], GROUP)
     codes, scales, zeros = stored.split([packed_width(inputs, bits), 2 * groups, groups], 1)
     scales = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()  # a row of its own stride
@@ -88,10 +88,10 @@ def unpacked(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
-    """(Name, value, whether it is packed) of all that a checkpoint holds, tied parameters once.
+    """Yield (name, value, whether to pack it) for the tensors of a checkpoint, tied parameters once.
 
-    Packed are matrices and stacks of them. An operator's parameters that sum over nothing (bivectors, gains) stay, and
-    so do parameters that integers would make no smaller.
+    Matrices and stacks of matrices are packed, except operators' parameters without a fan-in (bivectors, gains) and
+    those that would not become smaller.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: item[0] in tied)
@@ -111,12 +111,12 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return what a checkpoint of ``model`` holds in ``bits`` bits; floats that are not packed have 16.
+    """Return the tensors of a checkpoint of ``model`` in ``bits`` bits; floats that are not packed have 16 bits.
 
-    ``moments`` come from ``gradient_moments``; a matrix without any is rounded to nearest.
+    ``moments`` come from ``gradient_moments``; matrices without moments are rounded to nearest.
 
     Raises:
-        ValueError: if a weight is NaN or infinite; names it.
+        ValueError: if a weight is NaN or infinite, with its name.
     """
     state: dict[str, Tensor] = {}
     for name, value, is_packed in _parts(model, bits):
@@ -129,7 +129,7 @@ def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | No
 
 
 def _half(value: Tensor) -> Tensor:
-    """Return ``value`` in 16 bits: in float16, which is finer, if that holds it."""
+    """Return ``value`` in float16, or in bfloat16, which is coarser, if it exceeds float16's range."""
     if not value.is_floating_point() or value.element_size() <= 2:
         return value
     half = value.half()
@@ -137,7 +137,7 @@ def _half(value: Tensor) -> Tensor:
 
 
 def packed_bytes(model: nn.Module, bits: int) -> int:
-    """Return the bytes of the ``model.safetensors`` of ``model`` in ``bits`` bits; it may be on the meta device."""
+    """Return the size in bytes of ``model.safetensors`` in ``bits`` bits; ``model`` may be on the meta device."""
     empty = {}
     for name, value, is_packed in _parts(model, bits):
         shape, kind = (packed_shape(value.shape, bits), torch.uint8) if is_packed else (value.shape, None)
@@ -146,20 +146,20 @@ def packed_bytes(model: nn.Module, bits: int) -> int:
 
 
 class Unpack(ConversionOps):
-    """Give transformers the floats of a packed parameter while it loads a checkpoint. bits: of the integers."""
+    """Unpack parameters while transformers loads a checkpoint. bits: of the integers."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
     def convert(self, input_dict: Any, *patterns: Any, full_layer_name: str = "", model: Any = None, **kw: Any) -> Any:
-        """Return the one parameter in ``input_dict`` by its full name, in the dtype that it has in ``model``."""
+        """Return the one parameter in ``input_dict`` under its full name, in its dtype in ``model``."""
         ((stored,),) = input_dict.values()
         wanted = model.get_parameter(full_layer_name)
         return {full_layer_name: unpacked(stored, self.bits, wanted.shape).to(wanted.dtype)}
 
 
 def check_packable(model: Any, bits: Any) -> None:
-    """Raise ValueError unless ``bits`` are 2 to 8, or if ``model`` has adapters of PEFT, and saves them alone."""
+    """Raise ValueError unless ``bits`` is 2 to 8, or if ``model`` is a PEFT model, which only saves its adapter."""
     check_value("bits", bits, Annotated[int, IntRange(2, 8)])
     if unwrapped(model) is not model or getattr(model, "_hf_peft_config_loaded", False):  # by model.add_adapter
-        raise ValueError("bits store a whole model, and of a PEFT model the adapter is saved: merge it first")
+        raise ValueError("bits= stores a whole model, but a PEFT model saves its adapter only: merge the adapter first")

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the parameters of operators split over ranks, each operator as its algebra allows."""
+"""Tensor parallelism: split the parameters of operators over ranks (``Operator.tensor_parallel``)."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ from relinear.contract.operator import Operator, named_operators
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return a style for every operator, as ``torch.distributed.tensor.parallel.parallelize_module`` takes them.
+    """Return a style for every operator, for ``torch.distributed.tensor.parallel.parallelize_module``.
 
-    Operators that have nothing to split are left out: rotors (a few angles, which all ranks need) and ``Quantized``
-    (packed codes are a buffer).
+    Operators with nothing to split are left out: rotors (all ranks need their few angles) and ``Quantized`` (its codes
+    are a buffer).
     """
     return {
         name: OperatorParallel() for name, operator in named_operators(model) if next(split_parameters(operator), None)
@@ -28,10 +28,10 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def plan_for_transformers_(model: Any) -> None:
-    """Let ``tp_plan`` of ``from_pretrained`` split the operators alone: layers around them are whole on every rank."""
+    """Set the ``tp_plan`` of ``from_pretrained`` to split only the operators; other layers are whole on every rank."""
     from transformers.distributed import tensor_parallel as theirs
 
-    class Style(theirs.TensorParallelLayer):  # for every layer of a name, of which some may be no operators
+    class Style(theirs.TensorParallelLayer):  # a plan's name may match layers that are no operators
         def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             return OperatorParallel()._apply(module, mesh) if isinstance(module, Operator) else module
 
@@ -52,8 +52,8 @@ def split_parameters(operator: nn.Module) -> Iterator[tuple[str, int]]:
 class OperatorParallel(ParallelStyle):
     """Split an operator by ``Operator.tensor_parallel``: parameters become ``DTensor``s, inputs and outputs stay whole.
 
-    A size that the number of ranks does not divide is not split. What a forward draws (noise) is to be the same on
-    every rank of the mesh: seed them alike.
+    A size that the number of ranks does not divide is not split. Seed all ranks of the mesh alike, so that noise is the
+    same on each.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -71,7 +71,7 @@ class OperatorParallel(ParallelStyle):
 
 
 def _run(module: nn.Module, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor) -> Tensor:
-    """Run ``forward`` on a tensor that every rank has; every rank also has the output and the recorded losses."""
+    """Run ``forward`` on a replicated tensor; the output and the recorded losses are replicated, too."""
     with _Replicated(mesh):
         y = forward(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
     for part in module.modules():
@@ -85,9 +85,9 @@ def _local(value: Any) -> Tensor:
 
 
 class _Replicated(TorchFunctionMode):
-    """Take tensors that meet a ``DTensor`` (contexts, noise, constants) for copies that every rank has.
+    """Treat plain tensors in operations with a ``DTensor`` (contexts, noise, constants) as replicated.
 
-    Above autograd, so that the backward pass meets no other tensors either.
+    This is a ``TorchFunctionMode``, above autograd, so that it holds for the backward pass, too.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

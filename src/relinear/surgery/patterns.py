@@ -1,4 +1,4 @@
-"""Patterns for names, by PEFT's rules."""
+"""Patterns for module names, with PEFT's rules."""
 
 import re
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ _PLAIN = re.compile(r"[\w.\-]+")
 
 
 def is_plain(pattern: str) -> bool:
-    """Return whether ``pattern`` is a name or the end of one, not a regular expression."""
+    """Return whether ``pattern`` is a name or a dotted suffix, not a regular expression."""
     return _PLAIN.fullmatch(pattern) is not None
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Match by PEFT's rule: a plain key is a name or dotted suffix, anything else a regular expression in full."""
+    """Return whether ``pattern`` matches ``name``: as a name or dotted suffix, else as a regular expression in full."""
     if is_plain(pattern):
         return name == pattern or name.endswith(f".{pattern}")
     return re.fullmatch(pattern, name) is not None
@@ -35,7 +35,7 @@ def check_patterns(patterns: Iterable[Any]) -> None:
 
 
 def listed(patterns: Any, expected: str) -> list[str]:
-    """Return one pattern or several, checked, as a list; what is neither is refused with the words ``expected``."""
+    """Return one or several patterns as a checked list; raise ValueError with the text ``expected`` for other types."""
     if not isinstance(patterns, Iterable):
         raise ValueError(f"{expected}, got {shown(patterns)}")
     names = [patterns] if isinstance(patterns, str) else list(patterns)
@@ -44,7 +44,7 @@ def listed(patterns: Any, expected: str) -> list[str]:
 
 
 def patterns_of(names: Iterable[str], excluded: Iterable[str]) -> list[str]:
-    """Return a few patterns that match ``names`` and none of ``excluded``: of whole modules that hold none of these."""
+    """Return a few patterns that match all ``names`` and no ``excluded`` name: whole modules if possible."""
     excluded, patterns = list(excluded), dict[str, None]()
     for name in names:
         parts = name.split(".")
@@ -55,5 +55,5 @@ def patterns_of(names: Iterable[str], excluded: Iterable[str]) -> list[str]:
 
 
 def no_match(pattern: str, close: Iterable[str]) -> ValueError:
-    """Return what is raised about a pattern that names no module, with the nearest names."""
+    """Return the error for a pattern that matches no module, with the nearest names."""
     return ValueError(f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close)}")

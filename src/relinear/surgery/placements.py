@@ -20,10 +20,10 @@ _PLACEMENTS: dict[str, tuple[str, int | None]] = {
 
 
 def placement_names() -> tuple[str, ...]:
-    """Return every name that ``placement`` takes.
+    """Return the names that ``placement`` accepts.
 
     Returns:
-        Names, such as "attention"; ``placement`` says what each means.
+        Names such as "attention"; see ``placement``.
 
     Examples:
         >>> relinear.surgery.placement_names()[:3]
@@ -33,7 +33,7 @@ def placement_names() -> tuple[str, ...]:
 
 
 def placement(name: str, operator: OperatorConfig) -> dict[str, Any]:
-    """Return arguments of ``replace_`` that put ``operator`` where a row of Table 5 says.
+    """Return the arguments of ``replace_`` for a placement of ``operator`` in Table 5.
 
     Args:
         name: "all" (every projection of the decoder), "attention" (q, k, v, o), "mlp" (gate, up, down), "first" and

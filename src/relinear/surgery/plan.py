@@ -1,4 +1,4 @@
-"""Replacing linear layers in two phases: ``plan`` resolves and refuses, ``replace_`` applies."""
+"""Replace linear layers in two phases: ``plan`` resolves and checks, ``replace_`` applies."""
 
 import dataclasses
 import warnings
@@ -25,15 +25,15 @@ from relinear.surgery.select import Target, is_tied, reader_of_weight, select_ta
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 from relinear.surgery.tied import check_can_embed, swap_layer, tied_head
 
-#: times the parameters of the layer that it replaces, beyond which an operator is remarked upon
-_LARGER = 1.5
-#: text in place of None, as on the command line
-_LEFT_ALONE = ("none", "dense")
+#: warn about operators with more than this factor of the replaced layer's parameters
+_WARN_ABOVE = 1.5
+#: text that means None, as on the command line
+_KEEP_WORDS = ("none", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """One planned replacement: the module, its operator, and the initialisation."""
+    """One planned replacement of a module by an operator."""
 
     target: Target
     config: OperatorConfig
@@ -50,8 +50,8 @@ class Replacement:
 class Plan:
     """The changes that ``replace_`` would make; nothing has changed yet. Printing it shows a line per layer.
 
-    left: why each other linear layer stays as it is, by name.
-    notes: what the user may not have meant; ``apply_`` warns of it, and the summary shows it.
+    left: why each other linear layer is left alone, by name.
+    notes: warnings that ``apply_`` issues and the summary shows.
     """
 
     model: nn.Module
@@ -68,10 +68,10 @@ class Plan:
         return "\n".join([*lines, *self.notes])
 
     def apply_(self) -> Summary:
-        """Apply the plan. Every operator is built before the first is put in place, so a failure changes nothing.
+        """Apply the plan. All operators are built before the first replacement, so a failure changes nothing.
 
         Returns:
-            The summary of the model, with the replaced layers' sizes before and after.
+            The model's summary, with the sizes of replaced layers before and after.
         """
         before = {
             r.name: (module_parameters(r.target.module), module_flops(r.target.module)) for r in self.replacements
@@ -103,27 +103,26 @@ def plan(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     init: Init = "fresh",
 ) -> Plan:
-    """Resolve which layers ``mapping`` replaces and check that all of it can be done; changes nothing.
+    """Resolve which layers ``mapping`` replaces, and check that every replacement is possible; changes nothing.
 
     Args:
         model: any ``nn.Module``; names are those of ``model.named_modules()``.
         mapping: pattern -> operator config. A plain key is an exact name or a dotted suffix ("q_proj"), anything else
             a regular expression matched in full, ``"all-linear"`` everything but the output head. The first match wins;
-            ``None`` leaves the layer alone. A config may be written as text, as on the command line:
-            ``"low_rank:rank=8"``. A plain key may also name the embedding of the tokens; a head that is tied to it
-            then reads the operator, too.
-        layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
+            ``None`` leaves the layer alone. A config may be text, as on the command line: ``"low_rank:rank=8"``. A
+            plain key may also name the token embedding; a head that is tied to it then uses the operator, too.
+        layers: indices of the decoder layers to change (negative ones count from the end); all by default.
         exclude: patterns of layers, or of modules that hold them, to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
-        init: "fresh" draws new parameters (with a warning where the model is pretrained), "from_weight" fits the
-            weight that is there (``from_linear``).
+        init: "fresh" initialises new parameters (with a warning if the model is pretrained), "from_weight" fits them to
+            the layer's weight (``from_linear``).
 
     Returns:
-        The plan, to print or to apply by ``apply_()``.
+        The plan; print it, or apply it with ``apply_()``.
 
     Raises:
-        ValueError: a pattern without a match (with the nearest names), a size that the operator cannot take, a tied
-            weight, a root that is itself a linear layer, a quantized model, an operator that cannot be fitted.
+        ValueError: for a pattern without a match (with the nearest names), a size that the operator does not support, a
+            tied weight, a root that is itself a linear layer, a quantized model, or an operator that cannot be fitted.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
@@ -151,20 +150,20 @@ def plan(
 
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
-    """Return warnings about a plan: trained weights that are lost, operators larger than what they replace."""
+    """Yield warnings about a plan: trained weights that are lost, operators larger than the layers they replace."""
     replaced = [r for r in replacements if not isinstance(r.config, WrapperConfig)]  # a wrapper may keep the layer
     name = getattr(getattr(model, "config", None), "_name_or_path", "")
     lost = [r.name for r in replaced if not isinstance(r.target.module, Operator)]
     if init == "fresh" and name and lost:
         yield (
             f"init='fresh' discards the trained weights of {len(lost)} layers of {shown(name)} (such as {lost[0]}): "
-            "the model has to be trained again. init='from_weight' starts from the weights, where an operator can be "
-            "fitted; relinear.distill_ and relinear.compress fit operators to what layers do"
+            "the model has to be trained again. init='from_weight' fits operators to the weights, if they can be; "
+            "relinear.distill_ and relinear.compress fit operators to the layers' outputs"
         )
     counts = Counter((r.config, r.in_features, r.out_features, module_parameters(r.target.module)) for r in replaced)
     for (config, in_features, out_features, before), count in counts.items():
         after = module_parameters(config.build(in_features, out_features, device="meta"))
-        if after > _LARGER * before:
+        if after > _WARN_ABOVE * before:
             yield (
                 f"{config} has {after:,} parameters in place of {before:,}, {after / before:.1f} times as many, in "
                 f"{count} layers of {in_features} -> {out_features}; a smaller size makes the model smaller"
@@ -172,7 +171,7 @@ def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[
 
 
 def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:
-    if setting is None or (isinstance(setting, str) and setting.strip().lower() in _LEFT_ALONE):
+    if setting is None or (isinstance(setting, str) and setting.strip().lower() in _KEEP_WORDS):
         return None
     if not isinstance(setting, OperatorConfig | str):
         raise ValueError(
@@ -200,10 +199,10 @@ def replace_(
         model: any ``nn.Module``; changed in place.
         mapping: pattern -> operator config, or its text ``"low_rank:rank=8"``; ``None`` leaves a layer alone. A plain
             key is a name or dotted suffix, anything else a regular expression matched in full; the first match wins.
-        layers: indices of decoder layers to stay within (negative ones count from the end); all by default.
+        layers: indices of the decoder layers to change (negative ones count from the end); all by default.
         exclude: patterns of layers, or of modules that hold them, to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
-        init: "fresh" draws new parameters, "from_weight" fits the weight that is there.
+        init: "fresh" initialises new parameters, "from_weight" fits them to the layer's weight.
 
     Returns:
         A summary to print: layer, operator, parameters and FLOPs per token, before and after.
@@ -225,11 +224,11 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     """Attach a model-level part (context manager, residual method, ...) in place, so that checkpoints restore it.
 
     Args:
-        model: a model that the part fits, as a rule a Hugging Face decoder.
+        model: a model that supports the part, usually a Hugging Face decoder.
         attachment: the part's settings, or text as on the command line: ``"context_manager:dim=64"``.
 
     Raises:
-        ValueError: if ``model`` cannot take it; the model is then unchanged.
+        ValueError: if ``model`` does not support the part; the model is then unchanged.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

@@ -1,7 +1,7 @@
 """Rebuild the operators of a checkpoint before transformers loads its weights.
 
-transformers lets a third party rebuild layers through a registered quantizer; nothing is quantized here. The settings
-travel in ``config.json`` under ``quantization_config``, the weights in safetensors.
+Registering a quantizer is transformers' way for third parties to rebuild layers; nothing is quantized here. The
+settings are in ``config.json`` under ``quantization_config``, the weights in safetensors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ _KEYS = {"quant_method", "format_version", "operators", "attachments"}
 
 
 def check_record(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``values`` are not a record of operators and attachments that this relinear reads."""
+    """Raise ValueError unless ``values`` is a record of operators and attachments that this version can read."""
     missing, unknown = _KEYS - set(values), set(values) - _KEYS - {"packages", "packed"}
     if unknown:
         raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
@@ -59,7 +59,7 @@ def check_record(values: Mapping[str, Any]) -> None:
 
 
 def packed_record(bits: int) -> dict[str, int]:
-    """Return the entry of a record for parameters that are stored as integers."""
+    """Return a record's entry about parameters that are stored as integers."""
     return {"bits": bits, "group": GROUP}
 
 
@@ -77,7 +77,7 @@ class RelinearConfig(QuantizationConfigMixin):
 
 
 def _needed(packages: Any) -> str:
-    """Return which packages a checkpoint needs, and what to do."""
+    """Return advice about the packages that a checkpoint needs; "" if it needs none."""
     if not isinstance(packages, Mapping) or not packages:
         return ""
     lines = []
@@ -94,7 +94,7 @@ def _needed(packages: Any) -> str:
 
 @register_quantizer(METHOD)
 class RelinearQuantizer(HfQuantizer):
-    """Rebuild operators on the meta-device skeleton, and check the loaded weights against them."""
+    """Rebuild operators on the meta device before loading, and check the loaded weights."""
 
     quantization_config: RelinearConfig
 
@@ -104,9 +104,9 @@ class RelinearQuantizer(HfQuantizer):
             raise ValueError("operators come with a checkpoint; to add them, load the model, then relinear.replace_")
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Clear the record, and what only the file needs, from the config before anything reads it.
+        """Remove the record, and fields that only the file needs, from the config before the model is built.
 
-        Heads build their body from the config, but the model is rebuilt as a whole.
+        Heads build their body from the config, but the whole model is rebuilt at once.
         """
         remove_file_only_fields_(config)
         del config.quantization_config
@@ -135,9 +135,9 @@ class RelinearQuantizer(HfQuantizer):
             wrong = operator.problem_with_values(operator.state_dict())
             if wrong is not None:
                 raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
-        # A later save uses this class's names, and floats.
+        # so that a later save uses this class's names, and floats
         model._weight_conversions = [step for step in model._weight_conversions if step not in self._steps]
-        # An ordinary model again: floats may be cast, Trainer may train it, and save_pretrained writes the record.
+        # so that it is an ordinary model: it can be cast and trained, and save_pretrained writes the record
         self.remove_quantization_config(model)
         model.config._is_quantized = False
         sync_record(model)
@@ -150,23 +150,23 @@ class RelinearQuantizer(HfQuantizer):
 
 
 def _saved_as(model: Any) -> str:
-    """Return the name of the class whose checkpoint ``model`` was loaded from; by default its own."""
+    """Return the name of the class that the checkpoint was saved from; by default the model's class."""
     names = getattr(getattr(model, "config", None), "architectures", None)
     return str(names[0]) if names else type(model).__name__
 
 
 def _saved_prefix(model: Any) -> str:
-    """Return the name of the body in the saved class; "" if it has none or is unknown."""
+    """Return ``base_model_prefix`` of the saved class; "" if it has none or is unknown."""
     return getattr(getattr(transformers, _saved_as(model), None), "base_model_prefix", "")
 
 
 def has_another_head(model: Any) -> bool:
-    """Return whether ``model`` is of another class than the saved one."""
+    """Return whether ``model`` was saved from another class."""
     return _saved_as(model) != type(model).__name__
 
 
 def _layer_of(model: Any, name: str) -> nn.Module | None:
-    """Return the layer ``name``; None if it belongs to a head for another task, which ``model`` does not have."""
+    """Return the layer ``name``; None if it belongs to another task's head, which ``model`` does not have."""
     layer = find_module(model, name)
     if layer is not None and (is_replaceable(layer) or is_embedding(layer)):
         return layer
@@ -181,9 +181,9 @@ def _layer_of(model: Any, name: str) -> nn.Module | None:
 
 
 def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
-    """Put the recorded attachments, then the operators, into a model that is still as its class builds it.
+    """Add the recorded attachments, then the operators, to a stock ``model``.
 
-    Parts with their own config and record may have been rebuilt already; they are left alone.
+    Submodels with their own config and record may have been rebuilt already; they are left alone.
 
     Raises:
         ValueError: if a recorded layer does not exist in ``model`` or cannot take its operator.
@@ -206,7 +206,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
 
 
 def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:
-    """Return ``stored`` under the names that ``model`` uses: transformers stores some models under other names."""
+    """Return ``stored`` under the names in ``model``: transformers saves some models under other names."""
     steps = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
@@ -221,10 +221,10 @@ def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, 
 
 
 def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str]) -> None:
-    """Refuse a checkpoint whose operators and attached parts have not exactly the weights that their record asks for.
+    """Raise ValueError unless operators and attached parts have exactly the weights that their record requires.
 
-    What else is missing or unknown (a fresh head for another task, say) is left to transformers, and so are tables of
-    another vocabulary (not of another kind), which a caller may ask to reinitialise (``ignore_mismatched_sizes``).
+    Other missing or unknown weights (a new head for another task, say) are left to transformers, and so are embeddings
+    for another vocabulary, which a caller may reinitialise (``ignore_mismatched_sizes``).
     """
     tables = {id(table.weight) for table in token_tables(model)}
     of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}

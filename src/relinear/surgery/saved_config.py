@@ -1,9 +1,9 @@
-"""How the config of a model with operators is written, so that no program loads it as something else.
+"""Write the config of a model with operators so that no program loads it as a stock model.
 
-A stock class would load such a checkpoint and draw the layers that it misses at random, with a mere warning. So
-``config.json`` names a model type that only relinear knows, with a loader for ``trust_remote_code=True``. Classes
-called by name (``LlamaForCausalLM.from_pretrained``) ignore the type; these stop at ``transformers_weights``, which
-names no file but what to do. In memory a config is the stock one.
+A stock class would load such a checkpoint with only a warning and initialise the missing layers at random. So
+``config.json`` has a model type that only relinear knows, and a loader for ``trust_remote_code=True``. Classes called
+by name (``LlamaForCausalLM.from_pretrained``) ignore the type; they fail at ``transformers_weights``, which holds
+advice instead of a file name. In memory a config is the stock one.
 """
 
 import json
@@ -77,12 +77,12 @@ AutoConfig.register(METHOD, SavedConfig)
 
 
 def needs_loader(config: PreTrainedConfig) -> bool:
-    """Return whether only relinear can load a model of this config: it has operators, or is a model of relinear's."""
+    """Return whether only relinear can load this config's model: it has operators, or relinear defines its class."""
     return record_in_config(config) is not None or type(config).__module__.startswith("relinear.")
 
 
 def remove_file_only_fields_(config: PreTrainedConfig) -> None:
-    """Take out of a config that a stock class read itself what only belongs into the file."""
+    """Remove the fields that ``write_config`` adds to ``config.json`` from a config that a stock class read."""
     for key in ("model_type", "transformers_weights", _BASE_TYPE):  # the class knows its model_type
         config.__dict__.pop(key, None)
     auto_map = without_loader(vars(config)).get("auto_map")
@@ -92,7 +92,7 @@ def remove_file_only_fields_(config: PreTrainedConfig) -> None:
 
 
 def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
-    """Write ``text``, the stock JSON of ``config``, to ``path`` in the form described above; put the loader beside."""
+    """Write ``text``, the stock JSON of ``config``, to ``path`` with the changes above, and the loader next to it."""
     values = json.loads(text)
     base = type(config).model_type
     known = base in CONFIG_MAPPING  # else its own remote code, by its own auto_map, has to read it

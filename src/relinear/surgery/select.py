@@ -1,4 +1,4 @@
-"""Which modules a mapping means: PEFT's rules for names, plus layers, exclusions and a filter."""
+"""Select the modules that patterns match, with PEFT's rules for names, layers, exclusions and a filter."""
 
 import dataclasses
 import difflib
@@ -20,9 +20,9 @@ from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, list
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
-_LONGEST_NAME = 200  # of a pattern that is compared with names
-#: layers of transformers' whose weight their parent reads, as "class of the parent.layer"
-_READ = re.compile(
+_LONGEST_NAME = 200  # characters of a pattern to compare with names
+#: "parent class.layer" of transformers layers whose parent reads their weight without calling them
+_READ_BY_PARENT = re.compile(
     r".*(ActDense\.(wo|fc2)|(Mixer|MambaLayer)\.(dt|x|out)_proj|Indexer\.weights_proj)"
     r"|RwkvSelfAttention\.output|RwkvFeedForward\.value|.*Mamba2?ForCausalLM\.lm_head"
 )
@@ -31,7 +31,7 @@ _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A module to replace: its first name, every other name it goes by, and the pattern that chose it."""
+    """A module to replace: its first name, its aliases, and the pattern that matched it."""
 
     name: str
     aliases: tuple[str, ...]
@@ -40,23 +40,23 @@ class Target:
 
 
 def _descends_from(module: Any, *names: str) -> bool:
-    """Return whether ``module`` is of one of PEFT's classes; by name, so that nothing here imports PEFT."""
+    """Return whether ``module`` is of one of PEFT's classes ``names``, without importing PEFT."""
     return any(base.__name__ in names and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
 def is_adapted(module: Any) -> bool:
-    """Return whether ``module`` is an adapter's layer (LoRA's Linear) around ``base_layer``."""
+    """Return whether ``module`` is a PEFT layer (LoRA's Linear) around a ``base_layer``."""
     return _descends_from(module, "BaseTunerLayer")
 
 
 def is_added_by_peft(module: Any, child: str) -> bool:
-    """Return whether PEFT put ``child`` into ``module``: beside ``base_layer``, or as a copy (``modules_to_save``)."""
+    """Return whether PEFT added ``child`` to ``module``: an adapter's part, or a copy for ``modules_to_save``."""
     copies = _descends_from(module, "AuxiliaryTrainingWrapper", "ModulesToSaveWrapper")
     return copies or (child != BASE_LAYER and is_adapted(module))
 
 
 def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
-    """Return every module outside operators, attachments and PEFT's adapters, with all the names it goes by."""
+    """Return every module outside of operators, attachments and PEFT's adapters, with all its names."""
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
 
     def walk(module: nn.Module, prefix: str) -> None:
@@ -72,7 +72,7 @@ def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
 
 
 def heads(model: Any) -> set[int]:
-    """Return identities of the output heads that "all-linear" leaves out."""
+    """Return the ids of the output heads, which "all-linear" leaves out."""
     named = {id(child) for name, child in unwrapped(model).named_children() if name in _HEADS}
     return named | {id(output_head(model))}
 
@@ -88,14 +88,14 @@ def _embedding(model: Any) -> Any:
 
 
 def reader_of_weight(model: nn.Module, name: str) -> str | None:
-    """Return the class that is known to read ``.weight`` of its layer ``name``, which no operator has; else None."""
+    """Return the parent's class if it reads ``.weight`` of the layer ``name``, which operators lack; else None."""
     parent, _, child = name.rpartition(".")
     class_name = type(model.get_submodule(parent)).__name__
-    return class_name if _READ.fullmatch(f"{class_name}.{child}") else None
+    return class_name if _READ_BY_PARENT.fullmatch(f"{class_name}.{child}") else None
 
 
 def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
-    """Name of a parameter slot, not of ``head``, that shares memory with ``module``'s (a tied embedding), or None."""
+    """Return the name of a parameter outside of ``module`` and ``head`` that is tied to ``module``'s, or None."""
     parameters = {id(p) for p in module.parameters()}
     inside = {id(m) for m in module.modules()}
     for name, other in model.named_modules():
@@ -137,7 +137,7 @@ def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> Val
 
 
 def _with_owners(name: str) -> Iterator[str]:
-    """Return the names of the modules that a module lies in, and its own."""
+    """Yield the names of the modules that contain a module, and its own name."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
@@ -156,18 +156,19 @@ def select_targets(
     exclude: str | Iterable[str] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
 ) -> tuple[list[Target], dict[str, str]]:
-    """Return the modules that ``mapping`` means, in the model's order, each once, and why others stay.
+    """Return the modules that ``mapping`` matches, in the model's order, and why other linear layers are left alone.
 
     Raises:
-        ValueError: for a pattern that is malformed or matches nothing, a layer that does not exist, or no target left.
+        ValueError: for a pattern that is malformed or matches nothing, a layer that does not exist, or if no module
+            remains.
     """
     check_patterns(mapping)
     targets = _named_aliases(model)
     outputs = heads(model)
     excluded = [] if exclude is None else listed(exclude, "exclude= takes a pattern or a list of patterns")
-    every = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    all_names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in excluded:
-        if not any(matches(pattern, name) for name in every):
+        if not any(matches(pattern, name) for name in all_names):
             raise ValueError(f"exclude= {_no_match(pattern, targets.values())}")
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
@@ -180,19 +181,19 @@ def select_targets(
     for module, names in targets.values():
         if not is_replaceable(module) and module is not table:
             continue
-        shown_names = [shown for name in names for shown in dict.fromkeys((name, stock_name(name)))]
-        # an embedding is meant if it is named, not by patterns for linear layers
-        meant = [p for p in mapping if p != ALL_LINEAR and is_plain(p)] if module is table else mapping
+        all_aliases = [alias for name in names for alias in dict.fromkeys((name, stock_name(name)))]
+        # patterns for linear layers do not match an embedding; it must be named
+        patterns = [p for p in mapping if p != ALL_LINEAR and is_plain(p)] if module is table else mapping
         hits = [
             p
-            for p in meant
-            if (id(module) not in outputs if p == ALL_LINEAR else any(matches(p, name) for name in shown_names))
+            for p in patterns
+            if (id(module) not in outputs if p == ALL_LINEAR else any(matches(p, name) for name in all_aliases))
         ]
         used.update(hits)
         if not hits:
             if module is not table:
                 skipped[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
-        elif any(matches(p, name) for p in excluded for whole in shown_names for name in _with_owners(whole)):
+        elif any(matches(p, name) for p in excluded for whole in all_aliases for name in _with_owners(whole)):
             skipped[names[0]] = "exclude="
         elif wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n):
             skipped[names[0]] = "layers="

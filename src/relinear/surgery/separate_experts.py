@@ -1,4 +1,4 @@
-"""Experts that transformers holds as one tensor, taken apart into linear layers, and fused again."""
+"""Split experts that transformers stores as one tensor into linear layers, and fuse them again."""
 
 # Legend: K experts of a token, N tokens, D hidden size
 
@@ -19,21 +19,21 @@ from relinear.surgery.plan import attach_
 
 
 class ExpertLayers(nn.Module):
-    """Give each expert of ``fused`` linear layers: ``0.gate_up_proj`` (or ``0.up_proj``) and ``0.down_proj``.
+    """Linear layers for each expert of ``fused``: ``0.gate_up_proj`` (or ``0.up_proj``) and ``0.down_proj``, and so on.
 
-    Layout and activation are as ``fused`` states them for transformers' own implementations of experts.
+    Layout and activation are those that ``fused`` declares for transformers' implementations of experts.
     """
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
-        self._fused = (fused,)  # not as a submodule: it has no weights any more
+        self._fused = (fused,)  # in a tuple, so that it is no submodule: its weights are gone
         for number in range(fused.num_experts):
             self.add_module(str(number), nn.ModuleDict({name: _layer(fused, name, number) for name in _names(fused)}))
         self.train(fused.training)
         fused.to("meta")
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return weighted sums (N, D) over each token's experts, whose numbers and weights are (N, K)."""
+        """Return the weighted sum (N, D) over each token's experts; their indices and weights are (N, K)."""
         (fused,) = self._fused
         activation, output = fused._apply_gate if fused.has_gate else fused.act_fn, torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
@@ -44,7 +44,7 @@ class ExpertLayers(nn.Module):
         return output
 
     def fuse(self) -> nn.Module:
-        """Return transformers' module with the weights of the layers, which must be plain ones."""
+        """Return transformers' module with the weights of the layers, which must all be ``nn.Linear``."""
         (fused,) = self._fused
         for name in _names(fused):
             layers: list[Any] = [expert.get_submodule(name) for expert in self.children()]
@@ -68,7 +68,7 @@ def _layer(fused: Any, name: str, number: int) -> nn.Linear:
 
 
 def _is_fused(module: Any) -> bool:
-    """Return whether ``module`` is of transformers and holds nothing but tensors of experts, in a layout it states."""
+    """Return whether ``module`` is a transformers module with only fused experts, in a layout that it declares."""
     if not hasattr(module, "_apply_gate") or getattr(module, "has_post_expert_norm", True):
         return False
     names = {name + end for name in _names(module) for end in ("", "_bias")[: 1 + module.has_bias]}
@@ -77,28 +77,28 @@ def _is_fused(module: Any) -> bool:
 
 @register
 class SeparateExperts(AttachmentConfig):
-    """Give every expert linear layers of its own, which does not change the model's outputs.
+    """Give every expert its own linear layers, which does not change the model's outputs.
 
-    transformers holds the experts of a decoder layer as one tensor, which no pattern reaches. Taken apart its layers
-    are called ``mlp.experts.3.gate_up_proj`` and ``mlp.experts.3.down_proj``. ``relinear.compress`` does so by itself.
+    transformers stores the experts of a decoder layer as one tensor, which no pattern can match. The split layers are
+    named ``mlp.experts.3.gate_up_proj`` and ``mlp.experts.3.down_proj``. ``relinear.compress`` splits automatically.
     """
 
     kind: ClassVar[str] = "separate_experts"
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError unless there are experts that are held as one tensor."""
+        """Raise ValueError unless the model stores experts as one tensor."""
         if not any(map(_is_fused, model.modules())):
             raise ValueError(f"separate_experts: no module of {type(model).__name__} holds experts as one tensor")
 
     def attach(self, model: nn.Module) -> None:
-        """Put an ``ExpertLayers`` in the place of every module of experts."""
+        """Replace every module of fused experts by ``ExpertLayers``."""
         for name, module in [*model.named_modules()]:
             if _is_fused(module):
                 swap_module(model, [name], module, ExpertLayers(module))
 
 
 def fuse_experts_(model: nn.Module) -> None:
-    """Undo ``SeparateExperts``, unless a layer of the experts is replaced."""
+    """Undo ``SeparateExperts``, unless a layer of the experts has been replaced."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, ExpertLayers)]
     layers = [layer for _, module in modules for expert in module.children() for layer in expert.children()]
     if modules and all(type(layer) is nn.Linear for layer in layers):
@@ -110,7 +110,7 @@ def fuse_experts_(model: nn.Module) -> None:
 
 @contextmanager
 def separate_experts(model: nn.Module) -> Iterator[None]:
-    """Make experts layers within the block, and one tensor again afterwards, unless one of them was replaced."""
+    """Split experts into layers within the block and fuse them afterwards, unless a layer was replaced."""
     fused = any(map(_is_fused, model.modules()))
     if fused:
         attach_(model, SeparateExperts())

@@ -1,4 +1,4 @@
-"""Modules' states as one flat mapping of tensors, and back: what is kept of a few layers of a model."""
+"""Save the states of a model's layers as one flat mapping of tensors, and load them back."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from relinear.surgery.plan import Plan, Replacement
 
 
 def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return the states of modules (by their names in a model), each tensor under the name that it has in the model."""
+    """Return the tensors of ``modules`` (by name in a model), each under its full name in the model."""
     return {
         f"{name}.{key}": value.detach().contiguous()
         for name, module in modules.items()
@@ -17,7 +17,7 @@ def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def unshare_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
-    """Give ``model`` its own copies of its parameters that are in ``shared``; tied ones stay tied in it."""
+    """Replace parameters of ``model`` that are in ``shared`` by copies; tied parameters stay tied."""
     copies: dict[int, nn.Parameter | None] = {id(parameter): None for parameter in shared}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -30,12 +30,12 @@ def unshare_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> Non
 
 
 def load_states_(model: nn.Module, names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
-    """Give the modules ``names`` of ``model`` the states that ``flat_states`` took.
+    """Load the states from ``flat_states`` into the modules ``names`` of ``model``.
 
-    Their parameters become new ones: another model that holds the old ones keeps its values.
+    The modules get new parameters, so another model that shares the old ones is unchanged.
 
     Raises:
-        RuntimeError: if ``weights`` lack a tensor of one of them, or hold one of another shape.
+        RuntimeError: if ``weights`` lacks a tensor of these modules or has one of another shape.
     """
     modules = {f"{name}.": model.get_submodule(name) for name in names}
     unshare_parameters_(model, [parameter for module in modules.values() for parameter in module.parameters()])
@@ -44,11 +44,11 @@ def load_states_(model: nn.Module, names: Iterable[str], weights: Mapping[str, T
 
 
 def replace_with_states_(model: nn.Module, replacements: Iterable[Replacement], weights: Mapping[str, Tensor]) -> None:
-    """Apply planned replacements with operators of known states.
+    """Apply planned replacements and load the operators' states.
 
     Args:
-        model: that the replacements were planned for.
-        weights: of every operator, named as by ``flat_states``.
+        model: the model that the replacements were planned for.
+        weights: every operator's tensors, from ``flat_states``.
     """
     replacements = tuple(replacements)
     Plan(model, replacements, "fresh").apply_()

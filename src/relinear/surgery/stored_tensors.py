@@ -1,4 +1,4 @@
-"""Tensors in the files of a checkpoint: their names, shapes and types, from the heads of the files."""
+"""Read names, shapes and types of a checkpoint's tensors from the headers of its files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,19 +12,19 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class TensorSpec(NamedTuple):
-    """Shape and number type of a tensor, stored in a checkpoint or required by a model."""
+    """The shape and kind of number ("floats", "integers") of a tensor in a checkpoint or a model."""
 
     shape: tuple[int, ...]
     kind: str
 
     @classmethod
     def of(cls, shape: Iterable[int], dtype: Any) -> "TensorSpec":
-        """Return the form of a shape and a ``dtype`` of torch or of a file: torch.bfloat16, BF16, F8_E4M3, I64 ..."""
+        """Return the spec of a shape and a ``dtype`` of torch or of a file: torch.bfloat16, BF16, F8_E4M3, I64 ..."""
         letter = str(dtype).removeprefix("torch.").lower().lstrip("b")[0]
         return cls(tuple(map(int, shape)), {"f": "floats", "c": "complex numbers"}.get(letter, "integers"))
 
     def fits(self, other: "TensorSpec", any_shape: bool) -> bool:
-        """Return whether a stored tensor of this form can be loaded into one of the ``other``."""
+        """Return whether a stored tensor with this spec can be loaded into one with the spec ``other``."""
         return self.kind == other.kind and (any_shape or self.shape == other.shape)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ def stored_specs(files: Iterable[str | Path]) -> dict[str, TensorSpec]:
 
 
 def shards_of(directory: Path) -> list[str]:
-    """Return the files that the index of a saved model lists; none without a readable index."""
+    """Return the file names in a saved model's index; [] if there is no readable index."""
     try:
         names = set(read_json(directory / INDEX)["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

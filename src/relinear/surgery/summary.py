@@ -19,10 +19,10 @@ from relinear.system.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One linear layer, operator or attached part. ``*_before`` is the dense layer (or what was replaced last).
+    """One linear layer, operator or attached part. ``*_before`` describes the dense layer, or the layer it replaced.
 
-    parameters: weights, integers among them. bytes: what a checkpoint holds of it, scales among it. inactive_*: what
-    one token does not use of the parameters, and the FLOPs that it is spared, where tokens are routed.
+    parameters: weights, including integers. bytes: size in a checkpoint, including scales. inactive_*: parameters and
+    FLOPs that a token does not use, if tokens are routed.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A table of a model's linear layers. ``str`` shows it with layers of one kind in one line.
+    """A table of a model's linear layers. ``str`` shows equal layers in one line.
 
-    parameters: every weight of the model, integers among them, tied ones once.
-    flops_per_token: forward FLOPs of the rows; attention scores, norms and activations are left out.
-    coverage: what operators took the place of, what was left, and why; printed below the table.
-    notes: what ``replace_`` warned of; printed last.
-    bytes: what a checkpoint holds of the model. inactive_*: sums over the rows.
+    parameters: all weights of the model, including integers; tied weights count once.
+    flops_per_token: forward FLOPs of the rows, without attention scores, norms and activations.
+    coverage: which layers were replaced, and why others were not; printed below the table.
+    notes: warnings of ``replace_``; printed last.
+    bytes: size of the model in a checkpoint. inactive_*: sums over the rows.
     """
 
     rows: tuple[Row, ...]
@@ -68,7 +68,7 @@ class Summary:
         return self.within(1_000_000)
 
     def within(self, width: int) -> str:
-        """Return the table in lines of at most ``width`` characters: if it is wider, a few lines a layer."""
+        """Return the table in lines of at most ``width`` characters, with several lines per layer if necessary."""
         head = ("layer", "operator", "in -> out", "parameters", "was", "bits", "bytes", "FLOPs/token", "was")
         lines: list[tuple[str, ...]] = [head]
         for names, row in _grouped(self.rows):
@@ -87,7 +87,7 @@ class Summary:
 
 
 def _size_columns(of: Row | Summary, count: int) -> list[str]:
-    """Return the numeric columns for ``count`` alike rows: bits are those a weight takes, scales included."""
+    """Return the numeric columns for ``count`` equal rows; bits are per weight, including scales."""
     parameters, before, size = of.parameters * count, of.parameters_before * count, of.bytes * count
     bits = f"{8 * size / parameters:.4g}" if parameters else ""
     active, flops = parameters - of.inactive_parameters * count, of.flops_per_token * count
@@ -110,7 +110,7 @@ def _pattern(name: str) -> str:
 
 
 def _common(names: list[str]) -> str:
-    """Return the names with the parts that differ shown as a range or a star."""
+    """Return one pattern for ``names``: parts that differ become a range or a star."""
     out = []
     for parts in zip(*(name.split(".") for name in names), strict=True):
         values = sorted({int(p) for p in parts}) if all(p.isdigit() for p in parts) else None
@@ -124,13 +124,13 @@ def _common(names: list[str]) -> str:
 
 
 def module_parameters(module: nn.Module) -> int:
-    """Return the number of weights, shared ones once: parameters, and integers in place of their scales."""
+    """Return the number of weights, shared ones once; integers count, their scales do not."""
     integers = (part.weights_beyond_parameters for part in module.modules() if isinstance(part, Operator))
     return sum(p.numel() for p in module.parameters()) + sum(integers)
 
 
 def module_bytes(module: nn.Module) -> int:
-    """Return bytes of the parameters and buffers that a checkpoint holds, shared ones once."""
+    """Return the bytes of parameters and saved buffers, shared ones once."""
     parts = module.state_dict(keep_vars=True).values()
     return sum(part.nbytes for part in {id(part): part for part in parts}.values())
 
@@ -156,7 +156,7 @@ def module_inactive(module: nn.Module) -> tuple[int, int]:
 
 
 def _dense_flops(module: Any) -> int:
-    """Return the FLOPs a token of the dense layer of these sizes."""
+    """Return the FLOPs per token of a dense layer with the sizes of ``module``."""
     product = module.table if isinstance(module, TiedHead) else None if embeds(module) else module
     return 2 * math.prod(linear_features(product)) if product is not None and is_replaceable(product) else 0
 
@@ -168,12 +168,12 @@ def summary(
 
     Args:
         model: any ``nn.Module``, also on the meta device.
-        before: (parameters, FLOPs per token) of layers by name, for the "was" columns; a dense layer of the same shape
-            where a name is missing, and nothing where an attached part has no shape.
-        left: why linear layers stayed as they are, by name, for the lines below the table.
+        before: (parameters, FLOPs per token) of replaced layers by name, for the "was" columns; by default those of a
+            dense layer of the same shape.
+        left: why linear layers were not replaced, by name, for the lines below the table.
 
     Returns:
-        The table to print; its fields hold rows, parameters and forward FLOPs per token, now and before.
+        A table to print, with rows, parameters and forward FLOPs per token, now and before.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

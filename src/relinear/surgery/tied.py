@@ -1,4 +1,4 @@
-"""An output head that shares its matrix with the embedding, where an operator replaces the embedding."""
+"""Output heads that are tied to an embedding that an operator replaces."""
 
 import re
 from collections.abc import Iterable
@@ -17,18 +17,18 @@ from relinear.hf.replacing import swap_module
 
 
 class TiedHead(nn.Module):
-    """y = x W^T + bias with the matrix W (V, D) of the operator that embeds the tokens. It holds but the bias (V,)."""
+    """y = x W^T + bias with W (V, D) of the operator that replaces the embedding; only the bias (V,) is its own."""
 
     bias: nn.Parameter | None
 
     def __init__(self, table: Operator, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.register_parameter("bias", bias)
-        self._table = (table,)  # not as a submodule: it is saved, moved and counted at its own place
+        self._table = (table,)  # in a tuple, so that it is no submodule: the embedding saves, moves and counts it
 
     @property
     def table(self) -> Operator:
-        """Return the operator that embeds the tokens."""
+        """Return the operator that replaces the embedding."""
         return self._table[0]
 
     def flops_per_token(self) -> int:
@@ -37,12 +37,12 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits (..., V) of hidden states (..., D)."""
-        product = self.table.forward(x)  # hooks on the embedding, as of noise for its rows, are not the head's
+        product = self.table.forward(x)  # without the hooks on the embedding, which may add noise to its rows
         return product if self.bias is None else product + self.bias
 
 
 def check_can_embed(config: OperatorConfig, source: nn.Module, name: str) -> None:
-    """Raise ValueError if ``source``, called ``name``, is an embedding, and ``config`` an operator without rows."""
+    """Raise ValueError if ``source``, called ``name``, is an embedding and operators of ``config`` have no rows."""
     if not embeds(source):
         return
     with suppress(NotLinearError):
@@ -53,7 +53,7 @@ def check_can_embed(config: OperatorConfig, source: nn.Module, name: str) -> Non
 
 
 def tied_head(model: Any, table: nn.Module) -> Any:
-    """Return the output head of ``model`` that shares the matrix of its embedding ``table``; None if none does."""
+    """Return the output head of ``model`` if it is tied to the embedding ``table``, else None."""
     model = unwrapped(model)
     head = output_head(model) if embeds(table) else None
     if isinstance(head, TiedHead):
@@ -61,14 +61,14 @@ def tied_head(model: Any, table: nn.Module) -> Any:
     if not isinstance(head, nn.Linear):
         return None
     names = {id(module): name for name, module in model.named_modules()}
-    # on a skeleton that is about to be loaded they are not the same object yet, but will be
+    # in a model on the meta device, before loading, they are not the same object yet
     stated = getattr(model, "all_tied_weights_keys", {}).get(f"{names[id(head)]}.weight")
     shared = any(head.weight is p for p in table.parameters())
     return head if shared or stated == f"{names.get(id(table))}.weight" else None
 
 
 def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any) -> None:
-    """Replace ``source`` by ``target`` (``swap_module``), and tie the head that was tied to it to ``target``."""
+    """Replace ``source`` by ``target`` (``swap_module``); a head that was tied to ``source`` is tied to ``target``."""
     head = tied_head(model, source)
     swap_module(model, names, source, target)
     if head is None:
@@ -88,7 +88,7 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
 
 
 def untie_config_(model: Any) -> None:
-    """Untie model and config if embedding and head are no longer tied, as after PEFT merged a copy of one."""
+    """Untie model and config if embedding and head no longer share weights, as after PEFT merged a copy of one."""
     model = unwrapped(model)
     head = output_head(model)
     if isinstance(head, TiedHead):

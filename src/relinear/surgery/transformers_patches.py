@@ -1,7 +1,7 @@
-"""Wrap the few functions of transformers and PEFT that have no hook for a third party, once.
+"""Patch the few functions of transformers and PEFT that offer no hook to third parties.
 
-Models without operators are not affected: a config without our record goes straight to the original function. Which
-promise needs which, and why no hook does: ``docs/ecosystem.md``.
+Models without operators are not affected: their configs have no record, so the original function runs. See
+``docs/ecosystem.md`` for what each patch is needed for.
 """
 
 import copy
@@ -34,21 +34,21 @@ _MARK = "_relinear_original"
 
 
 def install() -> None:
-    """Wrap the functions (idempotent). This cannot wait for a record: a caller's config may replace the one with it."""
-    _wrap(PreTrainedConfig, "to_json_file", _to_json_file)
-    _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
-    _wrap(PreTrainedModel, "_from_config", _from_config)
-    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
-    _wrap(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
-    _wrap(PreTrainedModel, "_initialize_weights", _initialize_weights)
-    if is_peft_available():  # a plain ``LoraConfig`` may name operators: PEFT would stop at the first
+    """Patch the functions (idempotent), at import: a caller's config may replace the one with relinear's record."""
+    _patch(PreTrainedConfig, "to_json_file", _to_json_file)
+    _patch(PreTrainedModel, "save_pretrained", _save_pretrained)
+    _patch(PreTrainedModel, "_from_config", _from_config)
+    _patch(PreTrainedModel, "from_pretrained", _from_pretrained)
+    _patch(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
+    _patch(PreTrainedModel, "_initialize_weights", _initialize_weights)
+    if is_peft_available():  # a plain ``LoraConfig`` may target operators, which PEFT would refuse
         from peft.tuners.lora.model import LoraModel
 
         if hasattr(LoraModel, "_create_new_module"):
-            _wrap(LoraModel, "_create_new_module", _create_new_module)
+            _patch(LoraModel, "_create_new_module", _create_new_module)
 
 
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
     static = inspect.getattr_static(owner, name)
     original = static.__func__ if isinstance(static, classmethod | staticmethod) else static
     if hasattr(original, _MARK):
@@ -57,25 +57,25 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         try:
             call = signature.bind(*args, **kwargs)  # so that arguments may be passed by name
         except TypeError:
             return original(*args, **kwargs)  # raises its own error
-        return around(original, *call.args, **call.kwargs)
+        return replacement(original, *call.args, **call.kwargs)
 
-    setattr(wrapped, _MARK, original)
+    setattr(patched, _MARK, original)
     kind = type(static) if isinstance(static, classmethod | staticmethod) else lambda function: function
-    setattr(owner, name, kind(wrapped))
+    setattr(owner, name, kind(patched))
 
 
 def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:
-    """Create an adapter; on an operator, ``OperatorLora``: PEFT adapts nn.Linear and a few other classes."""
+    """Create an adapter; for an operator ``OperatorLora``, as PEFT only adapts nn.Linear and a few other classes."""
     base = target.get_base_layer() if is_adapted(target) else target
     if isinstance(base, Operator):
         if embeds(base):
             raise ValueError(
-                f"{base.name_in_model} is an embedding that is an operator, on which no LoRA goes; leave it out"
+                f"{base.name_in_model} is an embedding that is an operator, which LoRA does not support; leave it out"
             )
         from relinear.surgery.lora_layer import OperatorLora
 
@@ -103,9 +103,9 @@ def _resize_token_embeddings(
 ) -> Any:
     """Resize the token embeddings of attached parts with the model's.
 
-    The output head stays the same module, with its hooks: transformers would replace it by a bare one.
+    The output head stays the same module with its hooks; transformers would replace it by a new one.
     """
-    if new_num_tokens is None and pad_to_multiple_of is None:  # nothing is asked for
+    if new_num_tokens is None and pad_to_multiple_of is None:  # nothing to do
         return model.get_input_embeddings()
     tables, head = token_tables(model), model.get_output_embeddings()
     for role, part in {"embedding": model.get_input_embeddings(), "output head": head}.items():
@@ -125,9 +125,9 @@ def _resize_token_embeddings(
 
 @contextmanager
 def _record_of_this_model(model: Any) -> Iterator[None]:
-    """Put the true record into the config for the length of a block, if the config has another.
+    """Put the model's own record into its config within the block, if the config has another.
 
-    A stock class that was built with the config of a model with operators has the record but no operators. A part of a
+    A stock model that was built with the config of a model with operators has the record but no operators. A part of a
     model has other names for its layers.
     """
     true_record = make_record(model)
@@ -145,27 +145,27 @@ def _record_of_this_model(model: Any) -> Iterator[None]:
         model.config = shared
 
 
-#: the record of the model that is being built from its config, in which heads build their body from the same one
+#: the record of the model that is being built; a head builds its body from the same config
 _building: ContextVar[dict[str, Any] | None] = ContextVar("_building", default=None)
 
 
 def _from_config(original: Any, cls: Any, config: Any, /, **kwargs: Any) -> Any:
-    """Build a model from the config of a checkpoint with its operators, freshly initialised."""
-    asked = record_in_config(config)
-    if asked is None or asked == _building.get():
+    """Build a model with the operators that its config records, freshly initialised."""
+    record = record_in_config(config)
+    if record is None or record == _building.get():
         return original(cls, config, **kwargs)
     remove_file_only_fields_(config)
-    token = _building.set(asked)
+    token = _building.set(record)
     try:
         model = original(cls, config, **kwargs)
     finally:
         _building.reset(token)
-    rebuild_(model, RelinearConfig(**asked))
+    rebuild_(model, RelinearConfig(**record))
     return model
 
 
 def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-    """Load with the checkpoint's record, also under a config of the caller's: the weights fit nothing else."""
+    """Load with the checkpoint's record, even if the caller passes another config."""
     stored = None if config is None else _stored_record(name, kwargs)
     if stored is not None and isinstance(config, str | os.PathLike):
         config = AutoConfig.from_pretrained(config)
@@ -185,20 +185,21 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
 
 
 def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    """Initialise operators and attached parts by their own rules; transformers knows neither them nor their layers.
+    """Initialise operators and attached parts by their own ``reset_parameters``.
 
-    Some models initialise children by name (GPT-2: ``self.c_proj.weight``). In a wrapper they find the weight of the
-    layer that it keeps; in another operator without a weight they find one that is marked as loaded, and leave it.
+    Some models initialise children by name (GPT-2: ``self.c_proj.weight``). For the time of the call, a wrapper has its
+    wrapped layer's weight, and any other operator without a weight has one that is marked as loaded, which
+    transformers does not touch.
     """
     if getattr(module, "_is_hf_initialized", False):
         return
-    nameless = [part for part in module.modules() if isinstance(part, Operator) and not hasattr(part, "weight")]
-    for part in nameless:
+    without_weight = [part for part in module.modules() if isinstance(part, Operator) and not hasattr(part, "weight")]
+    for part in without_weight:
         part.__dict__["weight"] = _weight_within(part)
     try:
         original(model, module, *args, **kwargs)
     finally:
-        for part in nameless:
+        for part in without_weight:
             del part.__dict__["weight"]
     initialize_(module)
 
@@ -213,7 +214,7 @@ def _weight_within(part: Any) -> torch.Tensor:
     return placeholder
 
 
-_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
@@ -221,8 +222,8 @@ def _stored_record(name: Any, options: dict[str, Any]) -> dict[str, Any] | None:
     if name is None or options.get("gguf_file"):
         return None
     try:
-        hub_options = {key: options[key] for key in _WHERE if key in options}
+        hub_options = {key: options[key] for key in _HUB_ARGUMENTS if key in options}
         values, _ = PreTrainedConfig.get_config_dict(name, **hub_options)
-    except OSError:  # no file: there is only the caller's config
+    except OSError:  # no config.json: only the caller's config counts
         return None
     return parse_record(values.get("quantization_config"))
