@@ -154,7 +154,7 @@ def ratio_of(kernels, module, make, count):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("subject", [*LAYERS, *PARTS], ids=str)
 def test_no_form_is_slower_than_torchs_own(subject, dtype, count):
-    if not build.compiler() or not build.is_loaded():
+    if not build.compiler() or build.library() is None:
         pytest.skip("no C++ kernels")
     relinear.system.allocator.tune_allocator()
     if subject in PARTS:

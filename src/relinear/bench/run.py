@@ -22,7 +22,7 @@ from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, phase_
 from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
-from relinear.kernels.native.build import compiler, is_loaded
+from relinear.kernels.native.build import compiler, library
 from relinear.system.allocator import tune_allocator
 from relinear.system.files import read_json, write_json
 from relinear.system.grouped import grouped
@@ -99,7 +99,7 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 64
     # A few tokens take kernels that are there and do not ask for a build, so that figures would depend on the order.
     if compiler():
-        is_loaded()
+        library()
     dtypes = [DTYPES[name] for name in settings.dtypes]
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []

@@ -199,17 +199,6 @@ def shared_coordinates(window: int, left: Tensor, right: Tensor) -> int:
     return window // left.shape[-3]
 
 
-def spin_tables(x: Tensor) -> tuple[clifford.SpinShape, Tensor, Tensor, Tensor]:
-    """``clifford.spin_shape`` and ``clifford.string_tables`` of windows x (..., V)."""
-    n = x.shape[-1].bit_length() - 1
-    return clifford.spin_shape(n), *clifford.string_tables(n, x)
-
-
-def string_places(x: Tensor) -> Tensor:
-    """``clifford.string_places`` of windows x (..., V)."""
-    return clifford.string_places(x.shape[-1].bit_length() - 1, x)
-
-
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """``sandwich_sum`` of whole windows, of one block or two, in either basis.
 

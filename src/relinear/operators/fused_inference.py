@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from relinear.contract.inference import ACTIVATION_HOOKS, CachingModule
 from relinear.contract.parameters import forward_hooks
-from relinear.kernels.native import rows_unsupported
-from relinear.kernels.native.build import is_loaded_beside
+from relinear.kernels.native import build, rows_unsupported
 
 Kernel = Callable[[Tensor], Tensor | None]
 
@@ -40,7 +39,8 @@ class FusedInference(CachingModule):
         return None if kernel is None or not submodules.are_bare() else kernel(x)
 
     def build_kernels(self) -> None:
-        is_loaded_beside(next(self.parameters()))
+        if next(self.parameters()).is_cpu and build.compiler():
+            build.library()
 
 
 class Submodules:

@@ -79,23 +79,13 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def is_loaded() -> bool:
-    """Return whether the kernels can be called, built where they have to be when this is first asked."""
-    return library() is not None
-
-
-def is_loaded_beside(parameter: torch.Tensor) -> bool:
-    """``is_loaded`` for a layer with this parameter: nothing is built for what is not on a CPU."""
-    return parameter.is_cpu and compiler() != "" and is_loaded()
-
-
 def missing(may_build: bool) -> str:
     """Say why the kernels cannot be called, or must not be built for this call; "" if they can."""
     if not compiler():
         return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
     if not (may_build or is_built()):
         return "not worth building the kernels"
-    return "" if is_loaded() else "the kernels could not be built"
+    return "" if library() is not None else "the kernels could not be built"
 
 
 def library_path() -> Path:

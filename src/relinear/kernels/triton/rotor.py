@@ -168,7 +168,8 @@ def _sum_kernel(x, left, right, y, order, signs, walsh, tokens, terms, inputs, o
 def _tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _Tile, dict[str, int]]:
     """The tables of the change of basis, the tile and the compiler's options for it."""
     (tokens, _, window), rows, columns = x.shape, left.shape[-1], right.shape[-1]
-    (blocks, size, components, _), *tables = reference.spin_tables(x)
+    n = window.bit_length() - 1
+    blocks, size, components, _ = reference.clifford.spin_shape(n)
     pads = tiles.pad(size), tiles.pad(rows), tiles.pad(columns)
     # rows enough for a product, tokens no more than there are
     least = max(1, 16 * max(pads) // window)
@@ -178,7 +179,11 @@ def _tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _
     tile = (blade, count, window, blocks, size, components, *factors, *pads, tiles.precision(x.dtype))
     # loads wait for one another anyway, and large factors leave no room for a second copy
     options = {"num_warps": 8 if count * window >= NUMBERS else 4, "num_stages": 1}
-    return tuple(tables) if blade else (None, None, None), _Tile(*map(tl.constexpr, tile)), options
+    return (
+        reference.clifford.string_tables(n, x) if blade else (None, None, None),
+        _Tile(*map(tl.constexpr, tile)),
+        options,
+    )
 
 
 @torch.library.custom_op("relinear::sandwich_windows", mutates_args=())
@@ -331,7 +336,7 @@ def _step(
         sums = tiles.empty(x, *grid, branches, 2, dtype=torch.float32)
         results = [None, grad, tiles.empty(x, x.shape[0], branches, window), sums]
     order = None if seed is None else reference.step_order(x, branches, seed, step)
-    places = reference.string_places(x) if blade else None
+    places = reference.clifford.string_places(window.bit_length() - 1, x) if blade else None
     curve = activation if callable(reference.ACTIVATIONS[activation]) else "prelu"
     flags = {"CURVE": curve, "NORMALIZE": normalize, "PERMUTE": order is not None}
     given = x, left, right, slopes, mix, *results, order, places, *tables, x.shape[0], branches
