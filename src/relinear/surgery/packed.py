@@ -162,4 +162,4 @@ def check_packable(model: Any, bits: Any) -> None:
     """Raise ValueError unless ``bits`` is 2 to 8, or if ``model`` is a PEFT model, which only saves its adapter."""
     check_value("bits", bits, Annotated[int, IntRange(2, 8)])
     if unwrapped(model) is not model or getattr(model, "_hf_peft_config_loaded", False):  # by model.add_adapter
-        raise ValueError("bits= stores a whole model, but a PEFT model saves its adapter only: merge the adapter first")
+        raise ValueError("bits= stores a whole model, but a PEFT model saves only its adapter: merge it first")
