@@ -9,7 +9,9 @@ def command(
     model: str = typer.Argument(help="A preset, or the directory of a saved model.", metavar="MODEL"),
     replace: options.Replace = None,
     layers: options.ReplaceLayers = None,
-    overrides: options.PresetFields = None,
+    overrides: list[str] | None = typer.Option(
+        None, "--set", metavar="KEY=VALUE", help="A field of the preset's config."
+    ),
     causality: bool = typer.Option(
         False, "--causality", help="Also run the model and check that no output sees a later token."
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,10 +18,6 @@ Replace = Annotated[
     typer.Option("--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Replace layers."),
 ]
 ReplaceLayers = Annotated[str | None, typer.Option(help="For --replace, such as 0,4-11; by default all.")]
-Attach = Annotated[
-    list[str] | None,
-    typer.Option("--attach", metavar="KIND:KEY=VALUE", help="A residual method or another part of the whole model."),
-]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; existing results in --out are renamed.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what it takes (runs, parameters, tokens, time, disk), and stop.")
@@ -68,10 +64,6 @@ Slurm = Annotated[
         help="A parameter of submitit, such as timeout_min=240; repeat it.",
         show_default="as submitit has them",
     ),
-]
-TrainingRecipe = Annotated[str | None, typer.Option(help="A YAML file of training settings.")]
-PresetFields = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A field of the preset's config.")
 ]
 
 
@@ -252,14 +244,14 @@ def placement(
     return {"workers": workers, "executor": executor, "slurm": jobs}
 
 
-def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any] = int) -> list[Any] | None:
+def parse_numbers(option: str, text: str | None) -> list[int] | None:
     """Return ``"0,1,2"``, the value of ``option``, as a list; None for None. Raises ValueError for other texts."""
     from relinear.contract.messages import shown
 
     try:
-        return None if text is None else [kind(part) for part in text.split(",")]
+        return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} {shown(text)}: write them as {'0,1,2' if kind is int else '0.25,0.5'}") from None
+        raise ValueError(f"{option} {shown(text)}: write them as 0,1,2") from None
 
 
 def named_entries(settings: list[str]) -> dict[str, str]:

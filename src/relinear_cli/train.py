@@ -12,11 +12,13 @@ from relinear_cli import options
 
 
 def command(
-    recipe: options.TrainingRecipe = None,
+    recipe: str | None = typer.Option(None, help="A YAML file of training settings."),
     model: options.TrainingModel = None,
     out: Path = typer.Option(Path("runs/train"), help="Directory of the run."),
     replace: options.Replace = None,
-    attach: options.Attach = None,
+    attach: list[str] | None = typer.Option(
+        None, metavar="KIND:KEY=VALUE", help="A residual method or another part of the whole model."
+    ),
     layers: options.ReplaceLayers = None,
     objective: str | None = typer.Option(None, help="Such as `distill:teacher=DIR`; by default the model's own loss."),
     data: options.TrainingData = None,
