@@ -209,6 +209,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ("kind", "settings"),
     [
         *(("mistral", {"sliding_window": 40}), ("qwen2", {"tie_word_embeddings": True}), ("qwen3", {"head_dim": 128})),
+        ("phi3", {"pad_token_id": None}),
         *(("gemma2", GEMMA), ("gemma3_text", GEMMA | {"num_hidden_layers": 6})),
     ],
 )
@@ -277,6 +278,11 @@ def without_bytes():
     backend = Tokenizer(models.BPE({"<unk>": 0, "a": 1, "b": 2, "ab": 3}, [("a", "b")], unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<unk>")
+
+
+def test_spaces_beside_special_tokens_are_warned_about(tmp_path) -> None:
+    with pytest.warns(UserWarning, match=r"keeps spaces beside special tokens.* \(rstrip of '<mark>'\)"):
+        export_gguf(llama(), tmp_path / "model.gguf", tokenizer=with_token(rstrip=True, special=True))
 
 
 @pytest.mark.parametrize("single", ["$A", "<|endoftext|> $A", "$A <|endoftext|>", "<|endoftext|> $A <|endoftext|>"])

@@ -73,6 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen 2, 2.5": ("qwen2", {"tie_word_embeddings": True}, "qwen2"),
     "Qwen 3": ("qwen3", {"head_dim": 32}, "qwen2"),
     "OLMo 2": ("olmo2", {}, "dbrx"),
+    "Phi 3, 4": ("phi3", {}, "dbrx"),
     "Gemma 2": ("gemma2", GEMMA, "SentencePiece, Replace Split"),
     "Gemma 3": ("gemma3_text", GEMMA, "SentencePiece, Replace Split"),
 }

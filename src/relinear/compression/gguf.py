@@ -24,6 +24,7 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
 }
@@ -96,8 +97,8 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     """Write ``model`` and its tokenizer as a GGUF file, all of it or nothing; weights keep their precision.
 
     Args:
-        model: a Llama, Mistral, Qwen 2 or 3, SmolLM3, OLMo 2, Gemma 2 or 3 without images. ``Quantized`` layers stay
-            integers, other operators with one dense matrix become it.
+        model: a Llama, Mistral, Qwen 2 or 3, SmolLM3, OLMo 2, Phi 3, Gemma 2 or 3 without images. ``Quantized``
+            layers stay integers, other operators with one dense matrix become it.
         path: the file to write.
         tokenizer: of the model: byte-level BPE as llama.cpp knows it by name, or SentencePiece's BPE.
 

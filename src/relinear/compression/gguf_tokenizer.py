@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,18 @@ def _known(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_expressible(described: dict[str, Any], is_byte_level: bool) -> None:
-    flags = ("lstrip", "rstrip", "single_word")
-    beyond = [f"{key} of {token['content']!r}" for token in described["added_tokens"] for key in flags if token[key]]
+    beyond, beside = list[str](), list[str]()
+    for token in described["added_tokens"]:
+        for key in ("lstrip", "rstrip", "single_word"):
+            if token[key]:
+                (beside if token["special"] and key != "single_word" else beyond).append(
+                    f"{key} of {token['content']!r}"
+                )
+    if beside:
+        warnings.warn(
+            f"llama.cpp keeps spaces beside special tokens, which the tokenizer drops ({', '.join(beside[:3])})",
+            stacklevel=2,
+        )
     units = set(ByteLevel.alphabet()) - _NO_TEXT if is_byte_level else _BYTE_TOKENS
     if units - set(described["model"]["vocab"]) and (described["model"].get("unk_token") or not is_byte_level):
         beyond.append("bytes without a token")  # of which it makes unk_token, and llama.cpp nothing
