@@ -3,7 +3,6 @@
 # Legend: I in_features, O out_features, R rank, G width of the gate network's last hidden layer
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +58,7 @@ ccl = dispatch(Implementation("torch's products", _products_unsupported, _produc
 
 
 def prepare_few_rows(
-    x: Tensor, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, *parameters: Tensor | None, gate_bias: bool
+    x: Tensor, width: int, trunk: Sequence[Tensor], *parameters: Tensor | None, gate_bias: bool
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
     """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.
 
@@ -68,27 +67,22 @@ def prepare_few_rows(
 
     Args:
         x: (..., I).
+        width: features of the context, 0 without gates.
         trunk: weights and biases of the gate network's hidden layers by turns.
-        basis, mix: as in ``ccl``.
-        others: what follows them there, up to the output gate's bias.
+        parameters: of ``ccl``, from the basis to the output gate's bias.
         gate_bias: as there.
     """
-    if native.few_rows_unsupported(x, *trunk, basis, mix, *parameters):
+    if native.few_rows_unsupported(x, *trunk, *parameters):
         return None
     log_choice("ccl", "C++ for a few rows, prepared", shape_of(x), {})
-    layers: dict[int, Any] = {}  # for contexts of so many features
-    make, arguments = native.kernels().ccl_layer, (list(trunk), basis, mix, *parameters, gate_bias, EPS)
+    layer = native.kernels().ccl_layer(width, trunk, *parameters, gate_bias, EPS)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor | None:
-        width = 0
-        if context is not None:
-            width = context.shape[-1]
-            if context.numel() * x.shape[-1] != x.numel() * width or not is_plain(context):
-                return None
-            context = context.to(x.dtype)
-        if width not in layers:
-            layers[width] = make(width, *arguments)
-        return layers[width](x, context)
+        if context is None:
+            return layer(x, None)
+        if context.numel() * x.shape[-1] != x.numel() * width or not is_plain(context):
+            return None
+        return layer(x, context.to(x.dtype))
 
     return run
 

@@ -81,7 +81,8 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         trunk = [parameter for layer in self.trunk for parameter in layer.forward()]
         weights = [(None, None) if part is None else part.forward() for part in parts]
         tensors = self.bias, *itertools.chain.from_iterable(weights)
-        kernel = prepare_few_rows(x, trunk, self.basis, self.mix, *tensors, gate_bias=self.config.gate_bias)
+        width = self.config.context_dim if self.config.conditioned else 0
+        kernel = prepare_few_rows(x, width, trunk, self.basis, self.mix, *tensors, gate_bias=self.config.gate_bias)
         return None if kernel is None else lambda x: kernel(x, self._context(x))
 
     def forward(self, x: Tensor) -> Tensor:
