@@ -23,7 +23,7 @@ from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
 from relinear.operators.context_manager import GELU_GAIN
 from relinear.operators.fused_inference import FusedInference, Kernel
 
-_OPEN = 2.0  # gate logit that from_linear starts at: sigmoid 0.88, open and yet far from saturated
+_OPEN = 2.0  # gate logit after from_linear: sigmoid 0.88, open but not saturated
 
 
 class CCLLinear(FusedInference, HasHookPoints, Operator):
@@ -57,10 +57,10 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Factors as in LowRank, zero biases, unit norm; a gate network that keeps its input's variance.
+        """Initialise factors as in LowRank, biases as zero, and a gate network that keeps its input's variance.
 
-        The gates then start spread around one half (standard deviation 0.2 for a context of unit variance): gates that
-        start all alike learn slowly. The output starts at about half (one gate) or a quarter (two) of unit variance.
+        Gates are then distributed around one half with a standard deviation of 0.2 for a context of unit variance;
+        equal gates would learn slowly. The output's variance is about a half with one gate, a quarter with two.
         """
         nn.init.normal_(self.basis, std=1 / math.sqrt(self.in_features))
         nn.init.normal_(self.mix, std=1 / math.sqrt(self.config.rank))
@@ -77,7 +77,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         parts = (self.norm, self.basis_gate, self.output_gate)
         if self.config.composition != "gates" or not are_affine((*self.trunk, *parts)):
             return None
-        # by their forward: hooks are for the calls of a forward pass
+        # ``forward`` runs no hooks, which belong to the calls of a forward pass
         trunk = [parameter for layer in self.trunk for parameter in layer.forward()]
         weights = [(None, None) if part is None else part.forward() for part in parts]
         tensors = self.bias, *itertools.chain.from_iterable(weights)
@@ -94,9 +94,9 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         factors = self.basis, self.mix, self.bias, *_affine(self.norm)
         templates = self.config.composition != "gates"
         if features is not None and (templates or self._activation_hooks is not None):
-            inner, outer = self._hooked_gates(x, features)
+            basis_gates, output_gates = self._hooked_gates(x, features)
             if templates or self._is_intervened:
-                return ccl_gated(x, self._of_features(inner), outer, *factors, self.config.gate_bias)
+                return ccl_gated(x, self._of_features(basis_gates), output_gates, *factors, self.config.gate_bias)
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
         return ccl(x, features, *factors, *gates, self.config.gate_bias, EPS)
 
@@ -108,33 +108,33 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return {name: size for name, size in sizes.items() if getattr(self, name) is not None}
 
     def _hooked_gates(self, x: Tensor, features: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """``_gates`` for the tokens of x, as interventions change them."""
-        inner, outer = self._gates(features, self.training)
+        """Return ``_gates`` for the tokens of x, after interventions."""
+        basis_gates, output_gates = self._gates(features, self.training)
         if self._activation_hooks is None:
-            return inner, outer
-        tokens = x.shape[:-1]
-        inner = None if inner is None else self._hooked("basis_gate", inner.expand(*tokens, -1))
-        return inner, None if outer is None else self._hooked("output_gate", outer.expand(*tokens, -1))
+            return basis_gates, output_gates
+        sizes = *x.shape[:-1], -1
+        basis_gates = None if basis_gates is None else self._hooked("basis_gate", basis_gates.expand(sizes))
+        return basis_gates, None if output_gates is None else self._hooked("output_gate", output_gates.expand(sizes))
 
     def _gates(self, features: Tensor, record: bool = False) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gates of the basis (..., R), or the shares of templates (..., E), and of the outputs (..., O)."""
-        inner, outer = None, None
+        """Return the basis gates (..., R), or with templates their weights (..., E), and the output gates (..., O)."""
+        basis_gates, output_gates = None, None
         if self.config.composition != "gates":
-            inner = self._shares(features, record)
+            basis_gates = self._shares(features, record)
         elif self.basis_gate is not None:
-            inner = gate(features, *self.basis_gate())
+            basis_gates = gate(features, *self.basis_gate())
         if self.output_gate is not None:
-            outer = gate(features, *self.output_gate())
-        return inner, outer
+            output_gates = gate(features, *self.output_gate())
+        return basis_gates, output_gates
 
     def _of_features(self, gates: Tensor | None) -> Tensor | None:
-        """Return gates of the basis as one for every feature (..., R)."""
+        """Return one gate per basis feature (..., R): a template's weight is repeated for all its features."""
         return None if gates is None else gates.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
 
     def _shares(self, features: Tensor, record: bool) -> Tensor:
-        """Return a token's share of every template, (..., E): its probability, or zero where it is not selected.
+        """Return each token's weights of the templates, (..., E): probabilities, zero for those that are not selected.
 
-        With "selection" and ``record``, each token's probabilities and templates (..., T, 2, E) are recorded.
+        With "selection" and ``record``, probabilities and selections (..., T, 2, E) are recorded for the balance loss.
         """
         config, probabilities = self.config, template_shares(features, *_affine(self.basis_gate))
         if config.composition != "selection":
@@ -147,10 +147,10 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return shares
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
-        """The Switch Transformer's loss against collapse, E sum_e f_e p_e, in each sequence; or the largest f_e of all.
+        """Return the Switch Transformer's load-balancing loss E sum_e f_e p_e, or for "busiest" the largest f_e.
 
-        f_e is the share of tokens that use e, p_e their mean probability. The mean over sequences is weighted by their
-        tokens, so that neither padding nor the way in which sequences are put into batches changes it.
+        f_e is the share of tokens that use template e, p_e its mean probability, both in one sequence. The mean over
+        sequences is weighted by their tokens, so padding and batching do not change it.
         """
         if mask is None:
             mask = torch.ones_like(value[..., 0, 0], dtype=torch.bool)
@@ -158,8 +158,8 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         tokens = mask.sum().clamp(min=1)
         if name == "busiest":
             return used.flatten(0, -2).sum(0).max() / tokens
-        together = (probabilities.sum(-2) * used.sum(-2)).sum(-1) / mask.sum(-1).clamp(min=1)
-        return self.config.balance * self.config.templates * together.sum() / tokens
+        per_sequence = (probabilities.sum(-2) * used.sum(-2)).sum(-1) / mask.sum(-1).clamp(min=1)
+        return self.config.balance * self.config.templates * per_sequence.sum() / tokens
 
     def _features(self, context: Tensor) -> Tensor:
         features = context.to(self.basis.dtype)
@@ -168,39 +168,39 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return features
 
     def gates(self, context: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without those that are off.
+        """Return the gates for a context (..., C): {"basis": (..., R), "output": (..., O)}, without gates that are off.
 
-        With templates "basis" is the share of the template that each feature belongs to.
+        With templates "basis" is the weight of each feature's template.
 
         Args:
-            context: by default that of the forward pass or ``relinear.activations.context`` block which is running.
+            context: by default that of the running forward pass or ``relinear.activations.context`` block.
         """
         if not self.config.conditioned:
             return {}
         if context is None:
             context = current_context(None, self.config.context_dim, "ccl")
-        inner, outer = self._gates(self._features(context))
-        gates = {"basis": self._of_features(inner), "output": outer}
+        basis_gates, output_gates = self._gates(self._features(context))
+        gates = {"basis": self._of_features(basis_gates), "output": output_gates}
         return {name: value for name, value in gates.items() if value is not None}
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """(mix (O, R), basis (R, I)): W_eff is diag(g_out) mix diag(g_basis) basis."""
+        """Return mix (O, R) and basis (R, I); W_eff is diag(g_out) mix diag(g_basis) basis."""
         return self.mix, self.basis
 
     def effective_weight(self, context: Tensor | None = None) -> Tensor:
-        """Return W_eff of Eq. 5 as (..., O, I), one matrix per token; without the LayerNorm, as in the paper."""
+        """Return W_eff of Eq. 5, one matrix (..., O, I) per token, without the LayerNorm, as in the paper."""
         gates = self.gates(context)
         return ccl_dense(self.basis, self.mix, gates.get("basis"), gates.get("output"))
 
     def to_dense(self) -> Tensor:
-        """Return the exact matrix of every token of the current context, (..., O, I); one matrix (O, I) without gates.
+        """Return every token's exact matrix for the current context, (..., O, I); without gates one matrix (O, I).
 
         Raises:
-            NotLinearError: with the LayerNorm, which makes the map non-linear (``effective_weight`` leaves it out).
+            NotLinearError: with the LayerNorm, which makes the map non-linear; ``effective_weight`` leaves it out.
         """
         if self.norm is not None:
             raise NotLinearError(
-                "ccl with norm=True is not linear in its input (the LayerNorm divides by the token's own spread); use "
+                "ccl with norm=True is not linear in its input (the LayerNorm divides by a standard deviation); use "
                 "CCL(norm=False), or effective_weight() for the paper's W_eff, which leaves the LayerNorm out"
             )
         return self.effective_weight()
@@ -213,33 +213,33 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
-        """Set a truncated SVD of the weight with open gates: the best fit of this rank, in every context.
+        """Set the factors to a truncated SVD of the weight and open the gates: the best fit of this rank.
 
-        The gates start constant at 0.88 (zero weights, open biases) and the factors make up for it; training lets the
-        context move them. With "remixing" all templates start with an equal share.
+        Gates are initialised as the constant 0.88, for which the factors compensate, and in training the context
+        changes them. With "remixing" all templates have equal weights.
 
         Raises:
-            ValueError: with the LayerNorm or with "selection", under which no given weight is reproduced.
+            ValueError: with the LayerNorm or "selection", which cannot reproduce a given weight.
         """
         if not self.config.fits_weight:
-            raise ValueError(f"ccl cannot take over a weight; {self.config.fit_hint}")
+            raise ValueError(f"ccl cannot be fitted to a weight; {self.config.fit_hint}")
         fitted = min(self.config.rank, self.in_features, self.out_features)
         down, up = low_rank_factors(self.source_weight(linear), fitted)
-        opening = 1 / (1 + math.exp(-_OPEN))
-        inner = 1.0 if self.basis_gate is None else opening
+        open_gate = 1 / (1 + math.exp(-_OPEN))
+        basis_gates = 1.0 if self.basis_gate is None else open_gate
         if self.config.composition != "gates":
-            inner = 1 / self.config.templates
-        outer = opening if self.output_gate is not None else 1.0
-        self.mix.zero_()  # a rank above the layer's own leaves basis rows that nothing reads yet
+            basis_gates = 1 / self.config.templates
+        output_gates = open_gate if self.output_gate is not None else 1.0
+        self.mix.zero_()  # if the rank exceeds the layer's sizes, further basis rows are not used yet
         self.basis[:fitted].copy_(down)
-        self.mix[:, :fitted].copy_(up / (inner * outer))
+        self.mix[:, :fitted].copy_(up / (basis_gates * output_gates))
         for last in (self.basis_gate, self.output_gate):
             if last is not None:
                 last.weight.zero_()
                 last.bias.fill_(_OPEN)
         self.copy_bias_(linear)
         if self.bias is not None and self.config.gate_bias:
-            self.bias.div_(outer)
+            self.bias.div_(output_gates)
         return self
 
     def flops_per_token(self) -> int:
@@ -274,19 +274,19 @@ class CCL(OperatorConfig):
         gate_depth: hidden layers of the gate network, with GELU; 0 reads the gates off the context by one matrix.
         gate_width: G, their width; None means context_dim.
         norm: LayerNorm with gain and offset after the basis (Eq. 1). ``from_linear`` and ``to_dense`` need False.
-        composition: what makes the operator of a token out of the basis. "gates": a gate for every basis feature
-            (the paper). The other two are the baselines that its Section 4.2 names and does not define; they have
-            ``templates`` low-rank maps of rank R / E in the same basis and mix matrices, and a softmax over them on the
-            gate network's last layer. "remixing": a mixture of all templates, y = sum_e p_e U_e V_e x (dynamic
-            composition without gates on features). "selection": the ``selected`` largest p_e alone (experts).
+        composition: how a token's operator is composed from the basis. "gates" (the paper): a gate for every basis
+            feature. The other two are baselines that the paper's Section 4.2 names without a definition. They split
+            basis and mix into ``templates`` low-rank maps of rank R / E, with a softmax over them on the gate network's
+            last layer. "remixing": a mixture of all templates, y = sum_e p_e U_e V_e x. "selection": only the
+            ``selected`` templates with the largest p_e, as in a mixture of experts.
         templates: E, for the latter two; must divide rank.
-        selected: templates a token uses, with "selection".
-        balance: weight of the Switch Transformer's loss that keeps all templates in use, with "selection"; 0 is none.
-            It is taken in each sequence, so that it is the same in batches of any size, with and without padding.
+        selected: templates per token, with "selection".
+        balance: weight of the Switch Transformer's load-balancing loss, with "selection"; 0 for none. It is computed
+            in each sequence, so that it does not depend on batching and padding.
 
-    Both gates off is the paper's "Static Linear": a low-rank layer that needs no context. With one hidden layer of the
-    context's width in every gate network and the manager's default MLP, replacing the MLPs of the paper's Base-64 gives
-    10.29 M parameters, the paper's CCL-64.
+    With both gates off this is the paper's "Static Linear", a low-rank layer without context. With the default settings
+    and the manager's default MLP, replacing the MLPs of the paper's Base-64 gives 10.29 M parameters, as the paper's
+    CCL-64.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
@@ -326,7 +326,7 @@ class CCL(OperatorConfig):
 
     @property
     def basis_gates(self) -> int:
-        """Return outputs of the gate network for the basis: one per feature, or one per template."""
+        """Return the number of basis gates: one per feature, or one per template."""
         return self.rank if self.composition == "gates" else self.templates
 
     @property
@@ -336,14 +336,14 @@ class CCL(OperatorConfig):
 
     @property
     def fits_weight(self) -> bool:  # type: ignore[override]
-        """Return whether a given weight can be taken over: not through a LayerNorm, nor by a part of the basis."""
+        """Return whether a given weight can be fitted: not with a LayerNorm, nor with "selection"."""
         return not self.norm and self.composition != "selection"
 
     @property
     def fit_hint(self) -> str:  # type: ignore[override]
-        """Return advice for when it cannot."""
+        """Return advice for the error if it cannot."""
         if self.composition == "selection":
-            return "a token uses a part of the basis alone; use init='fresh', or relinear.distill_ to fit it on data"
+            return "each token uses a part of the basis; use init='fresh', or relinear.distill_ to fit it on data"
         return (
             "the LayerNorm between basis and gate rescales every token: use norm=False, initialised as the best "
             "low-rank fit, or init='fresh', or relinear.distill_ to fit it on data"

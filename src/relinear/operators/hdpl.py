@@ -31,8 +31,8 @@ class HDPLLinear(FusedInference, LatentOperator):
     Parameters: ``blocks`` (K, O/K, I/K), ``mu.weight`` (R, I), ``mu.bias`` (R,), ``logvar.weight`` (R, I),
     ``logvar.bias`` (R,), ``decoder.weight`` (O, R), optional ``bias`` (O,). Without noise there is no ``logvar``.
 
-    Metrics: ``clamped``, the share of tokens (of token dimensions with free bits) whose regulariser has no gradient;
-    ``divergence``, nats per token between posterior and prior, before any bound.
+    Metrics: ``clamped``, the share of tokens (with free bits: of dimensions) whose regulariser has no gradient;
+    ``divergence``, the divergence of the posterior from the prior in nats per token, before any bound.
     """
 
     config: HDPL
@@ -54,13 +54,16 @@ class HDPLLinear(FusedInference, LatentOperator):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Identities and orthogonal matrices, over each block or as the authors' code draws them.
+        """Initialise as the paper describes (``init="blocks"``) or as the authors' code does (``init="authors"``).
 
-        In both forms the encoder of mu and the decoder are orthogonal; the encoder of the variance (so that sigma = 1)
-        and the additive bias are zero. "blocks", as the paper's text: in a square layer every block is the identity
-        plus noise of 0.01, else an orthogonal matrix; all biases are zero. "authors", as their code: in a square layer
-        block 0 alone is the identity, and all have noise of 0.01; else all blocks, stacked to (O, I / K), are one
-        orthogonal matrix; the biases of both encoders are uniform within 1 / sqrt(I).
+        In both, the encoder of mu and the decoder are orthogonal. The encoder of the variance and the additive bias are
+        zero, so that sigma = 1.
+
+        "blocks": in a square layer every block is the identity plus noise of standard deviation 0.01, else an
+        orthogonal matrix. All biases are zero.
+
+        "authors": in a square layer only block 0 is the identity, and all blocks have the noise. Else all blocks,
+        stacked to (O, I / K), are one orthogonal matrix. The encoders' biases are uniform within 1 / sqrt(I).
         """
         authors = self.config.init == "authors"
         if self.in_features == self.out_features:
@@ -82,7 +85,7 @@ class HDPLLinear(FusedInference, LatentOperator):
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         if not are_affine((self.mu, self.decoder)):
             return None
-        # by their forward: hooks are for the calls of a forward pass
+        # ``forward`` runs no hooks, which belong to the calls of a forward pass
         return prepare_few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,16 +110,16 @@ class HDPLLinear(FusedInference, LatentOperator):
         return y
 
     def _log_variance(self, x: Tensor, mu: Tensor) -> Tensor:
-        """Return log sigma^2 (..., R), -inf if there is no noise."""
+        """Return log sigma^2 (..., R); -inf without noise."""
         return torch.full_like(mu, -math.inf) if self.logvar is None else F.linear(x, *self.logvar())
 
     def fit_(self, weight: Tensor) -> None:
-        """Take a block-diagonal part plus a low-rank part of rank R // 2, which the context path holds exactly in eval.
+        """Fit a block-diagonal part plus a part of rank R // 2, which the context path represents exactly in eval.
 
-        The identity silu(z) - silu(-z) = z makes two latent dimensions with opposite encoders and opposite decoders one
-        exactly linear dimension, at any scale of the input. Blocks and low-rank part are fitted together
-        (``functional.hdpl.hdpl_fit``). Dimensions left over keep a fresh encoder and a zero decoder. The variance
-        encoder is set to log sigma^2 = -8, so that noise in training stays near 2 % of a latent of unit variance.
+        Because silu(z) - silu(-z) = z, two latent dimensions with opposite encoders and decoders act as one exactly
+        linear dimension, at any scale of the input. Blocks and low-rank part are fitted together
+        (``functional.hdpl.hdpl_fit``). An odd dimension keeps its encoder and gets a zero decoder. The variance encoder
+        is set to log sigma^2 = -8: the noise in training is 2 % of a latent of unit variance.
         """
         pairs = min(self.config.rank // 2, *weight.shape)
         blocks, down, up = reference.hdpl_fit(weight, self.config.blocks, pairs)
@@ -147,18 +150,17 @@ class HDPL(OperatorConfig):
     Args:
         rank: R, latent dimensions of the context path.
         blocks: K, blocks of the detail path; must divide in_features and out_features.
-        beta: weight of the regulariser, a mean over the tokens whose prediction counts in the model's loss.
-        bound: how the divergence from the standard normal prior is bounded. "clamp" is the paper's: the KL of a token
-            clamped at ln 2, which has no gradient for a clamped token (nearly all of them at the usual sizes; see the
-            metric ``clamped``). "free_bits": each dimension's KL above ``free_nats``. "geometric_jsd": the closed form
-            of the divergence that the paper's is a proxy of. The last two do regularise.
-        free_nats: free nats of a latent dimension with "free_bits"; None shares the paper's ln 2 out over R dimensions.
-        noise: sample z in training (the paper). False is the ablation without the variational part: the same two paths
-            with z = mu(x) always, in training as in eval. Nothing is sampled, so there is no posterior and nothing to
-            hold against the prior: no encoder of the variance, no auxiliary loss, no metrics; ``beta`` has no effect.
-        init: how the parameters start. "blocks": identity or orthogonal block by block, as the text suggests.
-            "authors": as the authors' code draws them, where only block 0 is an identity, orthogonality is that of the
-            whole convolution, and the encoders' biases are uniform. ``HDPLLinear.reset_parameters`` says both exactly.
+        beta: weight of the regulariser, which is averaged over the tokens whose prediction the model's loss counts.
+        bound: bound on the divergence from the standard normal prior. "clamp" (the paper): each token's KL is clamped
+            at ln 2; clamped tokens, nearly all at usual sizes, have no gradient (see the metric ``clamped``).
+            "free_bits": each dimension's KL above ``free_nats``. "geometric_jsd": the closed form of the divergence
+            that the paper's approximates. Only the last two regularise in practice.
+        free_nats: free nats per latent dimension with "free_bits"; None divides the paper's ln 2 by R.
+        noise: sample z in training (the paper). False is the ablation without the variational part: z = mu(x) in
+            training, too. There is no variance encoder, auxiliary loss or metric, and ``beta`` has no effect.
+        init: initialisation. "blocks": identity or orthogonal in each block, as the paper suggests. "authors": as in
+            the authors' code: only block 0 is an identity, orthogonality is that of the whole convolution, and the
+            encoders' biases are uniform. See ``HDPLLinear.reset_parameters``.
 
     Examples:
         >>> layer = relinear.HDPL(rank=8, blocks=4).build(64, 32)

@@ -37,23 +37,23 @@ def _encode_kernel(
     column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, column < rank
     mean = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
-    spread = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
+    log_var = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
     for start in range(0, in_features, TILE.STEP):
         k = start + tl.arange(0, TILE.STEP)
         k_ok = k < in_features
-        given = tl.load(x + row[:, None] * in_features + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        xs = tl.load(x + row[:, None] * in_features + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         at, ok = column[None, :] * in_features + k[:, None], column_ok[None, :] & k_ok[:, None]
-        mean = tl.dot(given, tl.load(mu_weight + at, mask=ok, other=0.0), mean, input_precision=TILE.PRECISION)
-        spread = tl.dot(given, tl.load(logvar_weight + at, mask=ok, other=0.0), spread, input_precision=TILE.PRECISION)
+        mean = tl.dot(xs, tl.load(mu_weight + at, mask=ok, other=0.0), mean, input_precision=TILE.PRECISION)
+        log_var = tl.dot(xs, tl.load(logvar_weight + at, mask=ok, other=0.0), log_var, input_precision=TILE.PRECISION)
     mean += tl.load(mu_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
-    spread += tl.load(logvar_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+    log_var += tl.load(logvar_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     # the sample is that of the rounded mean and variance, which the regulariser and the backward read
-    mean, spread = mean.to(mu.dtype.element_ty), spread.to(logvar.dtype.element_ty)
+    mean, log_var = mean.to(mu.dtype.element_ty), log_var.to(logvar.dtype.element_ty)
     at, ok = row[:, None] * rank + column[None, :], row_ok[:, None] & column_ok[None, :]
     drawn = tl.load(noise + at, mask=ok, other=0.0).to(tl.float32)
-    sample = mean.to(tl.float32) + tl.exp(0.5 * spread.to(tl.float32)) * drawn
+    sample = mean.to(tl.float32) + tl.exp(0.5 * log_var.to(tl.float32)) * drawn
     tl.store(mu + at, mean, mask=ok)
-    tl.store(logvar + at, spread, mask=ok)
+    tl.store(logvar + at, log_var, mask=ok)
     tl.store(z + at, sample.to(z.dtype.element_ty), mask=ok)
 
 
@@ -66,8 +66,8 @@ def _decode_kernel(x, z, blocks, decoder, bias, y, tokens, in_block, out_block, 
     row_ok, column_ok = row < tokens, local < out_block
     column = block * out_block + local
     total = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
-    given, width = x + block * in_block, count * in_block
-    total = add_product(total, given, width, row, row_ok, blocks, in_block, 1, column, column_ok, in_block, TILE)
+    source, width = x + block * in_block, count * in_block
+    total = add_product(total, source, width, row, row_ok, blocks, in_block, 1, column, column_ok, in_block, TILE)
     for start in range(0, rank, TILE.STEP):
         k = start + tl.arange(0, TILE.STEP)
         k_ok = k < rank
@@ -150,9 +150,9 @@ def _input_gradient_kernel(
     in_features = count * in_block
     column = block * in_block + local
     total = tl.zeros((TILE.ROWS, TILE.COLUMNS), tl.float32)
-    given, weight = grad + block * out_block, blocks + block * out_block * in_block
+    source, weight = grad + block * out_block, blocks + block * out_block * in_block
     total = add_product(
-        total, given, count * out_block, row, row_ok, weight, 1, in_block, local, column_ok, out_block, TILE
+        total, source, count * out_block, row, row_ok, weight, 1, in_block, local, column_ok, out_block, TILE
     )
     total = add_product(total, to_mu, rank, row, row_ok, mu_weight, 1, in_features, column, column_ok, rank, TILE)
     if to_logvar is not None:
@@ -170,8 +170,8 @@ def _encode(
     """(z, mu, logvar), each (N, R), of x (N, I)."""
     (tokens, in_features), rank = x.shape, mu_weight.shape[0]
     z, mu, logvar = (tiles.empty(x, tokens, rank) for _ in range(3))
-    given = x, mu_weight, mu_bias, logvar_weight, logvar_bias, noise, z, mu, logvar, tokens, in_features, rank
-    tiles.launch(_encode_kernel, (tokens, rank), x.dtype, *given, COLUMNS=64)
+    arguments = x, mu_weight, mu_bias, logvar_weight, logvar_bias, noise, z, mu, logvar, tokens, in_features, rank
+    tiles.launch(_encode_kernel, (tokens, rank), x.dtype, *arguments, COLUMNS=64)
     return z, mu, logvar
 
 
@@ -186,8 +186,8 @@ def _decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor 
     """y (N, O) of x (N, I) and z (N, R)."""
     tokens, (count, out_block, in_block) = x.shape[0], blocks.shape
     y = tiles.empty(x, tokens, count * out_block)
-    given = x, z, blocks, decoder, bias, y, tokens, in_block, out_block, count, z.shape[1]
-    tiles.launch(_decode_kernel, (tokens, out_block, count), x.dtype, *given)
+    arguments = x, z, blocks, decoder, bias, y, tokens, in_block, out_block, count, z.shape[1]
+    tiles.launch(_decode_kernel, (tokens, out_block, count), x.dtype, *arguments)
     return y
 
 
@@ -219,8 +219,8 @@ def _backward(
     of_noise = torch.empty_like(noise) if noise is not None and to_noise else tiles.empty(z, 0)
     results = to_mu, to_logvar if sampled else None, of_noise if sampled and to_noise else None
     upstream = grad, decoder, z, logvar, noise, grad_z, grad_mu, grad_logvar
-    given = *upstream, *results, tokens, count * out_block, rank
-    tiles.launch(_latent_gradient_kernel, (tokens, rank), z.dtype, *given, COLUMNS=64)
+    arguments = *upstream, *results, tokens, count * out_block, rank
+    tiles.launch(_latent_gradient_kernel, (tokens, rank), z.dtype, *arguments, COLUMNS=64)
     encoders = to_mu, mu_weight, results[1], logvar_weight
     sizes = tokens, in_block, out_block, count, rank
     tiles.launch(_input_gradient_kernel, (tokens, in_block, count), z.dtype, grad, blocks, *encoders, to_x, *sizes)
@@ -285,10 +285,10 @@ def hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bia
     """``functional.hdpl.hdpl`` (same arguments and result)."""
     leading = x.shape[:-1]
     weights = lowered(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
-    given = [None if t is None else t.contiguous() for t in weights]
-    given[0] = given[0].reshape(-1, x.shape[-1])
+    inputs = [None if t is None else t.contiguous() for t in weights]
+    inputs[0] = inputs[0].reshape(-1, x.shape[-1])
     flat_noise = None if noise is None else noise.reshape(-1, noise.shape[-1]).contiguous()
     with torch.autocast(x.device.type, enabled=False):
-        results = _HDPL.apply(*given, flat_noise)
+        results = _HDPL.apply(*inputs, flat_noise)
     y, z, *posterior = (result.view(*leading, result.shape[-1]) for result in results)
     return HDPLOutput(y, z, *posterior) if posterior else HDPLOutput(y, z, z, None)
