@@ -1,6 +1,6 @@
-"""A whole benchmark: every case in one child process a run, then JSON, a table and a plot.
+"""Run a benchmark, each repeat in its own process, and write JSON, a table and a plot.
 
-And a benchmark against a recorded one: what became slower by more than either varies.
+Also compare a benchmark with a recorded one: which cases became slower by more than either varies.
 """
 
 import itertools

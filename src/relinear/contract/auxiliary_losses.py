@@ -104,18 +104,18 @@ def loss_mask(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
     if tokens is None:
         tokens = inputs.get("inputs_embeds")
     shape = None if tokens is None else tokens.shape[:2]
-    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not encoder_decoder:  # whose labels belong to the decoder's tokens, while most layers see the encoder's
-        shifted = _shifts_labels(model)
-        mask = _targets(inputs, shifted)
-        if mask is not None and mask.ndim == 2:
-            if shifted and inputs.get("shift_labels") is None:
-                mask = F.pad(mask, (0, 1))  # the last token predicts nothing
-            if shape is None or mask.shape == shape:
-                return mask
-        attended = inputs.get("attention_mask")
-        if isinstance(attended, Tensor) and attended.ndim == 2 and (shape is None or attended.shape == shape):
-            return attended != 0
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None  # labels belong to the decoder's tokens, most layers see the encoder's
+    shifted = _shifts_labels(model)
+    mask = _targets(inputs, shifted)
+    if mask is not None and mask.ndim == 2:
+        if shifted and inputs.get("shift_labels") is None:
+            mask = F.pad(mask, (0, 1))  # the last token predicts nothing
+        if shape is None or mask.shape == shape:
+            return mask
+    attended = inputs.get("attention_mask")
+    if isinstance(attended, Tensor) and attended.ndim == 2 and (shape is None or attended.shape == shape):
+        return attended != 0
     return None
 
 

@@ -58,32 +58,31 @@ def distill_(
     resume: bool | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> DistillReport:
-    """Replace layers of a pretrained model by operators fitted to what the layers do on a corpus, in place.
+    """Replace layers of a pretrained model, in place, by operators that are fitted to the layers' outputs on a corpus.
 
-    Decoder layer by decoder layer: the inputs of its targets are recorded with every earlier replacement active; each
-    operator is fitted to the outputs that its layer gives for them, or gave in the original model (Adam, cosine
-    schedule); the operators take their places; layers named by ``settings.retrain`` are trained again to give what they
-    gave before.
+    For each decoder layer in order: record the inputs of its layers to replace, with all earlier replacements active;
+    fit each operator to its layer's outputs for these inputs, or to those in the original model (Adam, cosine
+    schedule); replace the layers; retrain the layers named by ``settings.retrain`` to return their earlier outputs.
 
     Args:
-        model: any Hugging Face decoder (or a module that takes ``input_ids``); fitted in eval mode, after which
-            every module has the mode that it had, and an operator that of the layer whose place it took.
+        model: any Hugging Face decoder (or a module that takes ``input_ids``). It runs in eval mode; afterwards every
+            module has its earlier mode, and operators that of the layers they replaced.
         mapping, layers, exclude, filter_fn: which layers become what, as in ``replace_``.
         data: texts (``iter_texts``, a list, a generator), or tensors or mappings of token ids such as
             ``prepare_data(...).train``. Read no further than ``tokens + validation_tokens``.
         tokenizer: of the model, needed for texts; saved with the model.
         settings: ``DistillSettings`` or a mapping of its fields.
-        out_dir: where state, report and the finished model are kept; None keeps nothing.
-        overwrite: start over, and rename what is in the way in ``out_dir``: ``model`` becomes ``model.<time>``. Else it
-            resumes what an earlier call with the same arguments left there; the result is bit for bit that of a
-            call that was never interrupted (given the same machine and number of threads).
+        out_dir: directory for state, report and the finished model; None writes nothing.
+        overwrite: start over, and rename existing results in ``out_dir``: ``model`` becomes ``model.<time>``. By
+            default an earlier call with the same arguments is resumed. The result equals that of an uninterrupted call
+            bit for bit (on the same machine with the same number of threads).
         resume: deprecated; ``resume=False`` is ``overwrite=True``.
         on_progress: called with a ``Progress`` every so often: its ``stage`` is "evaluate", "record", "fit" or
             "retrain", its ``text`` says of which layer, and ``done`` counts blocks or steps.
 
     Returns:
-        The report; its errors, and the perplexities of the model before and after, are on tokens that were recorded but
-        not fitted on. A layer that ends worse than an output of zeros is warned of.
+        The report. Its errors, and the model's perplexities before and after, are on held-out tokens. A warning names
+        layers that were fitted worse than an output of zeros.
 
     Raises:
         ValueError: as ``replace_``; if the model sees later tokens, or is an encoder-decoder; if the corpus is too
@@ -129,18 +128,18 @@ def distill_(
         if settings.joint:
             _common_parent(group)
     with contextlib.nullcontext() if folder is None else folder.open(stated, overwrite=overwrite) as earlier:
-        report = _carried_out(run, groups, full_plan, earlier)
+        report = _fit_remaining(run, groups, full_plan, earlier)
         if folder is not None:
             save_pretrained(model, folder.take("model"), tokenizer=tokenizer)
-            settled = {"model": model_name(model), "settings": stated}
-            write_json(folder.take("report.json"), report.to_dict() | settled | provenance())
+            facts = {"model": model_name(model), "settings": stated}
+            write_json(folder.take("report.json"), report.to_dict() | facts | provenance())
     return report
 
 
-def _carried_out(
+def _fit_remaining(
     run: _Run, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
 ) -> DistillReport:
-    """Fit what an earlier call did not."""
+    """Fit the layers that an earlier call did not, and return the report."""
     with eval_mode(run.model):
         before = run.perplexity("before")
     if run.settings.bias:  # Give every target without a bias a zero bias, so its operator gets one.
@@ -164,8 +163,8 @@ def _carried_out(
     return report
 
 
-def _as_written(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
-    """Return how a state on disk names the operators of ``full_plan``; nothing if it has others."""
+def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
+    """Return the possible forms of ``full_plan``'s operators in a saved state; [] if that has other operators."""
     configs = [(r.name, r.config) for r in full_plan.replacements]
     if "operators" in state:
         stored = state["operators"]
@@ -192,7 +191,7 @@ def _common_parent(group: list[Replacement]) -> str:
 
 
 def _check_biases(full_plan: Plan) -> None:
-    """Raise ValueError if ``bias`` asks for one that a layer cannot be given."""
+    """Raise ValueError if ``bias=True`` and a layer cannot get a bias."""
     for r in full_plan.replacements:
         if isinstance(r.target.module, Operator) and r.target.module.bias is None:
             raise ValueError(f"bias=True: {r.name} is an operator without a bias already; leave it out with exclude=")
@@ -243,22 +242,23 @@ class _Run:
     def restore(
         self, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
     ) -> list[list[LayerFit]]:
-        """Put back what an earlier call finished, by its record; must see the model as it was before the first fit."""
+        """Restore the layers that an earlier call finished; ``model`` must not have been changed yet."""
         if self.folder is None:
             return []
-        described = self.settings.model_dump(mode="json")
+        settings = self.settings.model_dump(mode="json")
         operators = [[r.name, r.config.to_dict()] for r in full_plan.replacements]
-        mark = self.fingerprint(full_plan, described, operators)
-        self.known_by = {"fingerprint": mark, "operators": operators}
+        digest = self.fingerprint(full_plan, settings, operators)
+        self.known_by = {"fingerprint": digest, "operators": operators}
         if earlier is None or "fingerprint" not in earlier:
             self._write_record([])
             return []
         with damaged_file_errors(self.folder.record_path, "not the state of a distillation", "choose another out_dir"):
             done = [[LayerFit(**fit) for fit in fits] for fits in earlier["done"]]
-            self.weights = dict(earlier.get("weights", {}))  # earlier versions did not note them
-        # earlier versions had fewer settings: what they wrote decided their fingerprint
-        marks = [self.fingerprint(full_plan, earlier["settings"], stored) for stored in _as_written(full_plan, earlier)]
-        if earlier["fingerprint"] not in marks:
+            self.weights = dict(earlier.get("weights", {}))  # the first versions did not record them
+        # of the settings as they were saved: earlier versions had fewer
+        saved = _saved_operators(full_plan, earlier)
+        digests = [self.fingerprint(full_plan, earlier["settings"], operators) for operators in saved]
+        if earlier["fingerprint"] not in digests:
             other_work = "a distillation of another model, mapping or corpus"
             raise ValueError(f"{self.folder.path} holds {other_work}; give another, or start over with {_OVERWRITE}")
         for number, group in enumerate(groups[: len(done)]):
@@ -283,7 +283,7 @@ class _Run:
         return self.folder.path / "layers" / f"{number:04d}.safetensors"
 
     def write_layer(self, number: int, group: list[Replacement], done: list[list[LayerFit]]) -> None:
-        """Write the layer's weights, then that it is done: a kill between the two repeats the layer."""
+        """Write the layer's weights, then record it as done; a kill between the two repeats the layer."""
         if self.folder is None:
             return
         with atomic_path(self._weights(number)) as path:
@@ -356,18 +356,18 @@ class _Run:
         dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
         with contextlib.ExitStack() as stack:
             recording = stack.enter_context(self._record_activations(modules, context_dims=dims))
-            originally = None
+            original_outputs = None
             if self.originals:
                 with swapped(self.model, self.originals):
-                    originally = stack.enter_context(self._record_activations(modules, outputs=True))
-            yield {r.name: self._pair(r, recording, originally) for r in group}
+                    original_outputs = stack.enter_context(self._record_activations(modules, outputs=True))
+            yield {r.name: self._pair(r, recording, original_outputs) for r in group}
 
     @staticmethod
-    def _pair(replacement: Replacement, recording: Recording, originally: Recording | None) -> Pairs:
+    def _pair(replacement: Replacement, recording: Recording, original_outputs: Recording | None) -> Pairs:
         name = replacement.name
         inputs, contexts = recording.inputs(name), recording.contexts(name)
-        if originally is not None:
-            target_outputs = originally.inputs(name)
+        if original_outputs is not None:
+            target_outputs = original_outputs.inputs(name)
             return Pairs(inputs, lambda rows: target_outputs[rows].float(), contexts)
         source = copy.deepcopy(replacement.target.module)
         reference = next(source.parameters())
@@ -378,8 +378,8 @@ class _Run:
 
         return Pairs(inputs, outputs, contexts)
 
-    def _started(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
-        """Return a new operator, the same at every call, with its bias at the mean if the settings say so."""
+    def _initialised(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
+        """Return a new operator, initialised the same in every call; with ``settings.bias`` its bias fits the mean."""
         config, settings = replacement.config, self.settings
         key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
         operator = None
@@ -397,14 +397,14 @@ class _Run:
         return operator
 
     def _fit(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        """Fit the targets of a decoder layer, each to its outputs or all together to the logits, and replace them."""
+        """Fit the operators of a decoder layer, each to its outputs or all to the logits, and replace the layers."""
         by_logits, operators = self.settings.loss == "kl", dict[str, Operator]()
         nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
         with nothing if by_logits and not self.settings.bias else self._pairs(group) as pairs:
             for r in group:
                 source = copy.deepcopy(r.target.module)
                 source = source if by_logits else source.float()
-                operators[r.name] = self._started(r, number, source, pairs.get(r.name))
+                operators[r.name] = self._initialised(r, number, source, pairs.get(r.name))
             everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
             schedule, joint = self._by_blocks, dict[str, Any]()
             in_model = InModelFit(
@@ -434,19 +434,19 @@ class _Run:
         return fits
 
     def _by_rows(self, learning_rate: float) -> FitSchedule:
-        """Return how one module is trained, on recorded tokens."""
+        """Return the schedule for training one module on recorded tokens."""
         settings = self.settings
         return FitSchedule(settings.epochs, settings.batch_size, learning_rate, settings.seed, report_every=20)
 
     @property
     def _by_blocks(self) -> FitSchedule:
-        """Return how operators are trained within the model."""
+        """Return the schedule for training operators within the model."""
         settings = self.settings
         batch = max(1, min(settings.record_batch, settings.batch_size // settings.sequence_length))
         return FitSchedule(settings.epochs, batch, settings.learning_rate, settings.seed)
 
     def _retrain(self, name: str, target_outputs: Tensor) -> LayerFit:
-        """Train one linear layer, behind the replacements, to give what it gave before them."""
+        """Train one linear layer to return the outputs that it had before the replacements."""
         module = self.model.get_submodule(name)
         trained = copy.deepcopy(module).float()
         with self._record_activations({name: module}) as recording:

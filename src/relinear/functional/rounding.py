@@ -1,4 +1,4 @@
-"""Rounding a matrix to grids of few bits: to nearest, or so that errors make up for each other under moments."""
+"""Round matrices to grids of few bits: to nearest, or by GPTQ, with which errors compensate each other."""
 
 # Legend: I in_features, O out_features, B bits, K groups of a row; A, G moments of inputs and output gradients
 
@@ -11,30 +11,30 @@ from torch import Tensor
 
 from relinear.functional.quantized import SUPER
 
-#: the ranges that are tried, as shares of that of a group's weights
+#: number of clipping ranges to try
 _CLIPS = 12
-#: units of scales that are tried
+#: number of units of scales to try
 _UNITS = 8
-#: columns between two products that carry errors on
+#: block size of ``gptq``: columns after which errors are propagated to all later ones
 _COLUMNS = 32
-#: added to a moment, as a share of its mean diagonal
+#: added to a moment's diagonal, as a share of its mean
 _DAMPING = 1e-2
-#: drawn to its diagonal by this share, a moment that was summed in float32 over few tokens is positive definite
+#: shrinkage that makes a moment positive definite that was summed in float32 over few tokens
 _SUMMED = 1e-3
-#: shares that are tried by which moments are drawn to their diagonal
+#: shrinkages of moments to try
 SHRINKAGES = (0.02, 0.1, 0.2, 0.4, 0.7)
 #: random vectors that estimate what errors leave
 _PROBES = 64
-#: parts of the rows that are changed one after another
+#: number of groups of rows that ``descend`` changes one after another
 _PARTS = 16
 
 
 class Grid(NamedTuple):
-    """Scale and zero point, by which a code c of row o and group k stands for scale (c - zero).
+    """Scales and zero points: a code c of row o and group k represents the weight scale (c - zero).
 
-    scale, zero: (O, K); zero in codes. top: (O, 1), the largest code. levels: what codes there are, rising, where these
-    are not the whole numbers from 0 to ``top``. units: (O, U, 2), of which the scales, and the offsets (scale times
-    zero), of ``SUPER`` inputs are whole multiples; None if they are not.
+    scale, zero: (O, K); zero in codes. top: (O, 1), the largest code. levels: the codes in ascending order, unless they
+    are the integers from 0 to ``top``. units: (O, U, 2): the scales and the offsets (scale times zero) of ``SUPER``
+    inputs are integer multiples of these; None if they are not.
     """
 
     scale: Tensor
@@ -44,12 +44,12 @@ class Grid(NamedTuple):
     units: Tensor | None = None
 
     def wide(self, group: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Scales and zero points (O, I) of every weight."""
+        """Return the scale and zero point (O, I) of every weight."""
         scale, zero = (t.repeat_interleave(group, 1)[:, :in_features] for t in (self.scale, self.zero))
         return scale, zero
 
     def values(self, codes: Tensor, group: int) -> Tensor:
-        """The matrix (O, I) of these codes."""
+        """Return the matrix (O, I) that ``codes`` represent."""
         scale, zero = self.wide(group, codes.shape[1])
         return (codes.to(scale) - zero) * scale
 
@@ -63,7 +63,7 @@ def snapped(codes: Tensor, top: Tensor | int, levels: Tensor | None = None) -> T
 
 
 def _stored(scale: Tensor, zero: Tensor, bits: int, middle: float | None) -> tuple[Tensor, Tensor]:
-    """The nearest scales of 8 significant bits, which bfloat16 holds, and zero points of a byte.
+    """Round scales to bfloat16 and zero points to a byte.
 
     Scales are of weights whose largest is about 1, and least 2^-17: a group of zeros, or of codes 0, has one, too.
     """
@@ -75,13 +75,13 @@ def _stored(scale: Tensor, zero: Tensor, bits: int, middle: float | None) -> tup
 
 
 def _held(unit: Tensor) -> Tensor:
-    """The nearest numbers that bfloat16 and float16 hold, and none of them 0."""
+    """Round to numbers that bfloat16 and float16 represent, other than 0."""
     unit = unit.bfloat16().half().to(unit)
     return unit.masked_fill(unit == 0, 2.0**-24)
 
 
 def _weights(weight: Tensor, importance: Tensor | None) -> Tensor:
-    """Weights (I,) of squared errors, none of them 0."""
+    """Return positive weights (I,) of the inputs' squared errors."""
     share = torch.ones(weight.shape[1]).to(weight) if importance is None else importance.to(weight)
     return share + 1e-6 * share.mean().clamp_min(1e-30)
 
@@ -123,7 +123,7 @@ def nearest_grid(
     mass, mean_w = h.sum(-1), (h * w).sum(2)
 
     def fitted(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """By least squares to the codes that ``scale`` and ``zero`` give."""
+        """Fit scale and zero point by least squares to the codes that ``scale`` and ``zero`` give."""
         codes = codes_of(scale, zero)
         if middle is not None:
             codes -= middle
@@ -157,7 +157,7 @@ def nearest_grid(
 
 
 def on_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: int, importance: Tensor | None) -> Grid:
-    """Return ``grid`` with scales and offsets that are whole multiples of units, as in llama.cpp's K types.
+    """Return ``grid`` with scales and offsets that are integer multiples of units, as in llama.cpp's K types.
 
     Args:
         weight: (O, I), its squared errors weighed by ``importance`` (I,); None for 1.
@@ -197,9 +197,9 @@ def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
 
 
 def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tensor:
-    """Return ``moment`` (K, K) drawn towards its diagonal by the share ``shrinkage``, and damped.
+    """Return ``moment`` (K, K), shrunk towards its diagonal by the share ``shrinkage``, and damped.
 
-    What is fitted to a sample's correlations otherwise holds for that sample alone.
+    Without shrinkage a fit would overfit the correlations of its sample.
     """
     diagonal = moment.diagonal()
     result = moment * (1 - shrinkage)
@@ -208,7 +208,7 @@ def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tenso
 
 
 def _in_order(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The order in which inputs are rounded, of falling mean squares, and the Cholesky factor of A (I, I) backwards."""
+    """Return the order in which to round inputs (descending mean squares) and A's Cholesky factor in reverse order."""
     order = inputs.diagonal().argsort(descending=True)
     a = inputs.double()[order][:, order]
     a.diagonal().add_(damping * a.diagonal().mean().clamp_min(1e-30))
@@ -230,7 +230,7 @@ def uncompensated(inputs: Tensor, damping: float = _DAMPING) -> Tensor:
 
 @functools.lru_cache(maxsize=1)  # several layers see the same inputs
 def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
-    """Return by what share moments of inputs are best drawn to their diagonal, and ``uncompensated`` (I,) with that.
+    """Return the best shrinkage of the inputs' moments, and ``uncompensated`` (I,) with that.
 
     An error e of input i, made up for under some moments, leaves e^2 times a number on tokens of others. It is taken in
     equal parts for all kinds under their mean, and for each kind under the mean of the others.
@@ -281,7 +281,7 @@ def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, left: T
 
 
 def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float = _DAMPING) -> Tensor:
-    """Return codes (O, I), floats, rounded one input after another: later inputs compensate the error so far.
+    """Round one input after another, so that later inputs compensate the error so far; return float codes (O, I).
 
     GPTQ (Frantar et al. 2022), which is OBQ in a given order, here that of falling mean squares of the inputs: with
     the Cholesky factor U^T U of (A + damping)^(-1), the error e of input i, over U_ii, goes on to later ones by U_i.
@@ -321,7 +321,7 @@ def change_codes(
     parts,
     levels: Tensor | None = None,
 ) -> None:
-    """Change the codes of one input, in place, where that lowers tr(G D A D^T): a part of the rows at once.
+    """Change the codes of one input in place if that lowers tr(G D A D^T), one group of rows at a time.
 
     Args:
         values, codes: (O,), what the codes mean, and they. pull: (O,), the column of G D A.
@@ -350,7 +350,7 @@ def descend(
     sweeps: int = 2,
     change: Callable[..., None] = change_codes,
 ) -> Tensor:
-    """Return codes (O, I) that descend in tr(G D A D^T), D = weight - values, one change of a code after another.
+    """Lower tr(G D A D^T), D = weight - values, by coordinate descent over codes; return the codes (O, I).
 
     For one code alone the best value is exact: its own plus (G D A)_oi / (G_oo A_ii), to nearest. Of one input the
     codes of every ``_PARTS``-th row change together, where they gain together.

@@ -11,8 +11,9 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Times of one contender: the median over rounds in seconds, the median of its ratio to the baseline in the same
-    round, and the quartiles of that ratio.
+    """Times of one contender over all rounds.
+
+    seconds: the median. ratio: the median ratio to the baseline in the same round. ratio_low, ratio_high: quartiles.
     """
 
     seconds: float
@@ -23,7 +24,7 @@ class Timing:
 
 
 def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
-    """Return the mean seconds of several calls in a row; on a GPU until they have ended."""
+    """Return the mean seconds of several calls in a row; waits for the GPU."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -33,7 +34,7 @@ def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its largest unit of which there are two."""
+    """Return a time as text, in the largest unit with a value of at least two."""
     for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"about {seconds / size:,.0f} {unit}"

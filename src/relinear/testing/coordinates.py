@@ -1,4 +1,4 @@
-"""How large activations are at several widths of a model over its first steps: whether a learning rate transfers."""
+"""muP's coordinate check: do activations keep their size across model widths, so that a learning rate transfers?"""
 
 import contextlib
 import dataclasses
@@ -22,9 +22,9 @@ _Run = dict[str, list[tuple[float, float]]]
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Hold root mean squares of one kind of activation: lists over widths of lists over steps 0, 1, ...
+    """Root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
 
-    scale: of the activation, None if training has left the finite numbers. change: of what training has added to it.
+    scale: of the activation; None if training diverged. change: of the difference that training has made.
     """
 
     scale: list[list[float | None]]
@@ -33,7 +33,7 @@ class Coordinates:
 
     @property
     def ratio(self) -> float | None:
-        """Return the largest over the smallest scale of all widths after the last step; None if one is not finite."""
+        """Return the largest scale over the smallest after the last step, across widths; None if training diverged."""
         last = [steps[-1] for steps in self.scale if steps[-1] is not None]
         return max(last) / min(last) if len(last) == len(self.scale) and min(last) > 0 else None
 
@@ -48,8 +48,8 @@ def check_coordinates(
 ) -> dict[str, Coordinates]:
     """Train a model at several widths on one batch, and measure its activations before every step and after the last.
 
-    Where activations, or what training has added to them, grow or shrink with the width, the learning rate that is best
-    at one width is not the best at another. Keep the size of the heads.
+    If activations, or their changes in training, grow or shrink with the width, the best learning rate at one width is
+    not the best at another. Keep the head size constant.
 
     Args:
         make_model: (width, seed) -> a decoder and the optimizer of its parameters.
@@ -59,8 +59,8 @@ def check_coordinates(
         seeds: of the weights; scales are geometric means over them.
 
     Returns:
-        ``Coordinates`` by kind: "residual stream", "attention output", "MLP output", "logits". A rate transfers where
-        every ``spread`` is small, below 2 say.
+        ``Coordinates`` by kind: "residual stream", "attention output", "MLP output", "logits". The learning rate
+        transfers if every ``ratio`` is small, below 2, say.
 
     Raises:
         ValueError: for fewer than two widths, one step or one seed.
