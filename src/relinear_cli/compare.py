@@ -1,4 +1,4 @@
-"""``relinear compare``: operators side by side on one budget."""
+"""``relinear compare``: compare operators under one budget."""
 
 from pathlib import Path
 from typing import Any, Literal

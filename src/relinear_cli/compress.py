@@ -1,4 +1,4 @@
-"""``relinear compress``: from a pretrained model and a budget to a smaller one."""
+"""``relinear compress``: compress a pretrained model to a budget."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""``relinear inspect``: what a model is made of."""
+"""``relinear inspect``: show a model's layers and sizes."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""``relinear list``: what there is of each kind of thing, and the settings of one."""
+"""``relinear list``: list operators, recipes, papers and others, or the settings of one."""
 
 import inspect
 import re

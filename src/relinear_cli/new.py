@@ -1,4 +1,4 @@
-"""``relinear new``: a package with an operator of one's own, ready to be changed."""
+"""``relinear new``: write a package with an operator, to be changed."""
 
 import keyword
 import re

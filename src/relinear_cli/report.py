@@ -1,4 +1,4 @@
-"""``relinear report``: what commands have left in their directories, on one page."""
+"""``relinear report``: put the results of commands on one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``relinear specialize``: a plain GPT-2 out of a Contextually Guided Transformer and a prefix."""
+"""``relinear specialize``: make a stock GPT-2 from a Contextually Guided Transformer and a prefix."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Text in the terminal's width, and the tables of pages on a terminal."""
+"""Fit text and tables to the terminal's width."""
 
 from __future__ import annotations
 

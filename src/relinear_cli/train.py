@@ -1,4 +1,4 @@
-"""``relinear train``: one run."""
+"""``relinear train``: train one model."""
 
 import os
 import shlex

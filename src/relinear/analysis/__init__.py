@@ -1,1 +1,1 @@
-"""Looking at a model on real text: ranks, gates, tokens, modulators and causality, with their figures."""
+"""Analyse a model on real text: ranks, gates, tokens, modulators and causality, with their figures."""

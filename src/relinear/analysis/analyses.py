@@ -1,4 +1,4 @@
-"""The analyses of ``relinear analyze``: each looks at a model on tokens and gives numbers, as JSON values.
+"""The analyses of ``relinear analyze``: each runs a model on tokens and returns numbers as JSON values.
 
 An analysis is one file with ``applies(model) -> bool`` and ``run(subject) -> numbers``, and its name in ``ANALYSES``;
 it has ``HOW_TO_READ`` and ``blocks(numbers)``, which makes tables and figures of the numbers: for the page, the

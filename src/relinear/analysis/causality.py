@@ -1,4 +1,4 @@
-"""Does any output of a language model depend on a later token? Found out by changing later tokens."""
+"""Check that no output of a language model depends on a later token, by changing later tokens."""
 
 # Legend: T tokens
 

@@ -1,4 +1,4 @@
-"""``cgt_context``: what y of a Contextually Guided Transformer does along texts, and which texts it holds alike."""
+"""``cgt_context``: how y of a Contextually Guided Transformer changes along texts, and which texts have similar y."""
 
 # Legend: N texts, T tokens, E width of y
 

@@ -1,4 +1,4 @@
-"""``gates``: how gates of every layer are used (CCL, Sections 4.5 and 4.6), how open and how busy they are."""
+"""``gates``: how open and how variable every layer's gates are (CCL, Sections 4.5 and 4.6)."""
 
 # Legend: N sequences, T tokens, K gates
 

@@ -1,4 +1,4 @@
-"""``outputs``: what any operator does on data: directions it writes to, how linear it is, how far training moved it."""
+"""``outputs``: the rank of any operator's outputs, how linear it is, and how far training moved its parameters."""
 
 # Legend: N sequences, T tokens of all sequences, I in_features, O out_features
 

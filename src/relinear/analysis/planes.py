@@ -1,4 +1,4 @@
-"""``planes``: by which angles the rotors of every layer turn their planes (rotor paper, Section 3.2)."""
+"""``planes``: the angles by which every layer's rotors turn their planes (rotor paper, Section 3.2)."""
 
 # Legend: W terms, o output windows, i input windows, P bivector coordinates, n vectors of the algebra
 

@@ -1,1 +1,1 @@
-"""Operators and models on the clock, against dense layers in the same process."""
+"""Timings of operators and models against dense layers, in one process."""

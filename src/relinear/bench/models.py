@@ -1,4 +1,4 @@
-"""Whole models on the clock: a training step, prefill and decoding, with and without each operator."""
+"""Time whole models: a training step, prefill and decoding, with and without each operator."""
 
 import contextlib
 import itertools

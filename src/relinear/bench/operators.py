@@ -1,4 +1,4 @@
-"""Single layers on the clock: operators against dense nn.Linear."""
+"""Time single layers: operators against dense nn.Linear."""
 
 # Legend: I in_features, O out_features, N tokens
 

@@ -1,4 +1,4 @@
-"""The page of a benchmark: bench.json's or models.json's values -> tables and figures."""
+"""Build a benchmark's page, tables and figures, from bench.json or models.json."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Many runs side by side: recipes, matched sizes, tuning, seeds, budgets, sizes, speeds, and the report."""
+"""Comparisons of many runs: recipes, matched sizes, tuning, seeds, budgets, speeds, and the report."""
 
 from relinear.compare.match import plan_comparison
 from relinear.compare.report import read_results, write_report

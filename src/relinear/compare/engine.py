@@ -1,4 +1,4 @@
-"""Rounds of runs: searches ask for them until they ask for none, an executor runs them."""
+"""Run a search in rounds: it yields runs until it is done, and an executor executes them."""
 
 import dataclasses
 import itertools

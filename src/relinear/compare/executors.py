@@ -1,4 +1,4 @@
-"""Where runs are executed: processes of this machine, SLURM through submitit, or a cluster of Dask.
+"""Executors of runs: processes on this machine, SLURM through submitit, or a Dask cluster.
 
 Each is an executor as in ``concurrent.futures``. Every call is a process of its own: if one is killed, others go on,
 and no work is lost, as calls are runs that resume.

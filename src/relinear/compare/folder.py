@@ -1,4 +1,4 @@
-"""The directory of a comparison: what it was made with."""
+"""The directory of a comparison, and the record of its recipe."""
 
 import contextlib
 import datetime

@@ -1,4 +1,4 @@
-"""How far entries lie from a reference, with intervals: paired by seed and validation block, over both at once."""
+"""Gaps of entries to a reference with confidence intervals, paired by seed and validation block."""
 
 # Legend: S seeds, N blocks, G groups of neighbouring blocks, R replicates
 

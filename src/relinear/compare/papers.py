@@ -1,4 +1,4 @@
-"""A paper, as a file in ``papers/``: what is trained or fitted for it, its tables and its claims."""
+"""A paper's file in ``papers/``: what is trained or fitted for it, its tables and its claims."""
 
 from __future__ import annotations
 

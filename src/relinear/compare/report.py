@@ -1,4 +1,4 @@
-"""The report of a comparison: results.json -> plots and one self-contained report.html."""
+"""Build a comparison's plots and self-contained report.html from results.json."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

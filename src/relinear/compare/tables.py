@@ -1,4 +1,4 @@
-"""A comparison as files for a paper: its table and its curves as CSV, its table in LaTeX (booktabs)."""
+"""Export a comparison for a paper: its table and curves as CSV, its table in LaTeX (booktabs)."""
 
 import csv
 import io

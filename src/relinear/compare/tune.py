@@ -1,4 +1,4 @@
-"""A learning rate, and an initialisation, for every entry: short runs over grids, each of them made once."""
+"""Tune the learning rate and initialisation of every entry by short runs over grids."""
 
 import dataclasses
 import math

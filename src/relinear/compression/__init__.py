@@ -1,4 +1,4 @@
-"""From a pretrained model and a budget to a smaller model: calibration, plan, fits, evaluation, exports."""
+"""Compress a pretrained model to a budget: calibration, plan, fits, evaluation, exports."""
 
 from relinear.compression.export import export_compressed_tensors as export_compressed_tensors
 from relinear.compression.gguf import export_gguf as export_gguf

@@ -1,4 +1,4 @@
-"""Tensors and records on disk that carry a checksum, to which they are held when they are read."""
+"""Tensors and records on disk with checksums that are verified on reading."""
 
 import contextlib
 import json

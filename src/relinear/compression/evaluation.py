@@ -1,4 +1,4 @@
-"""The compressed model compared with the original: loss, agreement, repeated text.
+"""Compare the compressed model with the original: loss, agreement, repeated text.
 
 What the original does is noted before the first layer is replaced.
 """

@@ -1,4 +1,4 @@
-"""A compressed model as a directory of compressed-tensors, whose integers other programs load."""
+"""Export a compressed model as compressed-tensors, which vLLM and transformers load."""
 
 import copy
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""A model of stock layers as one GGUF file, which llama.cpp and its kin run."""
+"""Export a model of stock layers as a GGUF file for llama.cpp."""
 
 import importlib.util
 import tempfile

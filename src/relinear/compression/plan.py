@@ -1,4 +1,4 @@
-"""The plan of a compression, a file that can be edited: what layers become, and what that is expected to cost."""
+"""The plan of a compression, an editable file: each layer's operator and its predicted loss."""
 
 from __future__ import annotations
 

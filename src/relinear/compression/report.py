@@ -1,4 +1,4 @@
-"""The report of a compression, as a value that can be printed and written, and as a page."""
+"""The report of a compression: printed, as JSON, and as a page."""
 
 import dataclasses
 from collections.abc import Mapping

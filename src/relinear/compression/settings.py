@@ -1,4 +1,4 @@
-"""How a model is compressed."""
+"""Settings of a compression."""
 
 from __future__ import annotations
 

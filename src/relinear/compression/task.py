@@ -1,4 +1,4 @@
-"""The task of a compression: a model and those of its layers that may be replaced; checks of its input."""
+"""The task of a compression: a model and its replaceable layers; checks of the input."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ObjectiveConfig(Config):
         Raises:
             ValueError: if ``model`` cannot be trained with this objective; says why and what to do.
         """
-        raise TypeError(f"{type(self).__name__} does not say what is minimised")
+        raise TypeError(f"{type(self).__name__} does not implement prepare")
 
 
 class GuidedTraining(nn.Module):

@@ -1,4 +1,4 @@
-"""A corpus: the documents of a source, divided so that no held-out document is ever trained on."""
+"""A corpus: a source's documents, split so that no held-out document is ever trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents, tokenised once into a memory-mapped cache and packed into blocks of equal length."""
+"""Tokenise documents once into a memory-mapped cache, and pack them into blocks of equal length."""
 
 import dataclasses
 import functools

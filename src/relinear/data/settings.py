@@ -1,4 +1,4 @@
-"""The one setting of text data that every command shares."""
+"""The settings of text data that all commands share."""
 
 from collections.abc import Mapping
 from pathlib import Path

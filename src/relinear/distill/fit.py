@@ -221,7 +221,7 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> F
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put ``modules`` into ``model`` under their names for the length of the block (the mapping includes aliases)."""
+    """Put ``modules`` into ``model`` under their names (aliases included) within the block."""
     before = {name: model.get_submodule(name) for name in modules}
     try:
         _put(model, modules)

@@ -170,7 +170,7 @@ def record(
     folder: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Recording]:
-    """Run ``model`` over ``blocks`` and record the inputs of ``modules``, for the length of a ``with`` block.
+    """Run ``model`` over ``blocks`` and record the inputs of ``modules``; they are available within the ``with`` block.
 
     Each pass stops after the last of them. What was recorded is there until the block ends.
 

@@ -1,4 +1,4 @@
-"""How a distillation is done."""
+"""Settings of a distillation."""
 
 from __future__ import annotations
 

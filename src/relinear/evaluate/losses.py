@@ -1,4 +1,4 @@
-"""The loss of every token: the one loop that perplexity, validation, distillation and compression share."""
+"""The loss of every token: the one function that perplexity, validation, distillation and compression share."""
 
 # Legend: B batch, T tokens, V vocabulary
 

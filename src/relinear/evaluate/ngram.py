@@ -1,4 +1,4 @@
-"""Counting as a language model: interpolated modified Kneser-Ney n-grams, the line that a trained model must pass."""
+"""Interpolated modified Kneser-Ney n-grams, a baseline that every trained model must beat."""
 
 # Legend: N blocks, T tokens per block, V vocabulary
 

@@ -1,1 +1,1 @@
-"""Looking into a model in the browser: its units on real and typed text, and what happens when they are changed."""
+"""Explore a model in the browser: its units on real and typed text, and the effect of changing them."""

@@ -1,4 +1,4 @@
-"""Changing a unit of a model, or its weights by a prefix: what happens to the next token, compared with a control."""
+"""Change a unit of a model, or its weights by a prefix, and compare the next token with a control's."""
 
 # Legend: B batch, T tokens, V vocabulary, E width of y
 

@@ -1,1 +1,1 @@
-"""The maths of every operator as plain functions of tensors: short, readable, what their twins are held to."""
+"""The maths of every operator as plain functions of tensors: the readable reference for all kernels."""

@@ -1,4 +1,4 @@
-"""Integers of 2 to 8 bits in groups that share a scale: how they are stored and what they mean."""
+"""Integers of 2 to 8 bits in groups that share a scale: packing, unpacking and their values."""
 
 # Legend: I in_features, O out_features, B bits, K = ceil(I / group) groups of a row
 

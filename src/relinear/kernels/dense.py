@@ -1,4 +1,4 @@
-"""A dense matrix in place of a structured product, if that is the faster form of a linear operator on a CPU.
+"""Use a dense matrix instead of a structured product if that is faster for a linear operator on a CPU.
 
 A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
 more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached.

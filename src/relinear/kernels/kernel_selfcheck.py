@@ -1,4 +1,4 @@
-"""A Triton kernel is used once it has been seen to be right on this GPU: its first use compares it with torch."""
+"""Check a Triton kernel against torch at its first use on a GPU, before its results are used."""
 
 import importlib
 import threading

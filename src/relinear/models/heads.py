@@ -1,4 +1,4 @@
-"""Parts on the output head that stock GPT-2 and Llama models cannot be configured to have: a bias, a fixed factor."""
+"""Attachments on the output head that GPT-2 and Llama configs cannot express: a bias, a constant factor."""
 
 from typing import Annotated, ClassVar, Self
 

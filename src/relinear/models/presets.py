@@ -1,4 +1,4 @@
-"""Named model sizes of the papers, built from stock Hugging Face configs, and what else a model's name may mean."""
+"""Presets: named model sizes of the papers, from stock Hugging Face configs; and how model names are resolved."""
 
 import dataclasses
 import math

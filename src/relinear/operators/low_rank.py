@@ -1,4 +1,4 @@
-"""A static low-rank linear layer: the control that every other operator is judged against."""
+"""A static low-rank linear layer: the control for every other operator."""
 
 # Legend: I in_features, O out_features, R rank
 

@@ -1,4 +1,4 @@
-"""A full-width gate on a projection: put on every one, it is the ALL-Gate baseline of the Transponder paper."""
+"""A full-width gate on a projection; on all projections it is the ALL-Gate baseline of the Transponder paper."""
 
 # Legend: I in_features, O out_features
 
@@ -67,7 +67,7 @@ class OutputGate(WrapperConfig):
     output projection, is ``SDPAGate``.
 
     Args:
-        base: operator inside; None keeps the layer that is there.
+        base: operator inside; None wraps the existing layer.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

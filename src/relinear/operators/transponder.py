@@ -346,14 +346,14 @@ class TransponderLinear(FusedInference, Wrapper):
 
 @register
 class Transponder(ModulatorSettings, WrapperConfig):
-    """Put contextual modulators on the projection that is there, or on another operator.
+    """Put contextual modulators on an existing projection or on another operator.
 
     Modulator-layer-channel-scalar, the paper's default, is ``Transponder()``; its other projection-level variants are
     ``channel=False`` and ``scalar=False``; the path-level ones are ``PathTransponder``.
 
     Args:
         rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
-        base: operator inside, ``Transponder(base=HDPL(...))``; None keeps the layer that is there.
+        base: operator inside, ``Transponder(base=HDPL(...))``; None wraps the existing layer.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny").eval(), torch.randint(258, (1, 8))

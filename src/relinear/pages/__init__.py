@@ -1,1 +1,1 @@
-"""The pages that people look at: one template for them all, and what a page is put together from."""
+"""Pages of reports: one template for all, and the blocks that pages consist of."""

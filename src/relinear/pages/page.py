@@ -1,4 +1,4 @@
-"""Sections -> one page that holds everything inline: it opens from a file, without a network, and can be mailed."""
+"""Render sections into one self-contained page, which opens from a file without a network and can be mailed."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""How a block's output meets the residual stream; importing this registers every method's kind."""
+"""Residual methods: how a sub-block's output is added to the residual stream. Importing this registers all of them."""
 
 from types import ModuleType as _ModuleType
 

@@ -1,4 +1,4 @@
-"""The residual methods and attention gates that are known, by kind."""
+"""List the registered residual methods and attention gates."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ class OperatorLora(lora.Linear):
         """Add an adapter.
 
         Raises:
-            ValueError: if a setting of ``config`` needs a weight. Nothing has changed then.
+            ValueError: if a setting of ``config`` needs a weight. The layer is then unchanged.
         """
         name = type(self.get_base_layer()).__name__
         if config.init_lora_weights not in _INITS:

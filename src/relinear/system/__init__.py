@@ -1,1 +1,1 @@
-"""The base of all packages: the machine, atomic files, the C library's allocator."""
+"""The base of all rooms: machine, atomic files, locks, folders of results, the C library's allocator."""

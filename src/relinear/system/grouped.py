@@ -1,4 +1,4 @@
-"""Values grouped by key."""
+"""Group values by key."""
 
 from collections.abc import Iterable
 from typing import TypeVar

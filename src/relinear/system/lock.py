@@ -1,4 +1,4 @@
-"""One process at a time in a directory, by a lock of the operating system that a killed holder cannot leave behind."""
+"""Lock a directory for one process, by an operating system lock that a killed process releases."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ class InUseError(ValueError):
 
 @contextlib.contextmanager
 def exclusive(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
-    """Hold ``directory``, made if need be, for the length of the block; of two processes the second is refused.
+    """Lock ``directory``, created if missing, within the block; raises if another process holds it.
 
     The lock (``flock`` on ``.relinear.lock``) ends with its holder however it ends. The file is removed
     again, and so are the folders made for it if nothing else has come into them. Where the system or the file system

@@ -1,4 +1,4 @@
-"""How far a piece of work is: the one event that every room hands to the one kind of callback."""
+"""Progress of a task: the one event that all rooms pass to the one kind of callback."""
 
 import dataclasses
 from typing import Protocol

@@ -114,7 +114,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def open(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[dict[str, Any] | None]:
-        """Hold the folder for the length of the block, with its record in place; yield what ``check`` returns.
+        """Lock the folder and write its record within the block; yield what ``check`` returns.
 
         What an earlier process left unfinished is removed. Where the block fails before anything but the record is
         written, the record goes again.

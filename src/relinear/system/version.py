@@ -1,3 +1,3 @@
-"""The version, as records of runs state it."""
+"""The package version."""
 
 __version__ = "0.2.0"

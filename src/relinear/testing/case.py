@@ -1,4 +1,4 @@
-"""One variant of an operator, as the conformance suite takes it."""
+"""One variant of an operator for the conformance suite."""
 
 import dataclasses
 import warnings

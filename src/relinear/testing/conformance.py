@@ -1,4 +1,4 @@
-"""The same tests for every operator, run on rows that say how it is set up."""
+"""The conformance suite: the same tests for every operator, configured by rows of cases."""
 
 # Legend: I in, O out, T tokens
 

@@ -1,4 +1,4 @@
-"""``distill``: training to give the logits of a teacher."""
+"""``distill``: train a student on a teacher's logits."""
 
 # Legend: B batch, T tokens, V vocabulary
 

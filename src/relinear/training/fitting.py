@@ -1,4 +1,4 @@
-"""Train any model object on any data: what is under ``relinear train``, usable alone."""
+"""Train any model on any data: the function behind ``relinear train``."""
 
 from __future__ import annotations
 

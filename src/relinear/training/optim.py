@@ -1,4 +1,4 @@
-"""The optimiser: parameter groups by parameter role, Adam, schedules, and the initialisation by role."""
+"""Parameter groups by parameter role, Adam, schedules, and muP's initialisation."""
 
 import math
 from typing import Any, Literal

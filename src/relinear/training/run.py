@@ -1,4 +1,4 @@
-"""A whole training run from its settings: model, surgery, data, training, and a directory of results."""
+"""Run a training from its settings: model, surgery, data, training, and a directory of results."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Every setting of a training run, checked before anything is built."""
+"""All settings of a training run, checked before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning a CGT that has read a prefix into a stock GPT-2."""
+"""Specialise a CGT that has read a prefix into a stock GPT-2."""
 
 # Legend: T tokens of the prefix, D width of x, E width of y, K outputs of a projection
 
