@@ -228,6 +228,17 @@ def test_other_families_give_the_same_logits(kind: str, settings, tmp_path) -> N
         assert fields["gemma3.attention.sliding_window_pattern"].contents() == [True] * 5 + [False]
 
 
+def test_a_name_that_makes_llama_cpp_look_for_tokens_is_changed(tmp_path) -> None:
+    model, tokenizer = llama(), tokenizer_of()
+    model.config._name_or_path = "models/Phi-3-mini"
+    names = []
+    for _ in range(2):
+        fields = gguf.GGUFReader(export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer)).fields
+        names.append(fields["general.name"].contents())
+        tokenizer.add_tokens(["<unk>", "<s>", "</s>"], special_tokens=True)
+    assert names == ["phi-mini", "Phi-3-mini"]
+
+
 def test_layers_without_positions_are_every_fourth(tmp_path) -> None:
     sizes = {key: value for key, value in llama().config.to_dict().items() if key in SIZES}
     sizes |= {"num_hidden_layers": 4, "pad_token_id": None}

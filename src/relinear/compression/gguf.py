@@ -1,6 +1,7 @@
 """Export a model of stock layers as a GGUF file for llama.cpp."""
 
 import importlib.util
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -28,6 +29,8 @@ _ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
 }
+#: tokens without which llama.cpp does not load a model called Phi 3
+_PHI_3 = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
 #: rotary positions that a Llama's file holds as divisors of its frequencies
 _SCALED_ROPE = ("llama3", "linear")
 
@@ -136,6 +139,10 @@ def _begun(path: Path, model: Any, fields: dict[str, Any], tokenizer: Any) -> An
 
     writer = GGUFWriter(path, _ARCHITECTURES[type(model).__name__])
     writer.add_string("relinear.version", __version__)
+    name = Path(getattr(model.config, "_name_or_path", "") or "model").name
+    if _PHI_3 - {*fields["tokens"]}:
+        name = re.sub("(?i)phi-?3", "phi", name)
+    writer.add_name(name)
     _write_config(writer, model.config)
     add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
     for name, value in fields.items():
@@ -159,7 +166,6 @@ def _write_config(writer: Any, config: Any) -> None:
                 getattr(writer, f"add_{name}")(value)
     elif window is not None:  # llama.cpp has none here; up to its length there is no difference
         length = min(length, window)
-    writer.add_name(Path(getattr(config, "_name_or_path", "") or "model").name)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(length)
     writer.add_embedding_length(config.hidden_size)
