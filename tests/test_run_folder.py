@@ -511,7 +511,7 @@ def test_checkpoints_of_others_beside_those_of_a_run_stay(tmp_path):
     for name in ("checkpoint-2", "checkpoint-4", ".partial"):
         put(tmp_path / name / "manifest.json", "{}")
     put(tmp_path / "checkpoint-500" / "weights")
-    remove_checkpoints(tmp_path, but="checkpoint-4")
+    remove_checkpoints(tmp_path, keep="checkpoint-4")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-500"}
     remove_checkpoints(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-500"]

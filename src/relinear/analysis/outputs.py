@@ -69,7 +69,7 @@ def _groups(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
 
 
 def _described(sums: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
-    """Return a layer's statistics from products of [1, x, y] summed over tokens; sizes of x and y are given."""
+    """Return a layer's statistics from the products of [1, x, y], summed over tokens."""
     tokens, mean = sums[0, 0], sums[0] / sums[0, 0]
     centred = (sums - tokens * mean[:, None] * mean)[1:, 1:]
     of_inputs, crossed, of_outputs = centred[:inputs, :inputs], centred[:inputs, inputs:], centred[inputs:, inputs:]
@@ -115,7 +115,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> dict[str, Any]:
-    """Return the statistics of every operator, and of what the control has in the same places."""
+    """Return the statistics of every operator, and of the control's layers of the same names."""
     layers = _replaced(subject.model)
     if not layers:
         raise ValueError("no layer of this model is replaced by an operator")

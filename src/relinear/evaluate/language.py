@@ -230,7 +230,7 @@ def _check_positive(**values: int | None) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """Evaluate within the block, without gradients and with weights that stay; give the model's device."""
+    """Evaluate within the block, without gradients and with constant weights; yield the model's device."""
     with eval_mode(model), torch.no_grad(), caching_for_inference(model):
         yield next(model.parameters()).device
 

@@ -1,8 +1,8 @@
 """Residual methods: how a sub-block's output is added to the residual stream of a stock decoder layer.
 
-A stock layer computes ``x + y`` with y = module(norm(x)). For a residual method that wants ``f(x, y)`` instead, the
-sub-block returns ``f(x, y) - x``, so that the layer's own addition gives ``f(x, y)``. Methods that scale or add to y
-are exact. Those that normalise the sum (Post-LN, DeepNorm) subtract x, and in half precision are rounded twice.
+A stock layer computes ``x + y`` with y = module(norm(x)). To compute ``f(x, y)`` instead, a residual method lets the
+sub-block return ``f(x, y) - x``. Methods that scale y or add to it are exact. Those that normalise the sum (Post-LN,
+DeepNorm) subtract x, which rounds twice in half precision.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from relinear.hf.attachments import attachments
 from relinear.hf.replacing import swap_hooks
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
-#: name of the submodule that holds what a residual method learns
+#: name of the submodule with a residual method's parameters
 PART = "relinear_residual"
 
 
@@ -48,7 +48,7 @@ class ResidualConfig(AttachmentConfig):
 
 
 def connect(block: SubBlock, hooks: ResidualHooks) -> None:
-    """Register ``hooks`` on the norm, as it now is, and on the sub-block."""
+    """Register ``hooks`` on the current norm and on the sub-block."""
     block.norm.register_forward_pre_hook(hooks.save_input, with_kwargs=True)
     block.module.register_forward_hook(hooks.replace_output)
 

@@ -121,7 +121,7 @@ def training_device(settings: FitSettings) -> torch.device:
 
 
 def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
-    """Return what matrix products are computed in: the setting, with "auto" resolved for ``device``."""
+    """Return the dtype of matrix products: the setting, with "auto" resolved for ``device``."""
     if settings.dtype == "auto":
         return torch.bfloat16 if fast_bfloat16(device) else torch.float32
     return torch.float32 if settings.dtype == "float32" else torch.bfloat16
@@ -287,15 +287,15 @@ def fit(
 
 
 def rank_count() -> int:
-    """Return how many processes train together."""
+    """Return the number of processes that train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def allow_other_ranks_(folder: RunFolder, record: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Let a run resume with other ranks, and ``batch_size`` and ``accumulation`` to match.
+    """Allow a run to resume with another number of ranks if ``batch_size`` and ``accumulation`` compensate for it.
 
     Raises:
-        ValueError: if the ranks would have other sequences in a step.
+        ValueError: if the number of sequences per step would differ.
     """
     before, ranks = folder.settings_of(record), record.get("ranks", rank_count())
     if ranks == rank_count() or not isinstance(ranks, int) or not isinstance(before, Mapping):
@@ -324,7 +324,7 @@ def fit_in_folder(
     on_progress: ProgressCallback = no_progress,
     collate: Callable | None = None,
 ) -> TrainResult:
-    """Run ``fit`` in a folder that the caller holds; without ``resume`` there is nothing in it."""
+    """Run ``fit`` in a folder that the caller has locked; without ``resume`` the folder is empty."""
     from relinear.training.callbacks import RunLog, StopOnTerminate
     from relinear.training.trainer import RelinearTrainer
 
@@ -355,7 +355,7 @@ def fit_in_folder(
 
 
 def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
-    """Return the validation loss of ``model`` as a run takes it at its end; losses by block go to ``out_dir``."""
+    """Return the validation loss of ``model`` as at the end of a run; write the losses by block to ``out_dir``."""
     from relinear.training.trainer import RelinearTrainer
 
     losses = out_dir / BLOCK_LOSSES
@@ -365,15 +365,15 @@ def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) 
         return trainer.evaluate()["eval_loss"]
 
 
-def remove_checkpoints(folder: Path, but: str = "") -> None:
-    """Remove the checkpoints of a run, ``but`` one; other files stay, and with them the folder.
+def remove_checkpoints(folder: Path, keep: str = "") -> None:
+    """Remove a run's checkpoints except ``keep``, and the folder if nothing else is in it.
 
-    A checkpoint has a manifest. What a run had begun to write or to remove is hidden.
+    Checkpoints are the folders with a manifest, and the hidden folders of unfinished writes and removals.
     """
     ours = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
     hidden = [part for part in folder.glob(".*") if re.fullmatch(r"\.checkpoint-\d+|\.partial", part.name)]
-    for part in (part for part in (*ours, *hidden) if part.name != but):
-        with contextlib.suppress(OSError):  # hidden, so that what a failing disk leaves of it is not a checkpoint
+    for part in (part for part in (*ours, *hidden) if part.name != keep):
+        with contextlib.suppress(OSError):  # hidden first: a partly removed folder is no checkpoint
             part = part.rename(folder / f".{part.name.lstrip('.')}")
         shutil.rmtree(part, ignore_errors=True)
     with contextlib.suppress(OSError):

@@ -389,7 +389,7 @@ class RelinearTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
         if self.args.should_save:
-            remove_checkpoints(home, but=name)
+            remove_checkpoints(home, keep=name)
         self.accelerator.wait_for_everyone()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
