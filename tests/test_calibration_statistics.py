@@ -125,7 +125,7 @@ def test_refusals() -> None:
         )
     with pytest.raises(ValueError, match="square matrix"):
         CalibrationStatistics(torch.zeros(3, 4))
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="NaN or infinite"):
         CalibrationStatistics(torch.full((2, 2), float("nan")))
     with pytest.raises(relinear.contract.operator.NotLinearError):
         relinear.HDPL(rank=4, blocks=2).build(16, 16).fit_to_calibration(

@@ -161,7 +161,7 @@ def test_tokens_that_a_mask_leaves_out_are_not_read(side):
         padded.append({k: torch.cat(v if side == "right" else v[::-1]).tolist() for k, v in values.items()})
     assert perplexity(model, padded) == perplexity(model, alone)
     padded[0]["attention_mask"].pop()
-    with pytest.raises(ValueError, match="input_ids has 9 tokens, attention_mask 8"):
+    with pytest.raises(ValueError, match="input_ids has 9 tokens and attention_mask 8"):
         perplexity(model, padded)
     with pytest.raises(ValueError, match="a mapping with input_ids and labels"):
         perplexity(model, torch.utils.data.TensorDataset(torch.zeros(2, 2)))

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -56,10 +55,6 @@ def test_errors_without_a_name_get_it(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error", "else")
     with pytest.raises(OSError, match=r"Input.*'.*a\.json'"), atomic_path(tmp_path / "a.json") as temporary:
         raise OSError(errno.EIO, "Input/output error", str(temporary))
-    error = RuntimeError("An exception is raised during the commit")
-    error.__cause__ = sqlite3.OperationalError("database or disk is full")
-    with pytest.raises(OSError, match=r"optuna\.db"), os_errors_named(tmp_path / "optuna.db"):
-        raise error
 
     def fails(*arguments, **kwargs):
         raise OSError(errno.EIO, "Input/output error")

@@ -74,6 +74,9 @@ def _gpt2_ccl(width: int, heads: int) -> _Preset:
     return _Preset("gpt2", settings, (HeadBias(),))
 
 
+#: larger values are mistakes; checked before anything is built, as layers take time and memory even without weights
+_MOST_LAYERS, _LARGEST = 1_000, 2**31
+
 _PRESETS = {
     "tiny": _llama(128, 512, 4, 4, vocabulary=258, positions=1024, theta=10_000.0),
     "gpt2-ccl-64": _gpt2_ccl(64, heads=4),
@@ -139,6 +142,8 @@ def preset_config(name: str, **overrides: Any) -> Any:
         field = reference.attribute_map.get(key, key)
         if key != field and field in overrides:
             raise ValueError(f"preset {name!r}: {key!r} and {field!r} are the same field; give one of them")
+        if isinstance(value, int | float) and not abs(value) <= (_MOST_LAYERS if "layer" in field else _LARGEST):
+            raise ValueError(f"preset {name!r}: {key}={shown(value)} is a size that no model has")
         settings[field] = value
     try:
         return AutoConfig.for_model(preset.model_type, **settings)

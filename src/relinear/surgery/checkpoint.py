@@ -130,7 +130,12 @@ def check_files(directory: Path) -> None:
         raise ValueError(f"{path} must hold an object, got {shown(config)}")
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
-    stored_specs([directory / name for name in weights])
+    tensors, layers = stored_specs([directory / name for name in weights]), config.get("num_hidden_layers")
+    # every model builds this number of layers, for hours if it is damaged; other sizes may be unused
+    if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
+        raise ValueError(
+            f"{path}: num_hidden_layers={shown(layers)}, but {len(tensors):,} tensors; restore it from a copy"
+        )
 
 
 _PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
