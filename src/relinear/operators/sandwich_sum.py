@@ -233,9 +233,11 @@ class SandwichSum(CachingModule):
             matrices = x.reshape(-1, columns)
             outputs = [a @ F.linear(matrices, b).view(-1, rows, middle) for a, b in pairs]
             if len(outputs) == 1:
-                return outputs[0].view(*x.shape[:-1], -1)
+                return outputs[0].view(*x.shape[:-1], self.out_features)
             windows = torch.stack([y.view(-1, self.window) for y in outputs], 1)
-            return reference.from_windows(windows, self.out_features, self.config.windows).view(*x.shape[:-1], -1)
+            return reference.from_windows(windows, self.out_features, self.config.windows).view(
+                *x.shape[:-1], self.out_features
+            )
 
         return direct
 
