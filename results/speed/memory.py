@@ -49,7 +49,7 @@ def kept(name: str, dtype: torch.dtype, tokens: int) -> int:
 
 def peak(name: str, dtype: torch.dtype, tokens: int) -> int:
     """Bytes, in this process, of the second step: the first one loads libraries."""
-    build.is_loaded()
+    build.library()
     relinear.system.allocator.tune_allocator()
     layer, memory = layer_of(name, dtype), PeakMemory()
     for rows in (64, tokens):

@@ -26,7 +26,7 @@ def serve(threads: int) -> None:
 
     torch.set_num_threads(threads)
     relinear.system.allocator.tune_allocator()
-    build.is_loaded()
+    build.library()
     clock, run, values = time.process_time if threads == 1 else time.perf_counter, None, None
     for line in sys.stdin:
         asked = json.loads(line)
