@@ -530,7 +530,6 @@ AT_ONCE = {
     "eval run --split nosuch": "'nosuch' is not one of 'train', 'validation', 'test', 'all'",
     "specialize . --prefix-file nosuch --out y": "path 'nosuch' does not exist",
     "report nosuch": "path 'nosuch' does not exist",
-    "bench --check nosuch": "path 'nosuch' does not exist",
     "explore run --port 99999": "--port must be less than or equal to 65535",
     "comprae": "Did you mean 'compare'",
 }

@@ -42,14 +42,11 @@ def command(
         None, min=1, metavar="N", help="How often each contender takes its turn.", show_default="11"
     ),
     repeats: int | None = typer.Option(
-        None, min=1, metavar="N", help="Runs of the whole bench, for --check.", show_default="1"
+        None, min=1, metavar="N", help="Runs of the whole bench, for how figures vary.", show_default="1"
     ),
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     overwrite: options.Overwrite = False,
-    check: Path | None = typer.Option(
-        None, exists=True, metavar="RECORDED", help="Name what is slower than in this bench.json, if anything."
-    ),
 ) -> None:
     """Time layers against dense nn.Linear in one process; figures are ratios of time, below 1 is faster.
 
@@ -60,15 +57,9 @@ def command(
 
     **Example:** `relinear bench --operator hdpl:rank=128 --shapes 2048x2048 --tokens 1,4096 --dtypes fp32`
 
-    With --check, settings default to the record's. The exit code is 1 if a layer became slower: if its fastest run is
-    slower than the slowest recorded one.
-
-    **Example:** `relinear bench --repeats 5 --out runs/before` and, after a change,
-    `relinear bench --check runs/before --repeats 5 --out runs/after`
-
     **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
-    from relinear.bench.run import BenchSettings, read_record
+    from relinear.bench.run import BenchSettings
 
     values = options.options_among(locals(), BenchSettings) | {"tokens": options.parse_numbers("--tokens", tokens)}
     texts = {name: values.pop(name) for name in ("passes", "dtypes", "modes")}
@@ -80,18 +71,12 @@ def command(
     chosen |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
     if model is not None:
         chosen |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-        chosen |= {} if check is None else {"check": check}
         _whole_models(chosen, operators or [], out, overwrite)
         return
-    recorded = None if check is None else read_record(check)
-    asked = {} if recorded is None else BenchSettings.upgraded(recorded["settings"])
-    settings = BenchSettings.load(asked, "the record").updated(**chosen)
-    result = _layers(settings, out, overwrite)
-    if recorded is not None:
-        _report_slower(recorded, result)
+    _layers(BenchSettings.load(chosen), out, overwrite)
 
 
-def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, Any]:
+def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> None:
     from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench
     from relinear.pages.blocks import Table
@@ -116,19 +101,6 @@ def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> dict[str, An
         print(f"forward: {_INFERENCE}")
     page = write_page(out / "report.html", [section])
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
-    return result
-
-
-def _report_slower(recorded: dict[str, Any], result: dict[str, Any]) -> None:
-    from relinear.bench.run import slower
-
-    before, now = (machine["machine"]["processor"] for machine in (recorded, result))
-    if before != now:
-        print(f"recorded on another processor ({before}; this is {now}): differences may be its own")
-    lines = slower(recorded["rows"], result["rows"])
-    print("\n".join(["slower than recorded:", *lines] if lines else ["nothing is slower than recorded"]))
-    if lines:
-        raise typer.Exit(1)
 
 
 def _whole_models(chosen: dict[str, Any], operators: list[str], out: Path, overwrite: bool) -> None:
@@ -141,7 +113,7 @@ def _whole_models(chosen: dict[str, Any], operators: list[str], out: Path, overw
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_table
 
-    if wrong := [name for name in ("shapes", "tokens", "repeats", "check") if name in chosen]:
+    if wrong := [name for name in ("shapes", "tokens", "repeats") if name in chosen]:
         raise ValueError(f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size")
     known = {name: value for name, value in chosen.items() if name in ModelBenchSettings.model_fields}
     settings = ModelBenchSettings.load(known, "bench")

@@ -1,7 +1,4 @@
-"""Run a benchmark, each repeat in its own process, and write JSON, a table and a plot.
-
-Also compare a benchmark with a recorded one: which cases became slower by more than either varies.
-"""
+"""Run a benchmark, each repeat in its own process, and write JSON, a table and a plot."""
 
 import itertools
 import json
@@ -12,19 +9,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import AfterValidator, Field
 
-from relinear.bench.operators import DENSE, Case, Mode, Pass, bench_case, phase_of
+from relinear.bench.operators import Case, Mode, Pass, bench_case
 from relinear.contract.config import worker_environment
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.kernels.native.build import compiler, library
 from relinear.system.allocator import tune_allocator
-from relinear.system.files import read_json, write_json
+from relinear.system.files import write_json
 from relinear.system.grouped import grouped
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
@@ -72,7 +70,7 @@ class BenchSettings(Settings):
         modes: of "eager" and "compiled".
         passes: of "forward" and "step".
         rounds: how often each contender takes its turn.
-        repeats: runs of the whole bench, each in a process of its own, for a record that ``--check`` reads.
+        repeats: runs of the whole bench, each in a process of its own, so that rows say how much they vary.
         threads: of torch; all cores by default.
     """
 
@@ -177,13 +175,8 @@ def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCal
     return result
 
 
-# Against a recorded benchmark
-
-
-def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what a row of ``bench.json`` is about: the contender and the case."""
-    names = ("contender", "in_features", "out_features", "tokens", "dtype", "mode")
-    return (*(row[name] for name in names), phase_of(row))
+def _about(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (row["contender"], *(row[field.name] for field in fields(Case)))
 
 
 def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -192,7 +185,7 @@ def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
     That of the run with the median ratio, with ``ratio_minimum`` and ``ratio_maximum`` over the runs beside ``ratio``.
     """
     merged = []
-    for rows in grouped((row_key(row), row) for run in runs for row in run).values():
+    for rows in grouped((_about(row), row) for run in runs for row in run).values():
         timed = [row for row in rows if row.get("ratio") is not None]
         if len(timed) < len(rows):
             merged.append(next(row for row in rows if row.get("ratio") is None))
@@ -201,55 +194,6 @@ def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]
         middle = next(row for row in timed if row["ratio"] == statistics.median_low(ratios))
         merged.append(middle | {"ratio_minimum": min(ratios), "ratio_maximum": max(ratios)})
     return merged
-
-
-def ratio_range(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return the minimum, median and maximum of the ratio to dense over a row's runs."""
-    return row["ratio_minimum"], row["ratio"], row["ratio_maximum"]
-
-
-def read_record(path: str | Path) -> dict[str, Any]:
-    """Return a recorded benchmark: ``bench.json``, or the directory that holds it.
-
-    Raises:
-        ValueError: there is none, or it holds no repeated runs, so that nothing is known of its noise.
-    """
-    path = Path(path)
-    path = path / "bench.json" if path.is_dir() else path
-    try:
-        record = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no recorded benchmark can be read from {path}: {error}") from error
-    if not isinstance(record, dict) or not {"settings", "machine", "rows"} <= record.keys():
-        raise ValueError(f"{path} is not what relinear bench wrote: settings, machine and rows are expected")
-    if record["settings"].get("repeats", 1) < 2:
-        raise ValueError(f"{path} holds a single run, which does not say how it varies: record with --repeats 5")
-    return record
-
-
-def slower(recorded: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for every contender and case of both whose fastest run is slower than the slowest recorded one.
-
-    One that was timed in the record and is not any more, as its output is off, has a line too.
-    """
-    before = {row_key(row): row for row in recorded if row.get("ratio") is not None and row["contender"] != DENSE}
-    lines = []
-    for row in measured:
-        old = before.get(row_key(row))
-        if old is None:
-            continue
-        name, inputs, outputs, tokens, dtype, mode, phase = row_key(row)
-        case = f"{name}: {inputs} -> {outputs}, {tokens} tokens, {dtype}, {mode}, {phase}"
-        if row.get("ratio") is None:
-            lines.append(f"{case}: not timed any more: {row.get('error')}")
-        elif ratio_range(row)[0] > ratio_range(old)[2]:
-            lines.append(f"{case}: {_as_text(row)}, recorded {_as_text(old)}")
-    return lines
-
-
-def _as_text(row: Mapping[str, Any]) -> str:
-    low, middle, high = ratio_range(row)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":
