@@ -98,7 +98,8 @@ def _section(name: str, command: Callable) -> str:
     more = _prose(command).partition("\n\n")[2]
     examples, count, table = _examples(command), len(_parameters(command)), _options(command)
     inside = "\n\n".join(filter(None, [more, table]))
-    folded = f'<details markdown="1">\n<summary>More, and {count} options</summary>\n\n{inside}\n\n</details>\n'
+    summary = f"More, and {count} options" if count else "More"
+    folded = f'<details markdown="1">\n<summary>{summary}</summary>\n\n{inside}\n\n</details>\n'
     return f"\n## relinear {name}\n\n{examples}\n\n{folded if inside else ''}"
 
 
