@@ -1,4 +1,4 @@
-"""Fast kernels: functions of ``functional`` under the same names, with equal results, in less time and memory.
+"""Compute the functions of ``functional`` in less time and memory: same names, equal results.
 
 A kernel has several ``implementations``, listed above it: torch's operations, C++ (``native``) or ``triton``.
 """

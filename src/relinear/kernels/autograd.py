@@ -1,7 +1,7 @@
-"""Shared by our autograd functions: autocast, derivatives beyond the first, results that change, portions.
+"""Helpers for autograd functions: autocast, higher derivatives, results changed in place, portions of rows.
 
-torch cannot lower them under autocast: ``lowered`` does. A backward pass written by hand is in no graph. Where one is
-wanted (``create_graph=True``), or torch maps over several gradients at once, the gradients are those of the reference.
+torch does not cast their arguments under autocast: ``lowered`` does. A backward pass written by hand has no graph. If
+one is needed (``create_graph=True``), or torch maps over several gradients at once, the reference is differentiated.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from relinear.kernels.implementations import is_transformed
 
 #: size of a portion on a CPU
 PORTION_BYTES = 1 << 21
-#: the same for outputs whose gradients are computed at a time: smaller ones make small products
+#: the same for outputs in a backward pass: smaller portions make small products
 BACKWARD_PORTION = 1 << 22
-#: larger portions are a multiple of so many rows: a bfloat16 product over an odd number of them (a weight's gradient)
-#: takes up to a quarter longer
+#: larger portions are a multiple of this many rows: a bfloat16 product over an odd number of rows (a weight's
+#: gradient) takes up to a quarter longer
 ROWS = 64
 
-#: numbers from which intermediate results are computed again, and not kept
+#: numbers in x from which intermediate results are recomputed instead of saved
 FEWEST_RECOMPUTED = 1 << 17
 
 
@@ -70,18 +70,18 @@ def save(ctx: Any, inputs: Sequence[Any], *results: Tensor | None) -> None:
 
 
 def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the backward pass of a function that ``save`` was called for: it can be differentiated again.
+    """Decorate a backward pass so that it can be differentiated again; the forward pass must have called ``save``.
 
     Args:
-        reference: of torch operations, with the arguments and the results of the forward pass.
+        reference: torch operations with the arguments and the results of the forward pass.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
             if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or is_transformed(*grads)):
-                # compilers lower it, and users may run it, within autocast, which the forward pass has obeyed already;
-                # that is on, or not, when it is lowered: what holds when it is traced says nothing
+                # compilers and users may run this within autocast, which the forward pass has already applied; while
+                # a compiler traces, nobody knows whether it will be on, so it is switched off in any case
                 kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
                 off = torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
                 with torch.autocast(kind, enabled=False) if off else contextlib.nullcontext():
@@ -94,13 +94,13 @@ def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., 
 
 
 def keeping_arguments(forward: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Decorate a backward pass ``(ctx, grad)`` that computes from the arguments of ``forward``, which alone are kept.
+    """Decorate a backward pass ``(ctx, grad)`` that needs only the arguments of ``forward``, which are saved for it.
 
     It becomes a function of x (..., I) and further arguments (``on_rows``). ``ctx.saved_tensors`` has a place for each.
 
     Args:
-        forward: of a matrix (N, I) and these, without a graph.
-        reference: of torch operations, with the same arguments and result.
+        forward: the forward pass for a matrix (N, I) and the further arguments, without a graph.
+        reference: torch operations with the same arguments and result.
     """
 
     def decorate(by_hand: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -118,7 +118,7 @@ def keeping_arguments(forward: Callable[..., Tensor], reference: Callable[..., T
 
 
 def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """One gradient an argument, with a graph of its own where gradients are enabled."""
+    """Return a gradient for each argument, by autograd; with a graph of their own if gradients are enabled."""
     need, further = ctx.needs_input_grad, torch.is_grad_enabled()
     device = next((grad.device.type for grad in grads if grad is not None), "cpu")
     with torch.enable_grad(), torch.autocast(device, enabled=False):
@@ -142,7 +142,7 @@ def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tenso
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function of its first argument; keeps the others, and calls it again in the backward pass."""
+    """Call a function, its first argument, with the others; save only these and call it again in the backward pass."""
 
     @staticmethod
     def forward(ctx, function, *arguments):
@@ -163,9 +163,9 @@ class _Recomputed(torch.autograd.Function):
 
 
 def recomputed(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
-    """``function(x, *arguments)``, of which only the arguments are kept for the backward pass, where x is large.
+    """Return ``function(x, *arguments)``; if x is large, save only the arguments and recompute in the backward pass.
 
-    For what is cheap beside the memory of its intermediates; products in it are computed once more.
+    For functions that are cheap and have large intermediates; products in it are computed twice.
     """
     if x.numel() < FEWEST_RECOMPUTED or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function(x, *arguments)
@@ -175,16 +175,16 @@ def recomputed(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
 
 
 def watched(ctx: Any, y: Tensor) -> Tensor:
-    """Return the result y for ``save``, of which ``was_changed`` tells in the backward pass whether it still holds.
+    """Return the result y to ``save``; in the backward pass ``was_changed`` says whether it was changed in place.
 
-    Whoever gets y may change it in place (``relu_``), as they may that of a linear layer. torch refuses the backward
-    pass of a function that saved such a result; a function that can compute y again need not.
+    The caller may change y in place (``relu_``), as any linear layer's result. torch refuses the backward pass of a
+    function that saved such a result; a function that can compute y again need not.
     """
     ctx.counter = None
     if type(y) is not Tensor or torch.compiler.is_compiling():
         return y
     ctx.counter, ctx.version = y.detach(), y._version
-    ctx.counter.data = y.new_empty(0)  # it counts changes of y and holds nothing of its memory
+    ctx.counter.data = y.new_empty(0)  # it shares y's version counter without keeping its memory
     return y.data
 
 
@@ -194,7 +194,7 @@ def was_changed(ctx: Any) -> bool:
 
 
 def row_portions(x: Tensor, size: int = PORTION_BYTES) -> list[slice]:
-    """Slices over the rows of x (N, M), of about ``size`` bytes each; one slice off the CPU, and of no rows."""
+    """Split the rows of x (N, M) into slices of about ``size`` bytes; into one slice if x is empty or not on a CPU."""
     rows, columns = x.shape
     step = max(1, size // (max(1, columns) * x.itemsize)) if x.device.type == "cpu" else max(1, rows)
     step = max(1, round(step / ROWS)) * ROWS if step >= ROWS else step

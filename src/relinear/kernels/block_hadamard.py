@@ -1,4 +1,4 @@
-"""Kernels of ``functional.block_hadamard``: the transform as a few small matrix products.
+"""Compute ``functional.block_hadamard`` with the transform as a few small matrix products.
 
 H_P = H_A (x) H_B, so the transform of P = A B coordinates is two products with Hadamard matrices of about sqrt(P)
 rows. That is more arithmetic than the log2(P) butterflies, but it runs at the rate of a matrix product instead of at
@@ -23,7 +23,7 @@ LARGEST_FACTOR = 64  # beyond it the product costs more than another pass over m
 
 
 def _factors(power: int) -> list[int]:
-    """``power`` as a product of powers of two, as few as possible and as equal as possible."""
+    """Factor ``power`` into powers of two, as few and as equal as possible."""
     bits = power.bit_length() - 1
     most = LARGEST_FACTOR.bit_length() - 1
     count = max(1, -(-bits // most))
@@ -32,15 +32,15 @@ def _factors(power: int) -> list[int]:
 
 @functools.cache
 def _constant(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Outside inference mode, or it could not be saved for backward.
+    # Outside inference mode: otherwise autograd could not save it for a backward pass.
     with torch.inference_mode(False), torch.no_grad():
         return butterflies(torch.eye(size, dtype=dtype, device=device))
 
 
 def _matrix(size: int, like: Tensor) -> Tensor:
-    """The matrix of a transform, made once: for few tokens that takes longer than the products.
+    """Return the matrix of a transform; cached, as for few tokens making it takes longer than the products.
 
-    Compilers, dispatch modes and torch.func's transforms see it made, as what they make cannot be kept.
+    Under compilers, dispatch modes and torch.func's transforms it is made anew, as their tensors cannot be cached.
     """
     if is_traced(like) or is_transformed():
         return butterflies(torch.eye(size, dtype=like.dtype, device=like.device))
@@ -69,12 +69,12 @@ hadamard = dispatch(Implementation("products", _products_unsupported, _products)
 
 
 def hadamard_flops(size: int) -> int:
-    """FLOPs that ``hadamard`` takes for one vector of ``size`` coordinates."""
+    """Count the FLOPs that ``hadamard`` takes for one vector of ``size`` coordinates."""
     return 2 * size * sum(_factors(size & -size))
 
 
 def _stage(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
-    """diag(W_1, ..., W_K) H x of x (..., I); without H where it is not ``mixed``."""
+    """Return diag(W_1, ..., W_K) H x for x (..., I); without H if not ``mixed``."""
     return block_diagonal(hadamard(x) if mixed else x, blocks)
 
 
@@ -96,7 +96,7 @@ stage = dispatch(Implementation("on slices", slices_unsupported, _sliced), other
 def block_hadamard(
     x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
 ) -> Tensor:
-    """``functional.block_hadamard.block_hadamard`` with this module's transform and products."""
+    """Compute ``functional.block_hadamard.block_hadamard`` with this module's transform and products."""
     y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
     for index, one in enumerate(blocks):
         y = stage(y, one, bool(index or mix_input))

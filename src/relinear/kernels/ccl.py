@@ -1,4 +1,4 @@
-"""Kernels of ``functional.ccl`` in few passes over memory: gates and their products are one, forward and backward."""
+"""Compute ``functional.ccl`` in few passes over memory: gates are fused with the products that they scale."""
 
 # Legend: I in_features, O out_features, R rank, G width of the gate network's last hidden layer
 
@@ -24,7 +24,7 @@ from relinear.kernels.implementations import Call, Implementation, dispatch, is_
 #: epsilon of the LayerNorm
 EPS = 1e-5
 
-#: a training step has to be so many times as large as inference, for its gates in C++ to take less time than torch's
+#: how many times larger a training step must be than inference for gates in C++ to be faster than torch's
 LARGER_IN_TRAINING = 8
 
 
@@ -35,11 +35,11 @@ def _products_unsupported(call: Call) -> str:
 def _products(
     x, features, basis, mix, bias, norm_gain, norm_offset, gate, offset, output_gate, output_offset, gate_bias, eps
 ) -> Tensor:
-    """The reference in the input's dtype.
+    """Compute the reference in the input's dtype.
 
-    The gate network's last layer is two products, one per gate, so that no gate is a strided slice; the bias rides in
-    the product before it; sigmoid and product with the output gate are one pass over memory where they can be, and
-    neither gates nor ungated outputs are kept for the backward pass.
+    The gate network's last layer is two products, one per gate, so that no gate is a strided slice; the product before
+    it adds the bias. If possible, sigmoid and product with the output gate are one pass over memory, and neither
+    gates nor ungated outputs are saved for the backward pass.
     """
     h = F.linear(x, basis)
     if norm_gain is not None:
@@ -62,15 +62,15 @@ def prepare_few_rows(
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
     """Return the layer with its gate network as a function of a few rows like x and their context, one call in C++.
 
-    None if that is not to run; the function gives None for a context that rows share. The parameters are asked about
-    once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
+    Returns None if C++ does not support it; the function returns None for a context that rows share. Parameters are
+    checked once, here, and must not change. The caller checks ``native.rows_unsupported`` on every call.
 
     Args:
         x: (..., I).
         width: features of the context, 0 without gates.
-        trunk: weights and biases of the gate network's hidden layers by turns.
+        trunk: weights and biases of the gate network's hidden layers, in turn.
         parameters: of ``ccl``, from the basis to the output gate's bias.
-        gate_bias: as there.
+        gate_bias: as in ``ccl``.
     """
     if native.few_rows_unsupported(x, *trunk, *parameters):
         return None
@@ -104,7 +104,7 @@ def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
 def _gated_product(
     h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, gate_bias: Tensor
 ) -> Tensor:
-    """(mix h + bias) * sigmoid(weight features + gate_bias)."""
+    """Return (mix h + bias) * sigmoid(weight features + gate_bias)."""
     return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
 
 
@@ -112,7 +112,7 @@ _gated_linear = dispatch(Implementation("gates in C++", _gates_unsupported, _gat
 
 
 def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
-    """``_gated_product`` of matrices, without a graph, few enough tokens at a time to stay in cache."""
+    """Compute ``_gated_product`` of matrices without a graph, few enough tokens at a time to stay in cache."""
     y = h.new_empty(h.shape[0], mix.shape[0])
     gate_bias = gate_bias.contiguous()
     for rows in row_portions(y):
@@ -121,7 +121,7 @@ def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left right, or = if it is the ``first``; in one pass over memory if it is of their dtype."""
+    """Add left right to ``total``, or overwrite it if ``first``; in one pass over memory if dtypes agree."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=0 if first else 1)
     else:
@@ -129,7 +129,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
 
 
 class _GatedLinear(torch.autograd.Function):
-    """``_forward``; keeps its inputs and its output, and computes the gates again."""
+    """Differentiate ``_forward``; saves inputs and output, and recomputes the gates."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -146,10 +146,10 @@ class _GatedLinear(torch.autograd.Function):
         to_mix, to_weight = (torch.empty_like(one, dtype=torch.float32) for one in (mix, weight))
         to_biases = torch.zeros(2, mix.shape[0])
 
-        def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
+        def add(rows: slice) -> None:  # a function, so that a portion's tensors are freed before the next
             upstream, to_logits = grad[rows].contiguous(), F.linear(features[rows], weight)
             to_value = torch.empty_like(upstream)
-            # over the logits go their gradients
+            # gradients overwrite the logits
             native.kernels().gate_backward(to_value, to_logits, to_biases, y[rows], upstream, gate_bias.contiguous())
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])

@@ -1,4 +1,4 @@
-"""Kernels of ``functional.cgt``: the weights of a token are never built."""
+"""Compute ``functional.cgt`` without building the weights of any token."""
 
 # Legend: D width of x, M templates, R rank, N tokens in all
 
@@ -26,7 +26,7 @@ def _triton(*arguments: Tensor) -> Tensor:
 
 @dispatch(Implementation("Triton", _triton_unsupported, _triton), otherwise="three thin products")
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
-    """T(x; y) as in ``functional.cgt.modulate``, re-associated: exact, in three thin matrix products.
+    """Compute T(x; y) of ``functional.cgt.modulate`` in three thin matrix products: exact, only re-associated.
 
     With P = [x, 1] R_all (N, M R) and s the shares repeated R times, sum_m sigma_m P_mr spread back over the templates
     is ((P * s) J J^T) * s, where J stacks M identities of size R; the last product is with L_all (M R, D). Memory is

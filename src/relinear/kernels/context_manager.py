@@ -1,4 +1,4 @@
-"""The linear recurrence in a number of steps that grows with log2 of the number of tokens."""
+"""Compute the linear recurrence in about log2(tokens) steps."""
 
 # Legend: B batch, T tokens, D channels, P parts of C tokens each
 
@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: tokens up to which a model that is exported with a dynamic number of them is right (more are refused when it runs)
+#: most tokens for which a model exported with a dynamic length is right (it raises an error for more)
 LONGEST_EXPORTED = 1 << 17
-#: tokens that are gone through one by one, in all parts of a sequence at once
+#: tokens in a part; all parts of a sequence are computed at once, token by token
 _PART = 8
-#: entries of B T D from which that gains: a pass over memory takes longer than its call
+#: entries B T D from which parts are faster: a pass over memory then takes longer than a call
 FEWEST_IN_PARTS = 1 << 15
 # torch 2.6 cannot tell an export from a compilation, which then takes the exported form too
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
-    """``functional.context_manager.linear_recurrence`` in few steps.
+    """Compute ``functional.context_manager.linear_recurrence`` in few steps.
 
-    Only products of decays in [0, 1] occur, never their inverse, so nothing over- or underflows to something wrong,
-    however long the sequence and however short the memory.
+    It multiplies decays in [0, 1] and never divides by them, so results are right for sequences and memories of any
+    length.
     """
     tokens = value.shape[1]
     if _is_exporting() and (torch.compiler.is_dynamo_compiling() or isinstance(tokens, torch.SymInt)):
@@ -31,7 +31,7 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
 
 
 def _by_doubling(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
-    """After step k, s_t sums the last 2^k values."""
+    """Sum by doubling: after step k, s_t sums the last 2^k values."""
     tokens = value.shape[1]
     shared = decay.ndim == 1
     first = value[:, :1] + (decay if shared else decay[:, :1]) * state[:, None]
@@ -58,19 +58,19 @@ def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
 
     decays = (decay,) * _PART if decay.ndim == 1 else parts(decay, 1.0)
     values = parts(value, 0.0)
-    # of each token: the state, and the share of the state before the part that remains
-    states, left = [values[0]], [decays[0]]
+    # for each token: its state, and how much remains of the state before the part
+    states, remaining = [values[0]], [decays[0]]
     for each, added in zip(decays[1:], values[1:], strict=True):
         states.append(torch.addcmul(added, each, states[-1]))
-        left.append(left[-1] * each)
-    ends = _by_doubling(left[-1], states[-1], state)
+        remaining.append(remaining[-1] * each)
+    ends = _by_doubling(remaining[-1], states[-1], state)
     before = torch.cat([state[:, None], ends[:, :-1]], dim=1)  # (B, P, D)
-    total = torch.addcmul(torch.stack(states, 2), torch.stack(left, -2), before[:, :, None])
+    total = torch.addcmul(torch.stack(states, 2), torch.stack(remaining, -2), before[:, :, None])
     return total.reshape(batch, -1, width)[:, :tokens]
 
 
 def _exported(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
-    """The same in a fixed number of steps: one that depends on the tokens would bind a graph to a few lengths."""
+    """Compute the same in a fixed number of steps, so that the exported graph runs for any number of tokens."""
     torch._check(value.shape[1] <= LONGEST_EXPORTED)
     decay = decay.expand_as(value)
     at = torch.arange(value.shape[1], device=value.device).unsqueeze(-1)

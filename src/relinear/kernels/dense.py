@@ -1,7 +1,7 @@
 """Use a dense matrix instead of a structured product if that is faster for a linear operator on a CPU.
 
 A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
-more than the FLOPs saved: in inference with weights that stay (``relinear.for_inference_``) the matrix is cached.
+more than the FLOPs saved. ``relinear.for_inference_`` declares that weights stay unchanged, so the matrix is cached.
 """
 
 import dataclasses
@@ -15,25 +15,25 @@ from torch.nn.functional import linear
 from relinear.kernels.implementations import log_choice
 from relinear.system.machine import tiled
 
-#: dtype -> (tokens, largest square layer, in features, that is faster dense) one after another
+#: dtype -> pairs of (tokens, features of the largest square layer that is faster dense)
 Sizes = Mapping[torch.dtype, tuple[tuple[float, float], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Up to which sizes an operator is faster through its dense matrix; dtypes without an entry are never made dense.
+    """Hold the sizes up to which an operator is faster as a dense matrix; dtypes without an entry are never made dense.
 
     Measured by results/speed/dense_or_structured.py, at rank 64 and the default blocks.
 
     Args:
-        limits: in inference, with a matrix that is kept: sizes for up to so many tokens, fewest first. Those of
-            bfloat16 are of processors with tiles; on others float32's hold for it.
+        limits: in inference, with a cached matrix: the size limit for up to so many tokens, fewest first. Those of
+            bfloat16 are for processors with tiles; others use those of float32.
     """
 
     limits: Sizes
 
     def in_inference(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
-        """Return whether the kept matrix is the faster form."""
+        """Return whether the cached matrix is faster."""
         largest = next((size for most, size in self._of(dtype) if tokens <= most), 0)
         return in_features * out_features <= largest**2
 
@@ -41,7 +41,7 @@ class Dense:
         return self.limits.get(torch.float32 if dtype == torch.bfloat16 and not tiled(dtype) else dtype, ())
 
     def inference(self, operator: Any, x: Tensor) -> Tensor | None:
-        """``dense_inference``; what is too large to be dense for any number of tokens is not looked up."""
+        """Call ``dense_inference`` unless the operator is too large to be dense for any number of tokens."""
         sizes = self._of(x.dtype)
         if not sizes or operator.in_features * operator.out_features > sizes[0][1] ** 2:
             return None
@@ -49,20 +49,20 @@ class Dense:
 
 
 def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
-    """``operator(x)`` through its dense matrix, or None if the structured form is to be used.
+    """Return ``operator(x)`` by its dense matrix, or None if the structured product is to be used.
 
-    None outside of ``relinear.for_inference_``, in training, wherever gradients are recorded, off the CPU and inside
-    ``torch.compile``.
+    Returns None outside of ``relinear.for_inference_``, in training, wherever gradients are recorded, off the CPU and
+    inside ``torch.compile``.
 
     Args:
-        operator: one with a context-free ``to_dense``.
+        operator: an operator whose ``to_dense`` needs no context.
         x: (..., in_features).
-        prefers: says for in_features, out_features, dtype and number of tokens whether dense is faster.
+        prefers: returns for in_features, out_features, dtype and number of tokens whether dense is faster.
     """
     cache = operator.parameter_cache
     if cache is None or operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
         return None
-    # sizes up to a power of two, so that one decision serves many; a single token has a power of its own
+    # numbers rounded up to a power of two, so that few decisions are made
     key = x.numel().bit_length(), x.dtype
 
     def product() -> Callable[[Tensor], Tensor] | None:
@@ -84,15 +84,15 @@ def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
     return None if run is None else run(x)
 
 
-#: FLOPs a microsecond that a CPU multiplies at, without and with tiles for half precision
+#: FLOPs per microsecond of a CPU's products, without and with tiles for half precision
 RATE, TILED_RATE = 4e5, 2e6
 
 
 def dense_cost(in_features: int, out_features: int, tokens: int, itemsize: int, tiled: bool) -> float:
     """Estimate the time of a dense product on a CPU, in microseconds.
 
-    Rates are measured on two AVX-512/AMX cores; only the ratio to ``factored_cost`` matters. A large matrix has to be
-    read for few tokens.
+    Rates are measured on two AVX-512/AMX cores; only the ratio to ``factored_cost`` matters. For few tokens, reading a
+    large matrix takes the time.
 
     Args:
         itemsize: bytes of a number.
@@ -107,14 +107,14 @@ def dense_cost(in_features: int, out_features: int, tokens: int, itemsize: int, 
 def factored_cost(
     in_features: int, out_features: int, factor: int, pairs: int, flops: int, blade: bool, tokens: int, tiled: bool
 ) -> float:
-    """Return the time of a sum of sandwiches, as ``dense_cost``.
+    """Estimate the time of a sum of sandwiches in microseconds, like ``dense_cost``.
 
-    Small factors use a processor badly, and worse the faster it multiplies large ones.
+    Products of small factors are far below the processor's peak, the more so the higher that is.
 
     Args:
         factor: the smaller size of the factors.
         pairs: sandwiches.
-        flops: of a token.
+        flops: FLOPs per token.
         blade: whether the basis is changed before and after.
     """
     waste = 1 + 400 / factor if tiled else 1 + 50 / factor + 500 / factor**2

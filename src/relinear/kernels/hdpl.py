@@ -1,4 +1,4 @@
-"""Kernels of ``functional.hdpl``: one kernel for a few rows, and both paths into one result, without copies."""
+"""Compute ``functional.hdpl`` with one kernel for a few rows, or both paths into one result without copies."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size or columns of a low-rank part
 
@@ -58,9 +58,9 @@ hdpl = dispatch(
 
 
 def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """y without noise as a function of a few rows like x, one call in C++; None if that is not to run.
+    """Return y without noise as a function of a few rows like x, one call in C++; None if C++ does not support it.
 
-    The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
+    Parameters are checked once, here, and must not change. The caller checks ``native.rows_unsupported`` on every call.
 
     Args:
         x: (..., I).
@@ -74,7 +74,7 @@ def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor]
 
 
 def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> tuple[Tensor, ...]:
-    """(y, z, mu, logvar), or (y, mu) without noise, of a matrix x (N, I); without a graph."""
+    """Return (y, z, mu, logvar), or (y, mu) without noise, for a matrix x (N, I), without a graph."""
     if noise is None:
         mu = linear(x, mu_weight, mu_bias)
         return block_product(x, blocks, linear(silu(mu), decoder, bias)), mu
@@ -86,9 +86,9 @@ def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder,
 
 
 class _HDPL(torch.autograd.Function):
-    """``_results`` with a graph; keeps mu and log sigma^2, and computes z and silu(z) again."""
+    """Differentiate ``_results``; saves mu and log sigma^2, and recomputes z and silu(z)."""
 
-    # torch looks up the names of arguments at every call where a context is set up by a function of its own
+    # not ``setup_context``: with it torch inspects the signature at every call
     @staticmethod
     def forward(ctx: Any, *arguments):  # type: ignore[override]
         results = _results(*arguments)

@@ -1,9 +1,9 @@
-"""Implementations of a kernel: a list tried in order, of which the first that supports the call runs.
+"""Choose the implementation of a kernel: they are tried in order, and the first that supports the call runs.
 
 A kernel has the name and the signature of its reference in ``functional``, and several implementations: Triton or C++,
 torch's operations in another order, the reference itself. Each says which calls it does not support, and why.
-``RELINEAR_LOG=kernels`` in the environment (or the logger ``relinear.kernels`` at DEBUG) says which one runs, and why
-not those before it, once a shape.
+``RELINEAR_LOG=kernels`` in the environment (or the logger ``relinear.kernels`` at DEBUG) logs once per shape which one
+runs, and why not those before it.
 """
 
 import functools
@@ -25,12 +25,12 @@ Meaning = TypeVar("Meaning")
 LOG = logging.getLogger("relinear.kernels")
 _logged: set[tuple] = set()
 
-#: classes of tensors that are nothing but numbers
+#: classes of tensors without behaviour of their own
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def meant(variable: str, asked: str, meanings: Mapping[str, Meaning]) -> Meaning:
-    """Return what ``asked``, the value of an environment variable or "", means.
+    """Return the meaning of ``asked``, the value of an environment variable, or "" if it is not set.
 
     Raises:
         ValueError: it is not a key of ``meanings``.
@@ -50,16 +50,16 @@ if meant("RELINEAR_LOG", os.environ.get("RELINEAR_LOG", ""), {"": False, "0": Fa
 
 
 class Call:
-    """Facts about one call of a kernel, for its implementations; looked up lazily, as small calls need few.
+    """Describe one call of a kernel to its implementations; looked up lazily, as small calls need few facts.
 
     Attributes:
         arguments: the kernel's arguments, in its order.
         x: the first of them.
-        device, size: of x: the kind of its device, and how many numbers it holds.
+        device, size: the kind of x's device, and how many numbers x holds.
         autocast: whether products run in another dtype than x's.
-        dtype: in which products of x run.
+        dtype: the dtype in which products of x run.
         grad: whether gradients are recorded.
-        compiled: whether a compiler is at work, which fuses torch's operations with their surroundings.
+        compiled: whether a compiler is tracing, which fuses torch's operations with those around them.
         emulated: whether x is in bfloat16 on a processor without it, where products take longer than in float32.
         transformed: ``is_transformed``.
         opaque: what speaks against operations that torch cannot see: compilers, and where ``transformed``.
@@ -129,7 +129,7 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
 
     Args:
         implementations: tried in this order.
-        otherwise: what the log calls the decorated function.
+        otherwise: the name of the decorated function in the log.
     """
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -148,7 +148,7 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
                 if not implementation.unsupported_reason(call):
                     chosen = implementation
                     break
-            # the logger's own level, without its parents': asked in every forward pass, it may take no time
+            # the logger's own level, without its parents': every forward pass reads it, so it must take no time
             if not call.compiled and LOG.level:
                 before = implementations[: implementations.index(chosen)] if chosen is not last else implementations
                 log_choice(part, chosen.name, shape_of(call.x), {i.name: i.unsupported_reason(call) for i in before})
@@ -160,7 +160,7 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
 
 
 def shape_of(x: Tensor) -> str:
-    """Shape, dtype and device of x, as the log says them."""
+    """Format shape, dtype and device of x for the log."""
     shape = " x ".join(str(size) for size in x.shape) or "a number"
     return f"{shape}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}"
 
@@ -178,20 +178,20 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     """Return whether torch interprets operations, as inside ``torch.func``'s transforms (``vmap``, ``jvp``,
     ``grad``, ...), with derivatives in forward mode, or where a gradient stands for many (``is_grads_batched``).
 
-    A kernel that does not consist of torch's operations would not be seen there. Compilers ask the kernels themselves.
+    They would not see a kernel that does not consist of torch's operations. Compilers are handled by the kernels.
     """
     if torch.compiler.is_compiling():
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    for tensor in tensors:  # noqa: SIM110  # a generator takes a call per tensor, and every backward pass asks this
+    for tensor in tensors:  # noqa: SIM110  # a generator costs a call per tensor, in every backward pass
         if tensor is not None and torch._C._functorch.is_legacy_batchedtensor(tensor):
             return True
     return False
 
 
 def is_traced(x: Tensor) -> bool:
-    """Return whether operations on x are seen or replaced by others: compilers, dispatch modes, classes of tensors."""
+    """Return whether a compiler, a dispatch mode or a tensor subclass sees or replaces operations on x."""
     if torch.compiler.is_compiling() or type(x) not in PLAIN:
         return True
     return bool(torch._C._len_torch_dispatch_stack()) or torch._C._get_tracing_state() is not None

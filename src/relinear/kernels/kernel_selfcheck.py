@@ -15,20 +15,20 @@ _lock = threading.Lock()
 
 
 def forget() -> None:
-    """Forget what this process knows; the next use of a kernel checks it again."""
+    """Forget all results of checks in this process; the next use of a kernel checks it again."""
     _known.clear()
 
 
 def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
-    """Against the kernel of an operator on a device where it has not been seen right: "" once it has been.
+    """Return why an operator's kernel is not to be trusted on a device; "" once it has passed its check there.
 
-    The first call checks it, and warns if it is wrong or fails; later ones know the answer. Compilers take it for a
-    constant.
+    The first call checks it, and warns if it is wrong or fails; later calls return the same. Compilers take the result
+    for a constant.
 
     Args:
-        kind: of the operator, a key of ``triton.samples.SAMPLES``.
-        device: as ``str(tensor.device)``.
-        dtype: in which the kernel is going to run.
+        kind: the operator's kind, a key of ``triton.samples.SAMPLES``.
+        device: ``str(tensor.device)``.
+        dtype: the dtype in which the kernel would run.
     """
     key = kind, device, dtype
     if key not in _known:
@@ -40,12 +40,12 @@ def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
     return _known[key]
 
 
-# what torch.compiler.assume_constant_result sets: to call it would import the compiler, and triton with it
+# torch.compiler.assume_constant_result sets this; calling it would import the compiler and triton
 against_unseen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _verdict(kind: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Nothing, or what is wrong; warns of it."""
+    """Check a kernel; warn and return what is wrong, or return ""."""
     reason = _on_a_thread(kind, device, dtype)
     if reason:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -58,20 +58,20 @@ def _verdict(kind: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _on_a_thread(kind: str, device: torch.device, dtype: torch.dtype) -> str:
-    """``_check`` where nothing that the caller has set holds: grad modes, autocast, hooks of saved tensors (those of
-    checkpointing count), dispatch modes and compilers are all a thread's own."""
+    """Run ``_check`` on a new thread, where the caller's grad modes, autocast, hooks of saved tensors (as those of
+    checkpointing), dispatch modes and compilers do not apply."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_check, kind, device, dtype).result()
 
 
 def _check(kind: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Compare results and gradients with torch's: "" or what is wrong."""
+    """Compare results and gradients with torch's; return what is wrong, or ""."""
     try:
-        # by name: kernels ask for this module themselves
+        # imported here by name, as the kernels import this module
         samples = importlib.import_module("relinear.kernels.triton.samples")
         sample = samples.SAMPLES[kind]
         errors = [samples.largest_error(sample, arguments, dtype, device) for arguments in sample.given]
-    except Exception as error:  # of whatever kind: compilers and drivers raise their own
+    except Exception as error:  # any exception: compilers and drivers raise their own
         return f"it fails with {type(error).__name__}: {_first_line(error)}"
     worst = max(errors)
     if worst <= TOLERANCES[dtype]:

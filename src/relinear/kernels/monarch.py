@@ -1,6 +1,6 @@
-"""Kernel of ``functional.monarch``: products on slices, and a first product that is computed again, not kept.
+"""Compute ``functional.monarch`` by products on slices; the first product is recomputed in the backward pass.
 
-Between the factors every block meets every block, so that two permutations copy; the products read and write in place.
+The two permutations between the factors copy; the products read and write in place.
 """
 
 # Legend: N tokens, I in, O out, K blocks, S = ceil(O / K), R rank of a sub-block
@@ -15,18 +15,18 @@ from relinear.kernels.implementations import Implementation, dispatch
 
 
 def _swapped(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x (N, rows columns M) with M numbers at each row and column, the two exchanged; the inverse exchanges sizes."""
+    """Exchange rows and columns of x (N, rows columns M), M numbers each; exchanging the sizes inverts it."""
     return x.view(len(x), rows, columns, -1).transpose(1, 2).reshape(len(x), -1)
 
 
 def _hidden(x: Tensor, right: Tensor) -> Tensor:
-    """The inputs (N, K K R) of the second factor."""
+    """Return the inputs (N, K K R) of the second factor."""
     return _swapped(block_product(zero_padded(x, right.shape[0] * right.shape[2]), right), len(right), len(right))
 
 
 def _forward(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
     y = _swapped(block_product(_hidden(x, right), left), *left.shape[:2])
-    y = y if y.shape[1] == out_features else y[:, :out_features].clone()  # a view could not be changed in place
+    y = y if y.shape[1] == out_features else y[:, :out_features].clone()  # torch refuses to change a view in place here
     return y if bias is None else y.add_(bias)
 
 

@@ -1,6 +1,6 @@
-"""Kernels of ``functional.pivoted_low_rank``: training orders inputs again, and gathers their gradient.
+"""Compute ``functional.pivoted_low_rank``; training gathers the inputs' gradient.
 
-The reference's is a scattered sum, which on a CPU takes longer than all products.
+The reference scatters it into a sum, which on a CPU takes longer than all products.
 """
 
 import torch
@@ -10,7 +10,7 @@ from relinear.functional import pivoted_low_rank as reference
 from relinear.kernels.autograd import keeping_arguments
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
-#: numbers from which the scattered sum takes longer than the calls of ours
+#: numbers in x from which gathering is faster than the scattered sum
 FEWEST_PERMUTED = 1 << 12
 
 

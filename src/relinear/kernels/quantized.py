@@ -1,4 +1,4 @@
-"""Products with integers of few bits: read as they are packed for a few rows, unpacked once for many."""
+"""Multiply by integers of few bits: a few rows read packed integers, many rows unpack them once."""
 
 # Legend: I in_features, O out_features, B bits, K groups of a row
 
@@ -14,12 +14,12 @@ from relinear.functional.rounding import change_codes
 from relinear.kernels import native
 from relinear.kernels.implementations import PLAIN, Call, Implementation, dispatch, log_choice, shape_of
 
-#: inputs of a group that the kernels take a multiple of
+#: the inputs of a group must be a multiple of this
 _HALF = reference.BLOCK // 2
 
 
 def unsupported_reason(call: Call) -> str:
-    """Say why C++ does not run a call of ``quantized``; "" if it does."""
+    """Return why C++ does not run a call of ``quantized``; "" if it does."""
     x, packed, scales, zeros, bits, group, bias = call.arguments
     if bits not in native.calls.BITS:
         return f"{bits} bits"
@@ -43,14 +43,14 @@ quantized = dispatch(Implementation("C++", unsupported_reason, _compiled), other
 
 
 def prepare_few_rows(rounded: bool, x: Tensor, *parameters) -> Callable[[Tensor], Tensor] | None:
-    """``quantized`` as a function of a few rows like x; None if C++ is not to run.
+    """Return ``quantized`` as a function of a few rows like x; None if C++ does not support it.
 
-    The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
+    Parameters are checked once, here, and must not change. The caller checks ``native.rows_unsupported`` on every call.
 
     Args:
         rounded: whether x is rounded to 8 bits.
         x: (..., I).
-        parameters: what follows x there.
+        parameters: the arguments of ``quantized`` after x.
     """
     if unsupported_reason(Call(x, *parameters)):
         return None
@@ -59,7 +59,7 @@ def prepare_few_rows(rounded: bool, x: Tensor, *parameters) -> Callable[[Tensor]
 
 
 def code_changer(weight: Tensor) -> Callable[..., None]:
-    """``functional.rounding.change_codes`` in C++ where ``weight`` (O, I) and a compiler allow it, else itself."""
+    """Return ``functional.rounding.change_codes``, in C++ if ``weight`` (O, I) is in float32 and it can be built."""
     if weight.dtype != torch.float32 or native.unsupported_reason(Call(weight), fewest=1):
         return change_codes
     return native.kernels().change_codes

@@ -1,4 +1,4 @@
-"""Kernels of ``functional.rotor``: on a CPU a network in one pass, on a GPU sums of sandwiches and hidden steps."""
+"""Compute ``functional.rotor``: on a CPU a network in one pass, on a GPU sums of sandwiches and hidden steps."""
 
 # Legend: N tokens, I / O windows of the input / output, W terms, L and R sizes of the factors
 
@@ -37,7 +37,7 @@ def _triton(*arguments: Any) -> Tensor:
 
 @dispatch(Implementation("Triton", _triton_unsupported, _triton))
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """``functional.rotor.sandwich_windows``; a sum of several keeps its inputs, not what lies between its products."""
+    """Compute ``functional.rotor.sandwich_windows``; a sum of several saves its inputs, not its intermediates."""
     if left.shape[:3].numel() == 1:
         return reference.sandwich_windows(x, left, right, basis)
     return recomputed(reference.sandwich_windows, x, left, right, basis)
@@ -57,7 +57,7 @@ def _step_in_triton(*arguments: Any) -> Tensor:
 
 
 def supports_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor) -> bool:
-    """Return whether ``rotor_step`` is one kernel for such tensors: only then is it worth computing their factors."""
+    """Return whether ``rotor_step`` is one kernel for these tensors; otherwise computing factors does not pay."""
     return not _step_unsupported(Call(x, left, right, slopes, mix))
 
 
@@ -65,14 +65,14 @@ rotor_step = dispatch(Implementation("Triton", _step_unsupported, _step_in_trito
 
 
 def _ready(values: Tensor) -> Tensor:
-    """Numbers for the kernel: in single precision, contiguous."""
+    """Convert to what the kernel reads: single precision, contiguous."""
     if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
         return values
     return values.detach().float().contiguous()
 
 
 class PreparedNetwork:
-    """A network as the kernel takes it: ``rotor_network`` without gradients, where nothing speaks against the kernel.
+    """Call ``rotor_network`` without gradients, with its parameters converted for the kernel beforehand.
 
     Args:
         in_features: size of the inputs.
@@ -80,7 +80,7 @@ class PreparedNetwork:
     """
 
     def __init__(self, in_features: int, left, right, orders, slopes, mix, network: reference.NetworkSettings) -> None:
-        # copies: their addresses are kept, and a parameter's memory may change places
+        # copies: the kernel keeps addresses, and a parameter's memory may move
         self.left, self.right = ([_ready(factor).clone() for factor in factors] for factors in (left, right))
         tensors = self.left, self.right, orders, _ready(slopes), _ready(mix)
         self.run = native.calls.Network(in_features, *tensors, network)
@@ -97,7 +97,7 @@ def _network_of_factors(network, orders, x, slopes, mix, bias, *factors) -> Tens
 
 
 class _Network(torch.autograd.Function):
-    """The network in one pass, of which the backward pass computes everything between input and output again."""
+    """Run the network in one pass; the backward pass recomputes everything between input and output."""
 
     @staticmethod
     def forward(ctx, network, orders, x, slopes, mix, bias, *factors):
@@ -109,7 +109,7 @@ class _Network(torch.autograd.Function):
     @staticmethod
     @differentiable_as(_network_of_factors)
     def backward(ctx, grad):
-        _, _, x, slopes, mix, bias, *factors = ctx.saved_tensors  # which says whether one was changed in place
+        _, _, x, slopes, mix, bias, *factors = ctx.saved_tensors  # raises if one was changed in place
         need_x, need_bias = ctx.needs_input_grad[2], ctx.needs_input_grad[5]
         prepared, x, grad = ctx.prepared, x.contiguous(), grad.contiguous()
         grad_x = torch.empty_like(x) if need_x else None
@@ -131,7 +131,7 @@ ENTRIES_OF_A_ROW = {torch.float32: 1 << 11, torch.bfloat16: 1 << 12}
 
 
 def _network_unsupported(call: Call) -> str:
-    """Training keeps to one form, whatever has been built; in inference a few tokens take what is there."""
+    """Return why C++ does not run a network. Training may build the kernels; for few tokens they are not built."""
     _, left, right, *_ = call.arguments
     return _sizes_unsupported(call, [factor.shape[-1] for factor in (*left, *right)])
 
@@ -146,7 +146,7 @@ def _sizes_unsupported(call: Call, sizes: Sequence[int]) -> str:
 
 
 def supports_network(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Return whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of such sizes."""
+    """Return whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of these sizes."""
     return not _sizes_unsupported(Call(x), sizes)
 
 

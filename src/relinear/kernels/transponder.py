@@ -30,7 +30,7 @@ Alpha = Tensor | float
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, channel: Tensor, scalar: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The gated output (N, O) and u (N, R)."""
+    """Return the gated output (N, O) and u (N, R)."""
     y = torch.nn.functional.linear(x, weight, bias)
     u = y.new_empty(y.shape[0], down.shape[0])
     native.kernels().modulate(y, u, y, x.contiguous(), down.contiguous(), channel.T.contiguous(), scalar)
@@ -38,7 +38,7 @@ def _forward(
 
 
 class _ModulatedLinear(torch.autograd.Function):
-    """A layer (weight, bias) and its gates through down (R, I); channel (O, R) and scalar (1, R) hold alpha B."""
+    """Run a layer (weight, bias) and its gates through down (R, I); channel (O, R) and scalar (1, R) are alpha B."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -60,14 +60,14 @@ class _ModulatedLinear(torch.autograd.Function):
         to_x, to_weight, to_bias = torch.empty_like(x), torch.empty_like(weight), weight.new_zeros(weight.shape[0])
         to_hidden, to_up, total = torch.empty_like(hidden), torch.zeros_like(up), torch.empty_like(twice)
 
-        def add(rows: slice) -> None:  # a function, so that nothing of one portion is alive during the next
+        def add(rows: slice) -> None:  # a function, so that a portion's tensors are freed before the next
             upstream = grad[rows].contiguous()
             to_z, results = torch.empty_like(upstream), (to_hidden[rows], to_up, total[rows])
             native.kernels().modulate_backward(to_z, *results, y[rows], upstream, hidden[rows], up, twice[rows])
             if need[0]:
                 torch.mm(to_z, weight, out=to_x[rows])
             if need[1]:
-                to_weight.addmm_(to_z.T, x[rows], beta=min(1, rows.start))  # the first are not added
+                to_weight.addmm_(to_z.T, x[rows], beta=min(1, rows.start))  # the first product overwrites
             if need[2]:
                 to_bias.add_(to_z.sum(0))
 
@@ -84,7 +84,7 @@ class _ModulatedLinear(torch.autograd.Function):
 
 
 def _folded(up: Tensor | None, alpha: Alpha) -> Tensor | None:
-    """alpha B in float32."""
+    """Return alpha B in float32."""
     if up is None:
         return None
     return up.float() if isinstance(alpha, float) and alpha == 1 else alpha * up.float()
@@ -142,9 +142,9 @@ modulated_linear = dispatch(
 
 
 def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """``modulated_linear`` as a function of a few rows like x, alphas folded into B; None if C++ is not to run.
+    """Return ``modulated_linear`` as a function of a few rows like x, alphas folded into B; None if unsupported.
 
-    The parameters are checked once, here: they must stay. The caller asks ``native.rows_unsupported`` every time.
+    Parameters are checked once, here, and must not change. The caller checks ``native.rows_unsupported`` on every call.
 
     Args:
         x: (..., I).

@@ -1,7 +1,7 @@
-"""Kernels in C++ for CPUs, built at their first use (``build``), and the calls that they do not support.
+"""Choose the C++ kernels for CPUs, which are built at their first use (``build``), for the calls they support.
 
-Where no C++ compiler is found, or building fails (one warning), or ``RELINEAR_COMPILE_KERNELS=0`` is in the environment
-when they are first wanted, kernels take torch's operations.
+Torch's operations run instead if no C++ compiler is found, if building fails (one warning), or if
+``RELINEAR_COMPILE_KERNELS=0`` is in the environment at the first use.
 """
 
 from typing import Any
@@ -13,27 +13,27 @@ from torch.autograd import forward_ad
 from relinear.kernels.implementations import PLAIN, Call
 from relinear.kernels.native import build, calls
 
-#: entries from which the kernels are used: below, an eager chain takes less time than a thread's start saves
+#: entries from which the kernels are used: below, starting threads costs more than they save
 FEWEST_NATIVE_ENTRIES = 1 << 17
-#: the same for networks of rotors, of which torch's operations are many
+#: the same for networks of rotors, which need many of torch's operations
 FEWEST_NETWORK_ENTRIES = 1 << 13
 #: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products
 MOST_FEW_ROWS = {torch.float32: 4, torch.bfloat16: 1}
 
 
 def kernels() -> Any:
-    """The kernels, functions of ``calls``; only where nothing speaks against them."""
+    """Return the module with the kernels; call them only if there is no ``unsupported_reason``."""
     return calls
 
 
 def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = True, size: int | None = None) -> str:
-    """Say why the kernels do not run: they take large plain tensors in float32 or bfloat16, and need a compiler.
+    """Return why the kernels do not run: they take large plain tensors in float32 or bfloat16, and need a compiler.
 
     Args:
-        call: of which x is asked about.
-        fewest: entries; ``FEWEST_NATIVE_ENTRIES`` by default.
-        may_build: also where the kernels are not there yet.
-        size: entries that are counted; those of x by default.
+        call: the call; only its x is checked.
+        fewest: entries needed; ``FEWEST_NATIVE_ENTRIES`` by default.
+        may_build: whether the kernels may be built for this call.
+        size: entries that count; those of x by default.
     """
     if (call.size if size is None else size) < (FEWEST_NATIVE_ENTRIES if fewest is None else fewest):
         return "too few entries"

@@ -1,4 +1,4 @@
-"""Builds the C++ kernels at their first use, each file on a core of its own, and keeps them on disk."""
+"""Build the C++ kernels at their first use, one compiler process per file, and cache them on disk."""
 
 import ctypes
 import functools
@@ -23,12 +23,12 @@ from relinear.system.private_cache import check_private, private_folder, user_ca
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-#: Apple's compiler has no OpenMP of its own, without which the kernels run on one thread
+#: Apple's compiler has no OpenMP; without it the kernels run on one thread
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = ["-std=c++17", "-O3", "-fPIC", NATIVE, "-fno-math-errno", "-fno-trapping-math", *OPENMP]
 
-#: seconds that another process which builds them is waited for
+#: seconds to wait for another process that builds them
 PATIENCE = 120.0
 
 #: values of RELINEAR_COMPILE_KERNELS, and whether kernels are built then
@@ -37,7 +37,7 @@ WANTED = {"1": True, "on": True, "": True, "0": False, "off": False}
 
 @functools.cache
 def compiler() -> str:
-    """Return the path of the C++ compiler for kernels: CXX's, g++ or clang++; "" if none is wanted or there.
+    """Return the path of the C++ compiler for kernels: CXX's, g++ or clang++; "" if there is none or it is disabled.
 
     Raises:
         ValueError: RELINEAR_COMPILE_KERNELS is none of ``WANTED``.
@@ -49,7 +49,7 @@ def compiler() -> str:
 
 
 def is_built() -> bool:
-    """Return whether kernels need no build: they were asked for before, or were on disk when this first was."""
+    """Return whether kernels need no build: they are loaded, or were on disk when this was first called."""
     return library.cache_info().currsize > 0 or _was_built()
 
 
@@ -63,10 +63,10 @@ def _was_built() -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, built where they have to be when this is first asked; None, with a warning, if that fails."""
+    """Return the kernels; the first call builds them if they are not on disk. None, with a warning, if that fails."""
     try:
         path = library_path()
-        path = private_folder(path.parent) / path.name  # what is loaded from there runs as this user
+        path = private_folder(path.parent) / path.name  # private, as code loaded from there runs as this user
         return ctypes.CDLL(str(_cached_library(path) or _build(path)))
     except (RuntimeError, OSError, ValueError) as error:
         elsewhere = "set TORCH_EXTENSIONS_DIR to a folder of your own, or "
@@ -80,7 +80,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def missing(may_build: bool) -> str:
-    """Say why the kernels cannot be called, or must not be built for this call; "" if they can."""
+    """Return why the kernels cannot be called, or must not be built for this call; "" if they can be."""
     if not compiler():
         return "no C++ compiler, or RELINEAR_COMPILE_KERNELS=0"
     if not (may_build or is_built()):
@@ -89,9 +89,9 @@ def missing(may_build: bool) -> str:
 
 
 def library_path() -> Path:
-    """Return where the compiled kernels are kept: a name for what they depend on, this processor included.
+    """Return where the compiled kernels are cached; the name hashes what they depend on, this processor included.
 
-    On disk the hash of the library stands behind it (``_hashed``).
+    On disk the library's own hash is appended (``_hashed``).
     """
     cache = os.environ.get("XDG_CACHE_HOME") or user_cache()
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
@@ -99,7 +99,7 @@ def library_path() -> Path:
     depends = [
         *texts,
         *FLAGS,
-        torch.__version__,  # whose OpenMP they run on
+        torch.__version__,  # they run on its OpenMP
         compiler(),
         platform.machine(),
         *(sorted(cpu_features()) or [platform.processor()]),
@@ -109,12 +109,12 @@ def library_path() -> Path:
 
 
 def _hashed(path: Path, library: Path) -> Path:
-    """The name of a library that was built for ``path``: with its own hash, so that a damaged one is seen."""
+    """Return the file name of a library built for ``path``; it has the library's hash, so that damage is noticed."""
     return path.with_stem(f"{path.stem}-{fingerprint(library)['sha256'][:32]}")
 
 
 def _cached_library(path: Path) -> Path | None:
-    """A library that was built for ``path`` and is what was built. Raises PermissionError where it need not be."""
+    """Return an undamaged library built for ``path``, or None. Raises PermissionError if others can write to it."""
     for found in check_private(path.parent).glob(f"{path.stem}-*{path.suffix}"):
         if _hashed(path, check_private(found)).name == found.name:
             return found
@@ -122,7 +122,7 @@ def _cached_library(path: Path) -> Path | None:
 
 
 def _build(path: Path) -> Path:
-    """Build the kernels for ``path``. Any number of processes may want to at once, of which one does; or be killed."""
+    """Build the kernels for ``path``; of several processes one builds, and the others wait. It may be killed."""
     with exclusive(path.parent, PATIENCE), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         kept = _cached_library(path)
         if kept is not None:
@@ -139,14 +139,14 @@ def _build(path: Path) -> Path:
 
 
 def _run(command: list[str | Path]) -> None:
-    """Raises RuntimeError with what the compiler says."""
+    """Run the compiler. Raises RuntimeError with its messages."""
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"{command[0]} failed with code {run.returncode}: {run.stderr.strip()[:500]}")
 
 
 def _openmp() -> list[str | Path]:
-    """The library of OpenMP that torch has loaded, so that both share their threads; or the compiler's."""
+    """Return torch's OpenMP library, so that both share threads, or else the compiler's."""
     if not OPENMP:
         return []
     return ["-Wl,--as-needed", *(Path(torch.__file__).parent / "lib").glob("libgomp*"), *OPENMP]

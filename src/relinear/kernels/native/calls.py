@@ -1,4 +1,4 @@
-"""The C++ kernels as functions of tensors. What they take is checked here: C++ sees addresses and sizes.
+"""Call the C++ kernels with tensors, which are checked here, as C++ sees only addresses and sizes.
 
 No compiler, autograd or dispatch mode sees these calls: who calls them asks ``unsupported_reason`` first.
 """
@@ -43,11 +43,11 @@ _KERNELS = {
     "rotor_network": ("half threads", "pp n pp"),
     "rotor_network_backward": ("half threads", "pp n pp n pp"),
 }
-#: most of a low rank that gates have
+#: largest rank of gates
 LARGEST_RANK = 16
-#: bytes of weights that are made numbers at a time, which stay in the cache
+#: bytes of weights that are unpacked at a time, few enough to stay in the cache
 PORTION_BYTES = 1 << 22
-#: rows up to which integers are made numbers in registers, each time that they are read
+#: rows up to which integers are unpacked in registers, each time that they are read
 FEW_ROWS = {torch.float32: 32, torch.bfloat16: 8}
 #: bits of the integers
 BITS = (2, 3, 4, 5, 6, 8)
@@ -66,17 +66,17 @@ def _kernel(name: str) -> Any:
 
 
 def _at(tensor: Tensor | None) -> int:
-    """Where a tensor begins; 0 for none."""
+    """Return the address of a tensor; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _typed(name: str, of: Tensor, *arguments: int) -> None:
-    """Run a kernel of float32 and bfloat16 numbers, those of ``of``, on as many threads as torch does."""
+    """Run a kernel for the dtype of ``of``, float32 or bfloat16, on as many threads as torch uses."""
     _kernel(name)(of.dtype == torch.bfloat16, torch.get_num_threads(), *arguments)
 
 
 def _numbers(values: Iterable[int]) -> bytes:
-    """Addresses, strides and sizes as a C array."""
+    """Convert addresses, strides and sizes to a C array."""
     values = tuple(values)
     return struct.pack(f"{len(values)}q", *values)
 
@@ -86,7 +86,7 @@ _DTYPES = {"f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
 
 
 def _fit(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
-    """Return the sizes by letter of tensors that lie as a kernel takes them, contiguous on the CPU.
+    """Check that tensors are contiguous on the CPU and agree in sizes; return the sizes by letter.
 
     Args:
         layout: name and shape of each tensor, as an einsum writes shapes, "x:NI bias:O"; behind them its dtype where
@@ -117,7 +117,7 @@ def _fit(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
 
 
 def _run(name: str, layout: str, tensors: Sequence[Tensor | None], counts: str) -> None:
-    """Run a kernel that takes ``tensors``, which ``layout`` describes, and the sizes of the letters ``counts``."""
+    """Run a kernel on ``tensors``, which ``layout`` describes, and the sizes of the letters ``counts``."""
     sizes = _fit(layout, *tensors)
     assert tensors[0] is not None
     assert sizes.get("R", 0) <= LARGEST_RANK
@@ -139,7 +139,7 @@ def modulate(
 def modulated_layer(
     weight: Tensor, bias: Tensor | None, down: Tensor, channel: Tensor, scalar: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """``modulate`` of weight x + bias as a function of x (..., I), without a graph; ``channel`` is B (O, R)."""
+    """Return ``modulate`` of weight x + bias as a function of x (..., I), without a graph; ``channel`` is B (O, R)."""
     down, up = down.contiguous(), channel.T.contiguous()
     sizes = _fit("down:RI up:RO:f32 scalar:1R:f32", down, up, scalar)
     inputs, outputs, rank = sizes["I"], sizes["O"], sizes["R"]
@@ -147,7 +147,7 @@ def modulated_layer(
     run, half = _kernel("modulate"), weight.dtype == torch.bfloat16
 
     def layer(x: Tensor) -> Tensor:
-        z, x = F.linear(x, weight, bias), x.contiguous()  # which refuses what does not fit
+        z, x = F.linear(x, weight, bias), x.contiguous()  # raises if sizes do not fit
         z, count = z.contiguous(), x.numel() // inputs
         u, at = z.new_empty(count, rank), z.data_ptr()
         tensors = u.data_ptr(), at, x.data_ptr(), down.data_ptr(), up.data_ptr(), _at(scalar)
@@ -160,7 +160,7 @@ def modulated_layer(
 def modulate_backward(
     to_z: Tensor, to_hidden: Tensor, to_up: Tensor, total: Tensor, y: Tensor, grad: Tensor, hidden: Tensor, up, twice
 ) -> None:
-    """Gradients of what ``modulate`` gave as y, from that of y.
+    """Compute the gradients of ``modulate`` from that of its result y.
 
     Writes those of z, of phi (``hidden``) through the channel gate, and the sums ``total`` (N, 1) of grad y; adds that
     of ``up``. ``twice`` (N, 1) is twice the scalar gate.
@@ -181,7 +181,7 @@ def gate_backward(to_value: Tensor, logits: Tensor, to_bias: Tensor, y: Tensor, 
 
 
 def _contiguous_rows(x: Tensor, like: Tensor, inputs: int) -> Tensor:
-    """x (..., I), contiguous. Raises ValueError unless it is of the layer's dtype and size."""
+    """Return x (..., I), contiguous. Raises ValueError unless it has the layer's dtype and size."""
     if x.dtype != like.dtype or x.shape[-1] != inputs:
         raise ValueError(f"x must be {like.dtype} of {inputs} features, got {x.dtype} {tuple(x.shape)}")
     return x.contiguous()
@@ -190,7 +190,7 @@ def _contiguous_rows(x: Tensor, like: Tensor, inputs: int) -> Tensor:
 def hdpl_layer(
     blocks: Tensor, encoder: Tensor, encoder_bias: Tensor, decoder: Tensor, bias: Tensor | None
 ) -> Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]:
-    """HDPL without noise as a function of a few rows x (..., I) and of whether z is wanted beside y: (y, z or None)."""
+    """Return HDPL without noise as a function of a few rows x (..., I) and whether z is wanted: (y, z or None)."""
     groups, own, depth = blocks.shape
     inputs, outputs, half = groups * depth, groups * own, blocks.dtype == torch.bfloat16
     layout = "blocks:KGD encoder:RI encoder_bias:R decoder:OR bias:O"
@@ -211,11 +211,11 @@ def hdpl_layer(
 def ccl_layer(
     context: int, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, bias, gain, offset, *others: Any
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """A CCL layer as a function of a few rows x (..., I) and their context (..., ``context``), None without gates.
+    """Return a CCL layer as a function of a few rows x (..., I) and their context (..., ``context``).
 
     Args:
         context: features.
-        trunk: weights and biases of the gate network's hidden layers by turns.
+        trunk: weights and biases of the gate network's hidden layers, in turn.
         basis, mix, bias, gain, offset: as in ``functional.ccl.ccl``, the norm's after the bias.
         others: weight and bias of the basis' gate, of the output's; whether the bias is gated, and eps of the norm.
     """
@@ -244,7 +244,7 @@ def ccl_layer(
 
 
 def _check_packed(inputs: int, codes: Tensor, scales: Tensor, zeros, bits: int, group: int, bias) -> tuple[int, Any]:
-    """Outputs of packed integers, and the dtype of their scales. Raises ValueError as ``quantized_layer`` does."""
+    """Return the number of outputs, and the dtype of scales. Raises ValueError like ``quantized_layer``."""
     if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
         raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
     layout, groups = "scales:OK codes:OW:u8 zeros:OK:u8 bias:O", -(-inputs // group)
@@ -261,11 +261,11 @@ def quantized_layer(
     bias: Tensor | None,
     rounded: bool = False,
 ) -> Callable[[Tensor], Tensor]:
-    """``functional.quantized.quantized`` as a function of x (..., inputs) in the scales' dtype, without a graph.
+    """Return ``functional.quantized.quantized`` as a function of x (..., inputs) in the scales' dtype, without a graph.
 
-    Where ``rounded``, a few rows x are rounded to 8 bits, 32 inputs to a scale.
+    If ``rounded``, a few rows x are rounded to 8 bits, 32 inputs to a scale.
 
-    Raises ValueError unless inputs are a multiple of 64, a group's of 32.
+    Raises ValueError unless the inputs are a multiple of 64, and those of a group a multiple of 32.
     """
     outputs, dtype = _check_packed(inputs, codes, scales, zeros, bits, group, bias)
     half, most_rows = dtype == torch.bfloat16, FEW_ROWS[dtype]
@@ -295,7 +295,7 @@ def quantized_layer(
 def decoder_layer(
     matrices: Sequence[tuple[Any, ...]], norms: Sequence[Tensor], size: int, eps: float
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]:
-    """A decoder layer of one token x (1, 1, I) in float32: what is before attention, and what follows.
+    """Return a decoder layer of one token x (1, 1, I) in float32 as two functions: before attention, and after it.
 
     The first takes x, cosines and sines (1, 1, size) and returns query (1, shared, H / shared, size), key and value
     (1, shared, 1, size); the second takes x and what attention made of the query.
@@ -337,14 +337,14 @@ def decoder_layer(
 
 
 def change_codes(values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, scale, zero, top, own, parts) -> None:
-    """``functional.rounding.change_codes`` of contiguous vectors in float32."""
+    """Compute ``functional.rounding.change_codes`` of contiguous vectors in float32."""
     tensors = values, codes, pull, outputs, scale, zero, top
     _fit("values:O codes:O pull:O outputs:OO scale:O zero:O top:O", *tensors)
     _kernel("change_codes")(*map(_at, tensors), own, len(values), parts)
 
 
 class Network:
-    """A network of rotor layers as C++ reads it; the memory of its tensors must stay where it is.
+    """Describe a network of rotor layers to C++; the memory of its tensors must not move.
 
     Args:
         in_features: size of the inputs.
@@ -378,7 +378,7 @@ class Network:
         tables = [*zip(blades, signs, *spins, strict=True)] or [(None, None, 0, 0)] * len(left)
         layers = zip(left, right, windows, tables, strict=True)
         self.layers = _numbers(number for a, b, window, table in layers for number in _layer(a, b, window, *table))
-        self.tensors = *left, *right, orders, slopes, mix, reads, writes, *blades, *signs  # whose addresses C++ has
+        self.tensors = *left, *right, orders, slopes, mix, reads, writes, *blades, *signs  # C++ has their addresses
         curve = network.activation if callable(reference.ACTIVATIONS[network.activation]) else "prelu"
         flags = network.residual, network.after_entry, bool(blades)
         self.head = in_features, network.out_features, _at(reads), _at(writes), *flags
@@ -386,12 +386,12 @@ class Network:
         self.gradients = 2 * branches + sum(factor.numel() for factor in (*left, *right))
 
     def description(self, bias: Tensor | None) -> tuple[Any, Any]:
-        """Return its C++ form: ``Description``, and every ``Layer``."""
+        """Return the C++ structures: ``Description``, and every ``Layer``."""
         return _numbers((*self.head, _at(bias), *self.tail)), self.layers
 
 
 def _layer(a: Tensor, b: Tensor, window: int, blade, sign, rows: int, components: int) -> tuple[int, ...]:
-    """A layer as C++ reads it, with factors (o, i, S, L, L) and (o, i, S, R, R), and tables of its coordinates."""
+    """Describe a layer to C++: factors (o, i, S, L, L) and (o, i, S, R, R), and tables of its coordinates."""
     sizes = _fit("left:oiSLL right:oiSRR", a, b)
     outputs, inputs, own, left, right = (sizes[letter] for letter in "oiSLR")
     shared = reference.shared_coordinates(window, a, b)
@@ -408,7 +408,7 @@ def rotor_network(y: Tensor, x: Tensor, network: Network, bias: Tensor | None) -
 
 
 def rotor_network_backward(to_x: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, network: Network) -> None:
-    """Write gradients from that of the result: of x, and to ``sums`` (shares, numbers) of factors, slopes and mix."""
+    """Write the gradients of x and, to ``sums`` (shares, numbers), those of factors, slopes and mix."""
     known = {"I": network.in_features, "O": network.out_features, "G": network.gradients}
     sizes = _fit("grad:NO x:NI to_x:NI sums:SG:f32", grad, x, to_x, sums, **known)
     arguments = _at(to_x), _at(sums), sizes["S"], _at(grad), _at(x), sizes["N"]

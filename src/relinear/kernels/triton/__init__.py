@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs, one file an operator, and the calls that they do not support.
+"""Choose Triton kernels for NVIDIA GPUs, one file per operator, for the calls they support.
 
 No kernel is imported before a CUDA tensor asks for it. Every kernel is an opaque ``torch.library`` operator with a
 shape rule, and a backward if it is taken in training, so that it goes through ``torch.compile(fullgraph=True)``.
@@ -37,7 +37,7 @@ _triton_mode = meant("RELINEAR_TRITON", os.environ.get("RELINEAR_TRITON", ""), T
 
 @contextlib.contextmanager
 def triton_kernels(mode: str) -> Iterator[None]:
-    """Within the block Triton kernels are used once checked ("check"), unchecked ("force"), or never ("off").
+    """Use Triton kernels within the block once they are checked ("check"), unchecked ("force"), or never ("off").
 
     Raises:
         ValueError: for another mode.
@@ -95,7 +95,7 @@ def unsupported_reason(
 
 
 def _inputs_unsupported(call: Call, tensors: int) -> str:
-    """Say why no Triton kernel takes the inputs, whatever it computes."""
+    """Return why no Triton kernel, whatever it computes, takes the inputs."""
     if not call.size:
         return "no numbers"
     if call.transformed:

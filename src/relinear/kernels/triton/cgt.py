@@ -1,4 +1,4 @@
-"""CGT's generated operator T in one kernel: the thin products stay on chip, x is read and its result written (untuned).
+"""Compute CGT's generated operator T in one kernel, with the thin products on chip (untuned).
 
 For inference: in training torch's three products take as long (results/gpu).
 
@@ -22,7 +22,7 @@ from relinear.kernels.triton.tiles import add_product
 
 @triton.jit
 def _across(values, RANK: tl.constexpr, PAD: tl.constexpr):
-    """Sums over templates, spread back to all of them: values (n, C) times E."""
+    """Sum over templates and repeat the sums for all of them: values (n, C) times E."""
     at = tl.arange(0, PAD)
     same = (at[:, None] % RANK == at[None, :] % RANK).to(tl.float32)
     return tl.dot(values, same, input_precision="tf32x3")
@@ -36,7 +36,7 @@ def _shares(sigma, row, row_ok, at, at_ok, RANK: tl.constexpr, COUNT: tl.constex
 
 @triton.jit
 def _add_thin(x, thin, weight, y, width, row, row_ok, at, at_ok, C: tl.constexpr, TILE: tl.constexpr):
-    """y = x + thin (n, C) weight (C, D), for all D."""
+    """Write y = x + thin (n, C) weight (C, D), for all D."""
     for start in range(0, width, TILE.COLUMNS):
         column = start + tl.arange(0, TILE.COLUMNS)
         column_ok = column < width
@@ -77,7 +77,7 @@ def _forward_kernel(
 
 @torch.library.custom_op("relinear::cgt_modulate", mutates_args=())
 def _forward(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
-    """y of x (N, D) and sigma (N, M)."""
+    """Return y for x (N, D) and sigma (N, M)."""
     tokens, width = x.shape
     y, (templates, rank, _) = torch.empty_like(x), left.shape
     own = {"COUNT": templates, "RANK": rank, "PAD": tiles.pad(templates * rank), "num_warps": 4}
@@ -92,7 +92,7 @@ def _(x, sigma, left, right, right_bias):
 
 
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
-    """``functional.cgt.modulate`` (same arguments and result), without gradients; for small M R (``kernels.cgt``)."""
+    """Compute ``functional.cgt.modulate`` (same arguments and result), without gradients, for small M R."""
     leading = x.shape[:-1]
     x, sigma, left, right, right_bias = lowered(x, sigma, left, right, right_bias)
     flat = x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,4 +1,4 @@
-"""HDPL in two passes: the latent with its noise, then detail and context path into one accumulator (untuned)."""
+"""Compute HDPL in two passes: the latent with its noise, then both paths into one accumulator (untuned)."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size
 
@@ -32,7 +32,7 @@ def _encode_kernel(
     rank,
     TILE: tl.constexpr,
 ):
-    """mu, log sigma^2 and z = mu + sigma noise: two products that share their reads of x."""
+    """Compute mu, log sigma^2 and z = mu + sigma noise: two products that share their reads of x."""
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, column < rank
@@ -59,7 +59,7 @@ def _encode_kernel(
 
 @triton.jit
 def _decode_kernel(x, z, blocks, decoder, bias, y, tokens, in_block, out_block, count, rank, TILE: tl.constexpr):
-    """y = W_k x_k + D silu(z) + bias, for some tokens and some rows of one block."""
+    """Compute y = W_k x_k + D silu(z) + bias for some tokens and some rows of one block."""
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     block = tl.program_id(2)
     local = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
@@ -101,7 +101,7 @@ def _latent_gradient_kernel(
     rank,
     TILE: tl.constexpr,
 ):
-    """Gradients of mu, log sigma^2 and the noise: through D and silu, in the epilogue of grad D."""
+    """Compute the gradients of mu, log sigma^2 and the noise through D and silu, in the epilogue of grad D."""
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, column < rank
@@ -142,7 +142,7 @@ def _input_gradient_kernel(
     rank,
     TILE: tl.constexpr,
 ):
-    """The gradient of x: both encoders and the transposed blocks into one accumulator."""
+    """Compute the gradient of x: both encoders and the transposed blocks into one accumulator."""
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     block = tl.program_id(2)
     local = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
@@ -167,7 +167,7 @@ def _input_gradient_kernel(
 def _encode(
     x: Tensor, mu_weight: Tensor, mu_bias: Tensor, logvar_weight: Tensor, logvar_bias: Tensor, noise: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(z, mu, logvar), each (N, R), of x (N, I)."""
+    """Return (z, mu, logvar), each (N, R), for x (N, I)."""
     (tokens, in_features), rank = x.shape, mu_weight.shape[0]
     z, mu, logvar = (tiles.empty(x, tokens, rank) for _ in range(3))
     arguments = x, mu_weight, mu_bias, logvar_weight, logvar_bias, noise, z, mu, logvar, tokens, in_features, rank
@@ -183,7 +183,7 @@ def _(x, mu_weight, mu_bias, logvar_weight, logvar_bias, noise):
 
 @torch.library.custom_op("relinear::hdpl_decode", mutates_args=())
 def _decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Tensor | None) -> Tensor:
-    """y (N, O) of x (N, I) and z (N, R)."""
+    """Return y (N, O) for x (N, I) and z (N, R)."""
     tokens, (count, out_block, in_block) = x.shape[0], blocks.shape
     y = tiles.empty(x, tokens, count * out_block)
     arguments = x, z, blocks, decoder, bias, y, tokens, in_block, out_block, count, z.shape[1]
@@ -211,7 +211,7 @@ def _backward(
     decoder: Tensor,
     to_noise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x (N, I), mu, logvar (N, R) and the noise (N, R); the last two empty if there are none."""
+    """Return the gradients of x (N, I), mu, logvar (N, R) and the noise (N, R); without noise the last two empty."""
     (tokens, rank), (count, out_block, in_block) = z.shape, blocks.shape
     sampled = noise is not None
     to_x, to_mu = tiles.empty(z, tokens, count * in_block), torch.empty_like(z)
@@ -236,12 +236,12 @@ def _(grad, grad_z, grad_mu, grad_logvar, z, logvar, noise, blocks, mu_weight, l
 
 
 def _block_gradient(grad: Tensor, x: Tensor, count: int) -> Tensor:
-    """The gradient (K, O/K, I/K) of ``count`` blocks, from that (N, O) of their output and their input (N, I)."""
+    """Return the gradient (K, O/K, I/K) of ``count`` blocks from that (N, O) of their output and their input (N, I)."""
     return torch.einsum("nko,nki->koi", grad.unflatten(1, (count, -1)), x.unflatten(1, (count, -1)))
 
 
 class _HDPL(torch.autograd.Function):
-    """(y, mu), or (y, z, mu, logvar) with noise: one graph node over both kernels, so that x has one gradient."""
+    """Return (y, mu), or (y, z, mu, logvar) with noise: one graph node for both kernels, so that x has one gradient."""
 
     @staticmethod
     def forward(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise):  # type: ignore[override]
@@ -282,7 +282,7 @@ class _HDPL(torch.autograd.Function):
 
 
 def hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias=None, noise=None) -> HDPLOutput:
-    """``functional.hdpl.hdpl`` (same arguments and result)."""
+    """Compute ``functional.hdpl.hdpl`` (same arguments and result)."""
     leading = x.shape[:-1]
     weights = lowered(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
     inputs = [None if t is None else t.contiguous() for t in weights]

@@ -1,4 +1,4 @@
-"""Sums of sandwiches A X B^T, and hidden steps of networks of them, in one kernel each (untuned).
+"""Compute sums of sandwiches A X B^T, and hidden steps of networks of them, in one kernel each (untuned).
 
 A tile is some tokens' numbers of one window, all of them: the change of basis and what lies between stay on chip. In
 blade coordinates a window's strings are gathered as it is read, transformed by a Walsh-Hadamard product and skewed
@@ -52,7 +52,7 @@ class _Tile(NamedTuple):
 
 @triton.jit
 def _factor(weight, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """(PAD, PAD) with the transpose of a matrix on its diagonal: so that rows are multiplied from the right."""
+    """Load a matrix transposed, as diagonal blocks of (PAD, PAD), so that rows are multiplied from the right."""
     row, column = tl.arange(0, PAD)[:, None], tl.arange(0, PAD)[None, :]
     at = (column % SIZE) * SIZE + row % SIZE
     return tl.load(weight + at, mask=row // SIZE == column // SIZE, other=0.0)
@@ -75,7 +75,7 @@ def _times(numbers, matrix, PAD: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _block_sums(matrix, at, coordinate, TILE: tl.constexpr):
-    """(first + second, first - second) of two blocks."""
+    """Return (first + second, first - second) of two blocks."""
     if TILE.BLOCKS == 2:
         matrix = tl.gather(matrix, at ^ (TILE.V // 2), 0) + tl.where(coordinate < TILE.V // 2, matrix, -matrix)
     return matrix
@@ -132,7 +132,7 @@ def _write(y, matrix, first, window, windows, tokens, order, signs, walsh, TILE:
 
 @triton.jit
 def _of_block(numbers, block, TILE: tl.constexpr):
-    """The numbers of one block, zeros in the others."""
+    """Keep the numbers of one block; zeros in the others."""
     if TILE.S > 1:
         numbers = tl.where(tl.arange(0, numbers.numel) // TILE.M % TILE.S == block, numbers, 0.0).to(numbers.dtype)
     return numbers
@@ -153,7 +153,7 @@ def _add_sandwich(total, given, left, right, pair, TILE: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(x, left, right, y, order, signs, walsh, tokens, terms, inputs, outputs, TILE: tl.constexpr):
-    """One output window of T tokens."""
+    """Compute one output window of T tokens."""
     first, output = tl.program_id(0).to(tl.int64) * TILE.T, tl.program_id(1)
     total = tl.zeros((TILE.T * TILE.V // TILE.L_PAD, TILE.L_PAD), tl.float32)
     for window in range(0, inputs):
@@ -188,7 +188,7 @@ def _tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _
 
 @torch.library.custom_op("relinear::sandwich_windows", mutates_args=())
 def _sum(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> Tensor:
-    """y (N, O, V) of x (N, I, V)."""
+    """Return y (N, O, V) for x (N, I, V)."""
     terms, outputs, inputs = left.shape[:3]
     tokens, _, window = x.shape
     y = tiles.empty(x, tokens, outputs, window)
@@ -204,14 +204,14 @@ def _(x, left, right, blade):
 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """``functional.rotor.sandwich_windows`` (same arguments and result), without gradients."""
+    """Compute ``functional.rotor.sandwich_windows`` (same arguments and result), without gradients."""
     x, left, right = (t.contiguous() for t in lowered(x, left, right))
     return _sum(x, left, right, basis == "blade")
 
 
 @triton.jit
 def _activated(h, slope, CURVE: tl.constexpr):
-    """(activation, its derivative)."""
+    """Return (activation, its derivative)."""
     if CURVE == "gelu":
         below = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
         value, derivative = h * below, below + h * tl.exp(-0.5 * h * h) * 0.3989422804014327
@@ -353,7 +353,7 @@ _STEP = (
 
 @torch.library.custom_op("relinear::rotor_step", mutates_args=(), schema=f"({_STEP}) -> Tensor")
 def _forward(x: Tensor, *given: Any) -> Tensor:
-    """y (N, V) of x (N, V)."""
+    """Return y (N, V) for x (N, V)."""
     return _step(x, *given[:4], None, *given[4:])
 
 
@@ -366,7 +366,7 @@ def _(x, *given):
     "relinear::rotor_step_backward", mutates_args=(), schema=f"(Tensor grad, {_STEP}) -> (Tensor, Tensor)"
 )
 def _backward(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """Gradients of the sandwiches (N, W, V), and those of slopes and mix (W, 2)."""
+    """Return the gradients of the sandwiches (N, W, V), and those of slopes and mix (W, 2)."""
     return _step(*given[:5], grad, *given[5:])
 
 
@@ -422,6 +422,6 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
 def rotor_step(x, left, right, slopes, mix, seed, step=0, basis="spinor", normalize=True, activation="prelu") -> Tensor:
-    """``functional.rotor.rotor_step`` (same arguments and result)."""
+    """Compute ``functional.rotor.rotor_step`` (same arguments and result)."""
     x, left, right, slopes, mix = (t.contiguous() for t in lowered(x, left, right, slopes.expand(len(mix)), mix))
     return _forward(x, left, right, slopes, mix, seed, step, basis == "blade", normalize, activation)

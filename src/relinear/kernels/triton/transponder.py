@@ -289,7 +289,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
 def modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha=1.0, scalar_alpha=1.0) -> Tensor:
-    """``functional.transponder.modulated_linear`` (same arguments and result)."""
+    """Compute ``functional.transponder.modulated_linear`` (same arguments and result)."""
     x, weight, bias, down = lowered(x, weight, bias, down)
     ups = [
         None if up is None else (alpha * up.float()).contiguous()
