@@ -1,4 +1,4 @@
-"""Bivectors as antisymmetric matrices, and what a pair of multivectors says about vectors and bivectors.
+"""Convert bivectors to antisymmetric matrices, and multivectors to the vectors and bivectors they determine.
 
 The bivector beta is the matrix K with K_ij = beta_ij for i < j. A rotor exp(beta) turns vectors by the matrix exp(2 K),
 and bivectors, as matrices, by K' -> exp(2 K) K' exp(-2 K).
@@ -53,7 +53,7 @@ def bivector_from_matrix(matrix: Tensor) -> Tensor:
 
 
 def _odd_neighbours(n: int) -> np.ndarray:
-    """For every vector and every odd blade S: the place of the even T = S ^ {i}, (n V/2,)."""
+    """Return for every vector and every odd blade S the index of the even T = S ^ {i}, (n V/2,)."""
     position = {mask: index for index, mask in enumerate(blade_masks(n))}
     return np.array([position[mask ^ (1 << i)] for i in range(n) for mask in blade_masks(n) if mask.bit_count() % 2])
 
@@ -86,6 +86,6 @@ def divided_bivector(rotor: Tensor, x: Tensor) -> Tensor:
 
 
 def turned_vectors(rotor: Tensor) -> Tensor:
-    """O (..., n, n) with r e_j r~ = sum_i O_ij e_i, of a rotor (..., V): O_ij = <e_i r, r e_j>."""
+    """Return O (..., n, n) with r e_j r~ = sum_i O_ij e_i, for a rotor (..., V): O_ij = <e_i r, r e_j>."""
     right, left = _times_vectors(rotor)
     return left @ right.mT

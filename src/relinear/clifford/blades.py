@@ -1,4 +1,4 @@
-"""Blades of Cl(n): their order, their grades, and tables of n that every other file here indexes with.
+"""Define the blades of Cl(n): their order, their grades, and the index tables that the other files here use.
 
 A multivector is a tensor (..., 2^n) of blade coordinates, ordered by grade and then lexicographically, as in the
 ``clifford`` package: 1, e1, ..., en, e12, e13, ..., e12...n. A bivector is (..., n(n-1)/2) in the same order.
@@ -19,7 +19,7 @@ MAX_DIMENSION = 12
 
 @functools.cache
 def blade_masks(n: int) -> tuple[int, ...]:
-    """Return bit masks of the V blades in order; bit i stands for the basis vector e_{i+1}."""
+    """Return bit masks of the V blades in order; bit i is the basis vector e_{i+1}."""
     return tuple(
         sum(1 << i for i in chosen) for grade in range(n + 1) for chosen in itertools.combinations(range(n), grade)
     )

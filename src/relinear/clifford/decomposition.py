@@ -21,7 +21,7 @@ from relinear.clifford.tables import compute_dtype
 
 
 def plane_basis(columns: Tensor) -> Tensor:
-    """An orthonormal basis (..., n, n) of planes, of pairs of columns (..., n, n) that span them as far as they can.
+    """Return an orthonormal basis (..., n, n) of the planes that pairs of columns (..., n, n) span.
 
     Householder QR gives one even where columns vanish or repeat; what it invents then lies in the complement of the
     planes before it, which is where the planes that are still missing lie.
@@ -44,7 +44,7 @@ def spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _FirstOrder(torch.autograd.Function):
-    """A gradient, on the way through which any further derivative is refused; ``sources`` are what it depends on."""
+    """Pass a gradient through and refuse any further derivative; ``sources`` are the tensors it depends on."""
 
     generate_vmap_rule = True
 
@@ -62,7 +62,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a backward pass by hand, of a function that saved its argument first, whose own derivatives are refused.
+    """Decorate a backward pass of a function that saved its argument first: further derivatives are refused.
 
     torch's ``once_differentiable`` is silent where the incoming gradient is constant.
     """
@@ -79,7 +79,7 @@ def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class SpectralFunction(torch.autograd.Function):
-    """Base of functions that also return a basis of planes and angles in it, for the backward pass alone."""
+    """Also return a basis of planes and the angles in it, for the backward pass (base class)."""
 
     generate_vmap_rule = True
 
@@ -185,7 +185,7 @@ def largest_part(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _power_iteration(matrix: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Algorithm 1: take off the largest simple part, found by Algorithm 2, and go on with the remainder."""
+    """Apply Algorithm 1: subtract the largest simple part, found by Algorithm 2, and repeat with the remainder."""
     n = matrix.shape[-1]
     initial = torch.cos(torch.arange(1, n + 1, device=matrix.device, dtype=matrix.dtype) ** 2)
     parts = []

@@ -33,7 +33,7 @@ def _series() -> np.ndarray:
 
 
 def _cosine_and_sine(square: Tensor) -> Tensor:
-    """cos(s) and sin(s)/s (..., 2) of s^2 (..., 1), smooth also at zero: there by their series."""
+    """Return cos(s) and sin(s)/s (..., 2) of s^2 (..., 1); smooth at zero, where their series is used."""
     small = square < 1
     near, far = torch.where(small, square, 0.0), torch.where(small, 1.0, square).sqrt()
     powers, power = torch.cat((torch.ones_like(near), near), dim=-1), near
@@ -45,21 +45,21 @@ def _cosine_and_sine(square: Tensor) -> Tensor:
 
 
 def _one_plane(beta: Tensor, n: int) -> Tensor:
-    """exp for n <= 3, where every bivector is simple."""
+    """Return exp for n <= 3, where every bivector is simple."""
     cosine, sine = _cosine_and_sine((beta * beta).sum(-1, keepdim=True)).split(1, dim=-1)
     nothing = torch.zeros_like(cosine)
     return torch.cat((cosine, *[nothing] * n, sine * beta, *[nothing] * (n == 3)), dim=-1)
 
 
 def _halves() -> np.ndarray:
-    """b -> (b - b*)/2 and (b + b*)/2 of Cl(4), the two halves b (1 +- e1234)/2, (P, 2 P)."""
+    """Return the matrix (P, 2 P) of b -> (b - b*)/2 and (b + b*)/2 of Cl(4), the two halves b (1 +- e1234)/2."""
     dual = np.zeros((6, 6))
     dual[range(6), range(5, -1, -1)] = 1, -1, 1, 1, -1, 1
     return np.hstack((np.eye(6) - dual, np.eye(6) + dual)) / 2
 
 
 def _two_halves(beta: Tensor) -> Tensor:
-    """exp for n = 4: the two halves commute, and each squares to a multiple of its idempotent (1 +- e1234)/2."""
+    """Return exp for n = 4: the two halves commute, and each squares to a multiple of its idempotent (1 +- e1234)/2."""
     halves = (beta @ device_table(_halves, (), beta, beta.dtype)).unflatten(-1, (2, -1))
     cosine, sine = _cosine_and_sine(2 * (halves * halves).sum(-1, keepdim=True)).split(1, dim=-1)
     plus, minus = cosine.squeeze(-1).split(1, dim=-1)
@@ -85,7 +85,7 @@ def _complex_generators(n: int) -> np.ndarray:
 
 
 def _sources(n: int) -> np.ndarray:
-    """For every blade of Cl(n) the one of Cl(n - 1) that it is taken from."""
+    """Return for every blade of Cl(n) the one of Cl(n - 1) that it comes from."""
     position = {mask: index for index, mask in enumerate(blade_masks(n - 1))}
     return np.array([position[mask & ~(1 << n - 1)] for mask in blade_masks(n)])
 
@@ -96,7 +96,7 @@ def _phases(n: int) -> np.ndarray:
 
 
 def _by_matrices(beta: Tensor) -> Tensor:
-    """exp by matrix exponentials, for n >= 2."""
+    """Return exp by matrix exponentials, for n >= 2."""
     n = bivector_dimension(beta)
     blocks, size = 2 - n % 2, 2 ** ((n - 1) // 2)
     if beta.is_complex():
@@ -126,7 +126,7 @@ def _represented(beta: Tensor, generators: Tensor) -> Tensor:
 
 
 class _Exp(torch.autograd.Function):
-    """beta (..., P) -> rotor (..., V), or where matrices (P, K, K) of the basis bivectors are given that of the rotor.
+    """Map beta (..., P) to the rotor (..., V), or, given matrices (P, K, K) of the basis bivectors, to its matrix.
 
     The derivative is taken among n x n matrices: d exp(B) = exp(B) Psi(dB), and Psi(X) is the mean of
     exp(-s B) X exp(s B) over s in (0, 1). The passes below are made of differentiable operations, which is where all
@@ -156,7 +156,7 @@ class _Exp(torch.autograd.Function):
 
 
 class _ExpForward(_Exp):
-    """``_Exp`` with a forward derivative, which compilers refuse to look at."""
+    """Extend ``_Exp`` by a forward derivative, which compilers cannot trace."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:

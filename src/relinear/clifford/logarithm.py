@@ -26,7 +26,7 @@ WIDEST = 0.7  # cosines within +-0.7 are where the two kinds of planes may be to
 
 
 def _far_planes(cosines: Tensor) -> Tensor:
-    """Which coordinates (..., n) belong to planes turned far, of cosines (..., n) that ascend and come in pairs."""
+    """Return which coordinates (..., n) lie in planes turned far, from ascending cosines (..., n) in pairs."""
     count = cosines.shape[-1] // 2
     of_planes = cosines[..., : 2 * count].unflatten(-1, (-1, 2)).mean(-1)
     edge = torch.full_like(cosines[..., :1], WIDEST)
@@ -65,7 +65,7 @@ def _planes(turn: Tensor) -> Tensor:
 
 
 class _Log(SpectralFunction):
-    """rotor (..., V) -> K (..., n, n) with exp of its bivector equal to the rotor, on the manifold of rotors.
+    """Map a rotor (..., V) to K (..., n, n): exp of its bivector is the rotor, on the manifold of rotors.
 
     d exp(B) = exp(B) Psi(dB), Psi = (1 - exp(-ad_B)) / ad_B, so that dB = Psi^-1 of the bivector part of r~ dr. In the
     eigenbasis of i K, ad_B is multiplication by differences of eigenvalues.

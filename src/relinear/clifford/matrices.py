@@ -19,7 +19,7 @@ from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 @functools.cache
 def _pauli_strings(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every blade: flat index a * K + b of its string and its phase (a power of i, as a complex number)."""
+    """Return for every blade the flat index a * K + b of its string and its phase (a complex power of i)."""
     m = n // 2
     generators = []
     for i in range(n):
@@ -40,7 +40,7 @@ def _pauli_strings(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parity_order(n: int) -> np.ndarray:
-    """Blade of every string: (V,) for even n; for odd n first the even blade of every string, then the odd one."""
+    """Return the blade of every string (V,); for odd n first the even blade of every string, then the odd one."""
     index, _ = _pauli_strings(n)
     return np.argsort(index + parities(n) * 4**n * (n % 2), kind="stable")
 
@@ -102,7 +102,7 @@ def from_matrix(matrix: Tensor) -> Tensor:
 
 
 def matrix_exp(matrix: Tensor) -> Tensor:
-    """``torch.linalg.matrix_exp`` (..., K, K) to the precision of the dtype, in value and gradient.
+    """Return ``torch.linalg.matrix_exp`` (..., K, K) to the precision of the dtype, in value and gradient.
 
     torch cuts the series of a single matrix short (norms near 0.05 come out 2e-10 off in float64, norms near 0.5 come
     out 4e-5 off in float32), that of a matrix in a batch of several not. A batch is sorted by norms, so that the zero

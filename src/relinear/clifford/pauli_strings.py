@@ -13,7 +13,7 @@ from relinear.clifford.tables import device_table, take_last
 
 
 def string_signs(b: int, columns: int) -> np.ndarray:
-    """(-1)^(b.l) for every column l: the entries of Z^b."""
+    """Return (-1)^(b.l) for every column l: the entries of Z^b."""
     return np.array([1 - 2 * ((b & column).bit_count() % 2) for column in range(columns)])
 
 

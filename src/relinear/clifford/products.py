@@ -48,7 +48,7 @@ def _common(*inputs: Tensor) -> tuple[list[Tensor], torch.dtype]:
 
 
 def _by_table(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
-    """sum_ij a_i table_ikj b_j of a (..., V), b (..., V) and a table (V, V, V): (..., V)."""
+    """Return sum_ij a_i table_ikj b_j (..., V) for a (..., V), b (..., V) and a table (V, V, V)."""
     return ((a @ table.flatten(1)).unflatten(-1, table.shape[1:]) @ b.unsqueeze(-1)).squeeze(-1)
 
 

@@ -52,7 +52,7 @@ class SpinShape(NamedTuple):
 
 
 class _Element(NamedTuple):
-    """+-X^a Z^b times unit h of F times (the sign of the block)^chi."""
+    """Represent +-X^a Z^b times unit h of F times (the sign of the block)^chi."""
 
     a: int = 0
     b: int = 0
@@ -72,7 +72,7 @@ def _multiply(x: _Element, y: _Element) -> _Element:
 
 
 def _imaginary_strings() -> list[_Element]:
-    """Seven anticommuting real strings on three bits that square to -1: the imaginary octonions, found by search."""
+    """Find seven anticommuting real strings on three bits that square to -1: the imaginary octonions."""
     candidates = [_Element(a, b) for a in range(8) for b in range(8) if (a & b).bit_count() % 2]
     for chosen in itertools.combinations(candidates, 7):
         if all(((x.a & y.b).bit_count() + (x.b & y.a).bit_count()) % 2 for x, y in itertools.combinations(chosen, 2)):
@@ -153,7 +153,7 @@ def _signs(n: int) -> np.ndarray:
 
 
 def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what ``to_spin`` is made of, for kernels that apply it themselves.
+    """Return the tables of ``to_spin``, for kernels that apply it themselves.
 
     Args:
         n: from 1 to 12.
@@ -239,7 +239,7 @@ def from_spin(x: Tensor) -> Tensor:
 
 
 def _unit_matrices(components: int, side: int) -> np.ndarray:
-    """Multiplication by each unit: from the left y[c'] = L[h, c', c] x[c], from the right y[c'] = x[c] R[h, c, c']."""
+    """Return multiplication by each unit: left y[c'] = L[h, c', c] x[c], right y[c'] = x[c] R[h, c, c']."""
     matrices = np.zeros((components, components, components))
     for h, c in itertools.product(range(components), repeat=2):
         matrices[(h, c, c ^ h) if side else (h, h ^ c, c)] = _UNIT_SIGNS[(c, h) if side else (h, c)]

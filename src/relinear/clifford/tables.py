@@ -1,4 +1,4 @@
-"""Tables of numbers as constants on a device, and how tensors are indexed with them and computed."""
+"""Keep tables of numbers as constants on a device, index with them, and choose the dtype to compute in."""
 
 import functools
 import importlib
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def take_last(x: Tensor, index: Tensor) -> Tensor:
-    """``x.index_select(-1, index)``, by way of two dimensions: twenty times faster on a CPU.
+    """Return ``x.index_select(-1, index)``, by way of two dimensions: twenty times faster on a CPU.
 
     There rows of half precision go through single precision, which torch selects from five times faster.
     """
@@ -64,7 +64,7 @@ def _(module, name, sizes, device, dtype):
 def device_table(
     table: Callable[..., np.ndarray], sizes: int | tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``table(*sizes)`` as a constant on the device of ``like``, made once; ``table`` is at the top of its module."""
+    """Return ``table(*sizes)`` as a cached constant on the device of ``like``; ``table`` is a module's function."""
     sizes = (sizes,) if isinstance(sizes, int) else sizes
     if torch.compiler.is_compiling():
         return _opaque(table.__module__, table.__name__, sizes, like.device, dtype)
@@ -72,7 +72,7 @@ def device_table(
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Return whether numbers may be looked at: not while a compiler or a map over a batch is at work."""
+    """Return whether values can be read: not within a compiler or a ``vmap``."""
     if torch.compiler.is_compiling():
         return False
     transforms = torch._C._functorch

@@ -289,7 +289,7 @@ class Calibration:
             self._step(before)
 
     def _find_loss(self) -> None:
-        """The model's mean loss on the text; the gradients at the last hidden states go to disk."""
+        """Return the model's mean loss on the text; the gradients at the last hidden states go to disk."""
         losses: list[float] = []
         self.streams.write("gradient", len(self.layers), self._gradients_of_loss(losses))
         count = sum(ids[:, 1:].numel() for ids in self.parts)

@@ -43,7 +43,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def _checked(path: Path, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """``about`` without the checksum, to which both are held."""
+    """Return ``about`` without the checksum, to which both are held."""
     if about.pop(_CHECKSUM, None) != tensor_digest(tensors, about):
         raise _refusal(path, "has changed since it was written (its checksum differs)")
     return about

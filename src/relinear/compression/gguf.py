@@ -181,7 +181,7 @@ def _write_config(writer: Any, config: Any) -> None:
 
 
 def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operators: dict[str, Any]) -> None:
-    """Every parameter of the folded model by name; those of ``operators`` that know GGUF's blocks as blocks."""
+    """Return every parameter of the folded model by name; those of ``operators`` that know GGUF's blocks as blocks."""
     from gguf import GGML_QUANT_VERSION, MODEL_ARCH, GGMLQuantizationType, LlamaFileType, get_tensor_name_map
     from gguf.quants import quantize
 
@@ -218,7 +218,7 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
 
 
 def _interleaved(name: str, weight: Tensor, config: Any) -> Tensor:
-    """Query and key rows as rotary positions pair them in GGUF: neighbours, not halves of a head."""
+    """Return query and key rows as rotary positions pair them in GGUF: neighbours, not halves of a head."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return weight

@@ -123,7 +123,7 @@ class CompressReport:
 
 
 def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
-    """Losses on the corpus and on other texts, a row each."""
+    """Return losses on the corpus and on other texts, a row each."""
     where = "unseen text of the corpus" if evaluation["unseen"] else "text of the calibration"
     rows = [("loss, nats a token", "tokens", "original", "compressed", "above", "next token as the original's")]
     for name, one in {where: evaluation, **evaluation["elsewhere"]}.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Conversation(str):
-    """A document that is a conversation; as a string it is its messages as JSON, which marks it as one."""
+    """Represent a conversation: a string of its messages as JSON, of a type of its own."""
 
     __slots__ = ()
 
@@ -17,7 +17,7 @@ class Conversation(str):
 
 
 class Closed(str):
-    """Text that ends as its tokenizer ends a document, so that nothing is put behind it."""
+    """Mark text that already ends as its tokenizer ends a document, so that nothing is appended."""
 
     __slots__ = ()
 
@@ -41,7 +41,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def as_document(value: Any) -> str | None:
-    """Return text as it is, messages (or a mapping with ``messages``) as a ``Conversation``; None for anything else."""
+    """Return text unchanged, messages (or a mapping with ``messages``) as a ``Conversation``; None for all else."""
     if isinstance(value, str):
         return value
     messages = value.get("messages") if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""A corpus: a source's documents, split so that no held-out document is ever trained on."""
+"""Open a corpus: a source's documents, split so that no held-out document is ever trained on."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _only_text(documents: Iterator[str], settings: DataSettings) -> Iterator[str
 
 
 class Corpus:
-    """Documents of a source by split.
+    """Give the documents of a source by split.
 
     Splits that the source brings are kept; otherwise whole documents are held out for validation, chosen by a hash of
     their text and the seed, so that copies of a document are always on the same side. A source of a single document is

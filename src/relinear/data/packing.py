@@ -30,7 +30,7 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 
 class PackedDataset(Dataset):
-    """Blocks of ``sequence_length`` tokens, end to end: item i is ``{"input_ids": (T,), "labels": (T,)}``, both equal.
+    """Split tokens into blocks of ``sequence_length``: item i is ``{"input_ids": (T,), "labels": (T,)}``, both equal.
 
     Tokens stay on disk, and workers open the file for themselves. The tail that fills no block is left out.
     """
@@ -88,7 +88,7 @@ class PackedData:
 def prepare_data(
     settings: DataSettings | Mapping[str, Any], *, on_progress: ProgressCallback = no_progress
 ) -> PackedData:
-    """Tokenise and pack the training and validation splits, or open what an earlier call left in the cache.
+    """Tokenise and pack the training and validation splits, or open an earlier call's cache.
 
     Documents are joined by the tokenizer's end-of-text token. The cache is keyed by the corpus (paths, sizes and times
     of its files), how it is divided and the tokenizer; damaged entries are built again, and several processes may ask

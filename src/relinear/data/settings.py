@@ -1,4 +1,4 @@
-"""The settings of text data that all commands share."""
+"""Define the settings of text data that all commands share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from relinear.data.tokenizers import check_tokenizer_name
 
 
 class DataSettings(Settings):
-    """Which text, cut and tokenised how. Unknown keys and values out of range are errors.
+    """Hold the settings of text: corpus, tokenizer, lengths. Unknown keys and values out of range are errors.
 
     Args:
         data: ``stdlib``, a file, folder or pattern, a Hub name, or a synthetic task. ``stdlib`` is the source text of

@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, and all that ``datasets`` reads: local files, and the Hub's."""
+"""Read documents: the standard library's, local files and data sets of the Hub (both by ``datasets``)."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _kind(name: str) -> str | None:
 
 
 def _split_of(name: str) -> str:
-    """Return the split that the first telling part of a path names; "" if none does."""
+    """Return the split named by the first part of a path that names one; "" if none does."""
     matches = (_SPLIT_PATTERN.fullmatch(part) for part in Path(name.lower()).parts)
     return next((SPLIT_NAMES[match[1]] for match in matches if match), "")
 
@@ -347,7 +347,7 @@ _NOT_HAD = (
 
 
 def hub_in_reach() -> bool:
-    """Return whether the Hub answers; asked first, because its own client tries again for half a minute."""
+    """Return whether the Hub answers; checked first, because its own client retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -1,4 +1,4 @@
-"""Synthetic tasks that ``data`` names as ``cgt-arithmetic:...``: samples whose number and seed alone decide them.
+"""Define synthetic tasks (``data: cgt-arithmetic:...``): number and seed alone decide a sample.
 
 Nothing is stored: a training set of a billion samples costs as much as one of ten.
 """
@@ -30,7 +30,7 @@ TRAINING_SAMPLES, VALIDATION_SAMPLES = 1_000_000, 1_024
 
 
 class Task(Config):
-    """Settings of a task. ``draw`` makes a sample with a generator, ``encode`` what a model is given of it."""
+    """Hold the settings of a task. ``draw`` makes a sample with a generator, ``encode`` the model's inputs from it."""
 
     family: ClassVar[str] = "task"
 
@@ -39,11 +39,11 @@ class Task(Config):
         return {}
 
     def draw(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Return a sample with all that is hidden from a model."""
+        """Return a sample, including what is hidden from a model."""
         raise NotImplementedError
 
     def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return what a model is given of a sample."""
+        """Return the model's inputs for a sample."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ class Samples(Dataset):
 
     @property
     def checksum(self) -> int:
-        """Return a checksum of what decides the samples, to compare two runs."""
+        """Return a checksum of everything that decides the samples, to compare two runs."""
         return zlib.crc32(repr((self.task, self.size, self.seed, self.split)).encode())
 
 
@@ -194,12 +194,12 @@ class ArithmeticTask(Task):
         return f"{a:0{d}d}*{b:0{d}d}={'-' if c < 0 else '+'}{abs(c):0{d + 2}d}"
 
     def answer_mask(self) -> Tensor:
-        """(T,), True at the tokens after "=" in each example: the sign and the digits."""
+        """Return (T,), True at the tokens after "=" in each example: the sign and the digits."""
         within = torch.arange(self.length) % self.example_length
         return (within >= 2 * self.digits + 2) & (within < self.example_length - 1)
 
     def example_of(self) -> Tensor:
-        """(T,), the number of the example within its task that each token (and the separator after it) belongs to."""
+        """Return (T,), each token's example by its number within the task; a separator belongs to the one before it."""
         return torch.arange(self.length) % self.task_length // self.example_length
 
     def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ class RegressionTask(Task):
         return sum(sizes) if self.layout == "separate" else max(sizes)
 
     def draw(self, generator: np.random.Generator) -> dict[str, np.ndarray]:
-        """x (N, inputs), y (N, outputs), clean (N, outputs) without noise, u (outputs, inputs), b (outputs,)."""
+        """Return x (N, inputs), y (N, outputs), clean (N, outputs) without noise, u (outputs, inputs), b (outputs,)."""
         u = generator.standard_normal((self.outputs, self.inputs))
         b = generator.standard_normal(self.outputs)
         x = generator.standard_normal((self.pairs, self.inputs))

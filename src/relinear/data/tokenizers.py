@@ -38,7 +38,7 @@ def trained_size(name: str) -> int | None:
 
 
 def check_tokenizer_name(name: str) -> str:
-    """Return ``name``. Raises ValueError if it cannot name a tokenizer; if one is there is seen when it is loaded."""
+    """Return ``name``. Raises ValueError if it cannot name a tokenizer; whether it exists is checked at loading."""
     trained_size(name)
     if not name.strip():
         raise ValueError("tokenizer must be 'bytes', 'bpe:N', or the name or folder of a Hugging Face tokenizer")
@@ -52,7 +52,7 @@ def _wrap(tokenizer: Any) -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer of 256 bytes and two special tokens: the id of a byte is its value; end of text is 256, padding 257.
+    """Return a tokenizer of 256 bytes, each its own id, and two special tokens: end of text 256, padding 257.
 
     A ``PreTrainedTokenizerFast``: saved and loaded as any other.
     """
@@ -68,7 +68,7 @@ def byte_tokenizer() -> Any:
 
 
 def symbol_tokenizer() -> Any:
-    """A tokenizer of the 16 symbols of ``cgt-arithmetic``, one per token; "#", which ends a task, ends a text."""
+    """Return a tokenizer of the 16 symbols of ``cgt-arithmetic``; "#", which ends a task, ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -103,7 +103,7 @@ def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any
 
 
 def load_tokenizer(name: str, *, separates: bool = True) -> Any:
-    """``bytes``, ``symbols``, or what ``AutoTokenizer.from_pretrained`` loads.
+    """Load the tokenizer ``bytes`` or ``symbols``, or one by ``AutoTokenizer.from_pretrained``.
 
     Args:
         name: what a user wrote.
@@ -248,7 +248,7 @@ def text_start(tokenizer: Any) -> list[int]:
 
 
 def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Cut ids into windows of ``length`` that each begin with ``start``; a rest that fills none is left out.
+    """Cut ids into windows of ``length`` that each begin with ``start``; a remainder that fills none is dropped.
 
     Args:
         ids: of text, without special tokens around it.
@@ -274,7 +274,7 @@ def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[t
 
 
 def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.ndarray]:
-    """The token ids of all documents in order, each document closed by ``separator_id``, as arrays of some length.
+    """Yield the token ids of all documents in order, each closed by ``separator_id``, as arrays of some length.
 
     Conversations are written by the tokenizer's chat template, and closed if that does not close them.
     """

@@ -123,7 +123,7 @@ class Subject:
         ]
 
     def _marked(self, rows: slice) -> Tensor:
-        """(units, K) ids of the tokens at which units are highest; -1 where there is no text."""
+        """Return (units, K) ids of the tokens at which units are highest; -1 where there is no text."""
         texts, tokens = (self.index.tensors[f"most_{column}"][rows].long() for column in ("row", "token"))
         return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
 
@@ -193,7 +193,7 @@ class Subject:
             yield
 
     def shares_of(self, ids: Tensor, interventions: Mapping[str, Intervention]) -> Tensor:
-        """(B, T, V): probabilities of the next token for ids (B, T). The caller holds ``lock``.
+        """Return (B, T, V): probabilities of the next token for ids (B, T). The caller holds ``lock``.
 
         Raises:
             ValueError: if they are not finite.

@@ -177,7 +177,7 @@ class _Running:
         self.seen = 0
 
     def add(self, values: Tensor, row: int) -> None:
-        """Values (B, T, R) of the texts from ``row`` on."""
+        """Return values (B, T, R) of the texts from ``row`` on."""
         for end, sign in (("most", 1), ("least", -1)):
             best, positions = (sign * values).max(1)
             rows = torch.arange(row, row + len(values))[None].expand(values.shape[-1], -1)
@@ -271,7 +271,7 @@ def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) ->
 
 
 def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable[[str, Tensor], None]) -> None:
-    """One forward over ids (B, T); ``see`` is called with the name and the values (B, T, R) of each point."""
+    """Return one forward over ids (B, T); ``see`` is called with the name and the values (B, T, R) of each point."""
 
     def observer(name: str, latent: Latent) -> None:
         values = latent.z.detach().float().cpu()

@@ -1,1 +1,1 @@
-"""The maths of every operator as plain functions of tensors: the readable reference for all kernels."""
+"""Define every operator's maths as plain functions of tensors: the readable reference for all kernels."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def block_diagonal(x: Tensor, blocks: Tensor) -> Tensor:
-    """y = diag(W_1, ..., W_K) x over contiguous groups of coordinates.
+    """Return y = diag(W_1, ..., W_K) x over contiguous groups of coordinates.
 
     Args:
         x: (..., I).
@@ -32,5 +32,5 @@ def block_diagonal_of(weight: Tensor, blocks: int) -> Tensor:
 
 
 def zero_padded(x: Tensor, size: int) -> Tensor:
-    """x (..., I) with zeros behind, up to ``size`` coordinates; x itself if it has as many."""
+    """Return x (..., I) with zeros behind, up to ``size`` coordinates; x itself if it has as many."""
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))

@@ -34,7 +34,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth: int) -> list[tuple[int, int]]:
-    """(input, output) width of each stage, padded so that each transform reaches across all blocks.
+    """Return (input, output) width of each stage, padded so that each transform reaches across all blocks.
 
     A transform of N = P Q coordinates mixes coordinates Q apart, so every block of N/K coordinates sees every input
     exactly when P >= K: N is the next multiple of lcm(K, the next power of two of K), which is no padding at all for
@@ -53,7 +53,7 @@ def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth
 def block_hadamard(
     x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
 ) -> Tensor:
-    """y = B_L H ... B_1 H x + bias, the input padded with zeros, the output cut to ``out_features``.
+    """Return y = B_L H ... B_1 H x + bias, the input padded with zeros, the output cut to ``out_features``.
 
     Args:
         x: (..., I).
@@ -82,7 +82,7 @@ def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: 
 def block_hadamard_fit(
     weight: Tensor, blocks: Sequence[Tensor], mix_input: bool = True, sweeps: int = 8
 ) -> list[Tensor]:
-    """Least-squares stages for ``weight``: in closed form at depth 1, by alternating closed forms beyond.
+    """Return least-squares stages for ``weight``: in closed form at depth 1, by alternating closed forms beyond.
 
     At depth 1 and without padding H is orthogonal and the fit is the diagonal blocks of W H^T; with padding the k-th
     block solves min |W_k - B_k H_k|, H_k its rows of the first I columns of H. At depth L > 1 the last stage (given the

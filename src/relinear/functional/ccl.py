@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def gate(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """sigma(phi(c)) of Eq. 2 for one part of the gates, in float32 for half precision.
+    """Return sigma(phi(c)) of Eq. 2 for one part of the gates, in float32 for half precision.
 
     Args:
         features: (..., G), the gate network's last hidden layer.
@@ -33,7 +33,7 @@ def ccl(
     gate_bias: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out (Eq. 1 to 4).
+    """Return y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out (Eq. 1 to 4).
 
     Args:
         x: (..., I).
@@ -64,7 +64,7 @@ def ccl_gated(
     gate_bias: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``ccl`` with the gates themselves.
+    """Return ``ccl`` with the gates themselves.
 
     Args:
         g_basis, g_out: (..., R) and (..., O), or None for ones. With a share of every template in place of g_basis,
@@ -78,7 +78,7 @@ def ccl_gated(
 
 
 def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """softmax(phi(c)) over E templates, (..., E), in float32 for half precision.
+    """Return softmax(phi(c)) over E templates, (..., E), in float32 for half precision.
 
     Args:
         features: (..., G), the gate network's last hidden layer.
@@ -89,7 +89,7 @@ def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def largest_shares(shares: Tensor, selected: int) -> Tensor:
-    """``shares`` (..., E) with all but the ``selected`` largest at zero.
+    """Return ``shares`` (..., E) with all but the ``selected`` largest at zero.
 
     Those keep their values, as in the Switch Transformer (Fedus et al., 2022), through which the choice is learnt.
     """
@@ -98,7 +98,7 @@ def largest_shares(shares: Tensor, selected: int) -> Tensor:
 
 
 def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tensor | None, eps: float) -> Tensor:
-    """LayerNorm(x W_basis) (Eq. 1), or without the norm; (..., R), at least float32."""
+    """Return LayerNorm(x W_basis) (Eq. 1), or without the norm; (..., R), at least float32."""
     h = _upcast(x) @ _upcast(basis).T
     if gain is None:
         return h
@@ -108,7 +108,7 @@ def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tenso
 
 
 def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """``gate``, or None if there is none."""
+    """Return ``gate``, or None if there is none."""
     if weight is None:
         return None
     assert features is not None
@@ -117,7 +117,7 @@ def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -
 
 
 def _mixed(h: Tensor, g_out: Tensor | None, mix: Tensor, bias: Tensor | None, gate_bias: bool) -> Tensor:
-    """(h W_mix + b) * g_out (Eq. 4), or without the gate; (..., O), at least float32."""
+    """Return (h W_mix + b) * g_out (Eq. 4), or without the gate; (..., O), at least float32."""
     y = h @ _upcast(mix).T
     b = torch.zeros_like(y[..., :1]) if bias is None else bias
     if g_out is None:
@@ -126,7 +126,7 @@ def _mixed(h: Tensor, g_out: Tensor | None, mix: Tensor, bias: Tensor | None, ga
 
 
 def ccl_dense(basis: Tensor, mix: Tensor, g_basis: Tensor | None, g_out: Tensor | None) -> Tensor:
-    """W_eff of Eq. 5, transposed to (..., O, I): the map from x to y without bias, and without the LayerNorm.
+    """Return W_eff of Eq. 5, transposed to (..., O, I): the map from x to y without bias, and without the LayerNorm.
 
     Args:
         basis: (R, I).

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def mixing(y: Tensor, weight: Tensor, bias: Tensor, kind: str) -> Tensor:
-    """sigma(y) = h(S [y, 1]), the share of each template (CGT, Section 3.1).
+    """Return sigma(y) = h(S [y, 1]), the share of each template (CGT, Section 3.1).
 
     Args:
         y: (..., E), the context.
@@ -19,7 +19,7 @@ def mixing(y: Tensor, weight: Tensor, bias: Tensor, kind: str) -> Tensor:
 
 
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
-    """T(x; y) = x + L(y) R(y)^T [x, 1], with L(y) and R(y) written out for every token (CGT, Section 3.1).
+    """Return T(x; y) = x + L(y) R(y)^T [x, 1], with L(y) and R(y) written out for every token (CGT, Section 3.1).
 
     Args:
         x: (..., D).
@@ -35,7 +35,7 @@ def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: 
 
 
 def generated_map(sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrix A (D, D) and shift t (D,) of T(x) = A x + t for one context; arguments as in ``modulate``, sigma (M,).
+    """Return the matrix A (D, D) and shift t (D,) of T(x) = A x + t for one context; as ``modulate``, but sigma (M,).
 
     They are what is folded into the projection that follows when the context is frozen.
     """
@@ -46,7 +46,7 @@ def generated_map(sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor
 
 
 def moving_average(y: Tensor, initial: Tensor, rate: float, mask: Tensor | None = None) -> Tensor:
-    """used_i = (1 - rate) used_{i-1} + rate y_i with used_0 = initial (CGT, caption of Figure 14), all i at once.
+    """Return used_i = (1 - rate) used_{i-1} + rate y_i for all i, with used_0 = initial (CGT, caption of Figure 14).
 
     Args:
         y: (B, T, E), the contexts computed for the tokens.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
-    """s_t = decay_t * s_(t-1) + value_t, with s_(-1) = state, token by token.
+    """Return s_t = decay_t * s_(t-1) + value_t, with s_(-1) = state, token by token.
 
     Args:
         decay: (B, T, D), or (D,) if it is the same at every token; in [0, 1].

@@ -14,7 +14,7 @@ from relinear.functional.low_rank import low_rank_factors
 
 
 class HDPLOutput(NamedTuple):
-    """Result of ``hdpl``: y (..., O), z and mu (..., R), logvar (..., R) or None if nothing was sampled."""
+    """Hold the result of ``hdpl``: y (..., O), z and mu (..., R), logvar (..., R) or None if nothing was sampled."""
 
     y: Tensor
     z: Tensor
@@ -33,7 +33,7 @@ def hdpl(
     bias: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> HDPLOutput:
-    """y = diag(W_1 .. W_K) x + D silu(z) + bias, with z ~ N(mu(x), sigma(x)^2), or z = mu(x) without noise (Eq. 1-7).
+    """Return y = diag(W_1 .. W_K) x + D silu(z) + bias, z ~ N(mu(x), sigma(x)^2), or mu(x) without noise (Eq. 1-7).
 
     Args:
         x: (..., I).
@@ -60,7 +60,7 @@ def hdpl_results(*arguments: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
-    """z = mu + exp(logvar / 2) * noise (Eq. 6), in at least float32, returned in mu's dtype; all (..., R)."""
+    """Return z = mu + exp(logvar / 2) * noise (Eq. 6), in at least float32, returned in mu's dtype; all (..., R)."""
     wide = torch.promote_types(mu.dtype, torch.float32)
     return torch.addcmul(mu.to(wide), torch.exp(0.5 * logvar.to(wide)), noise).to(mu.dtype)
 
@@ -71,7 +71,7 @@ def hdpl_decode(x: Tensor, z: Tensor, blocks: Tensor, decoder: Tensor, bias: Ten
 
 
 def gaussian_kl(mu: Tensor, logvar: Tensor) -> Tensor:
-    """KL(N(mu, sigma^2) || N(0, 1)) of each dimension, in nats (a summand of Eq. 8); (..., R), at least float32."""
+    """Return KL(N(mu, sigma^2) || N(0, 1)) per dimension (..., R), in nats (a summand of Eq. 8), at least float32."""
     wide = torch.promote_types(mu.dtype, torch.float32)
     mu, logvar = mu.to(wide), logvar.to(wide)
     return 0.5 * (mu.square() + torch.expm1(logvar) - logvar)
@@ -91,7 +91,7 @@ def bounded_kl(kl: Tensor, bound: float = math.log(2)) -> tuple[Tensor, Tensor]:
 
 
 def free_bits_kl(kl: Tensor, free: float) -> tuple[Tensor, Tensor]:
-    """KL with free bits in each dimension (Kingma et al. 2016, arXiv 1606.04934): sum_j max(free, KL_j).
+    """Return the KL with free bits in each dimension (Kingma et al. 2016, arXiv 1606.04934): sum_j max(free, KL_j).
 
     Taken for each token rather than for a mean over the batch, so that accumulated batches give the gradient of one
     large batch. Opposite to the paper's bound, the gradient vanishes below the threshold rather than above it.
@@ -107,7 +107,7 @@ def free_bits_kl(kl: Tensor, free: float) -> tuple[Tensor, Tensor]:
 
 
 def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
-    """Geometric Jensen-Shannon divergence between N(mu, sigma^2) and N(0, 1), in nats, summed over dimensions.
+    """Return the geometric Jensen-Shannon divergence of N(mu, sigma^2) and N(0, 1), in nats, summed over dimensions.
 
     JS_G(p, q) = (KL(p || g) + KL(q || g)) / 2 with g the normalised geometric mean sqrt(p q) (Nielsen 2019,
     arXiv 1904.04017; Deasy et al. 2020, arXiv 2006.10599). For Gaussians g is the Gaussian with the mean precision:
@@ -153,7 +153,7 @@ def regulariser(mu: Tensor, logvar: Tensor, bound: str, free: float | None) -> t
 
 
 def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """Least-squares blocks and low-rank part of a weight: diag(B_1 .. B_K) + up down, by alternation from the SVD.
+    """Fit blocks plus a low-rank part to a weight by least squares: diag(B_1 .. B_K) + up down, alternating.
 
     Starts from the diagonal blocks of the weight and the truncated SVD of the rest, then solves for blocks, ``up`` and
     ``down`` in turn; the error never rises.

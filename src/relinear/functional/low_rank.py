@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = (x down^T) up^T + bias.
+    """Return y = (x down^T) up^T + bias.
 
     Args:
         x: (..., I).
@@ -37,7 +37,7 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """(S, S^+) with S S = ``moment`` + ``ridge`` times its mean diagonal, and the inverse of S, both (K, K), float64.
+    """Return S, with S S = ``moment`` + ``ridge`` times its mean diagonal, and its pseudo-inverse; (K, K), float64.
 
     By eigenvalues, so that singular moments work; a moment of zero counts as the identity.
     """
@@ -52,7 +52,7 @@ def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 class WeightedSpectrum(NamedTuple):
-    """G^(1/2) W A^(1/2), decomposed on its smaller side.
+    """Hold G^(1/2) W A^(1/2), decomposed on its smaller side.
 
     energies: (K,) its squared singular values, falling; the error of the best fit of rank R is the sum from R on.
     vectors: (K, K) the singular vectors of the smaller side. root, inverse: of that side's moment.
@@ -66,7 +66,7 @@ class WeightedSpectrum(NamedTuple):
     on_inputs: bool
 
     def factors(self, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """down (R, I) and up (O, R) in float64 of the best fit of rank R; ``weight`` is the (O, I) decomposed one."""
+        """Return down (R, I) and up (O, R) in float64: the best fit of rank R to ``weight`` (O, I), as decomposed."""
         leading = self.vectors[:, :rank]
         if self.on_inputs:
             down, up = leading.T @ self.inverse, weight.double() @ self.root @ leading

@@ -9,7 +9,7 @@ from relinear.functional.block_diagonal import block_diagonal, zero_padded
 
 
 def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
-    """y = P L P^T R x + bias (Definition 3.1, for any sizes), P the permutation that swaps block and position.
+    """Return y = P L P^T R x + bias (Definition 3.1, for any sizes), P the permutation that swaps block and position.
 
     Output s K + l and input k P + p meet in sub-block (l, k), of rank R: sum_r L[l, s, k R + r] R[k, l R + r, p].
     The input is padded with zeros to K P, the output cut to ``out_features``.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def gated(z: Tensor, logits: Tensor) -> Tensor:
-    """z * sigmoid(W_g x), the gate of Qiu et al. (2025, Eq. 5) on any projection.
+    """Return z * sigmoid(W_g x), the gate of Qiu et al. (2025, Eq. 5) on any projection.
 
     Args:
         z: (..., O), the projection's output.
@@ -18,5 +18,5 @@ def gated(z: Tensor, logits: Tensor) -> Tensor:
 
 
 def gates(logits: Tensor) -> Tensor:
-    """sigmoid(logits) in float32 at least."""
+    """Return sigmoid(logits) in float32 at least."""
     return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))

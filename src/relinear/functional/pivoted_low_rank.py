@@ -1,4 +1,4 @@
-"""Low-rank linear maps in which some of the inputs stand for themselves: the reference form.
+"""Reference of low-rank linear maps whose latent contains some of the inputs unchanged.
 
 The factors of a product of rank R are known up to an invertible (R, R) matrix; using it to make R columns of the first
 factor an identity takes away R^2 numbers and as many multiplications, and changes no product.
@@ -16,7 +16,7 @@ LARGEST_PIVOTED = 1.05
 
 
 def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = (x_S + mix x_rest) up^T + bias: a product of rank R in which R of the inputs stand for themselves.
+    """Return y = (x_S + mix x_rest) up^T + bias: a product of rank R whose latent contains R of the inputs unchanged.
 
     Args:
         x: (..., I).
@@ -29,18 +29,18 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
 
 
 def in_order(x: Tensor, order: Tensor) -> Tensor:
-    """x[..., order]."""
+    """Return x[..., order]."""
     return take_last(x, order)
 
 
 def latent(x: Tensor, mix: Tensor) -> Tensor:
-    """x_S + mix x_rest (..., R) of inputs x (..., I) that are in order."""
+    """Return x_S + mix x_rest (..., R) for ordered inputs x (..., I)."""
     rank = mix.shape[0]
     return x[..., :rank] + torch.nn.functional.linear(x[..., rank:], mix)
 
 
 def pivoted_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same product up @ down with an identity inside ``down``: order (I,), mix (R, I - R), up (O, R); in float64.
+    """Rewrite up @ down with an identity in ``down``: return order (I,), mix (R, I - R), up (O, R); in float64.
 
     ``down`` restricted to R of its columns, D_S, is taken into the other factor: D_S^(-1) down holds an identity, which
     is neither stored nor multiplied by. S starts from the pivots of an LU decomposition; columns are then exchanged

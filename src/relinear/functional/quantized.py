@@ -18,7 +18,7 @@ SUPER = 256
 
 
 class KType(NamedTuple):
-    """One of llama.cpp's K types, Q2_K to Q6_K.
+    """Describe one of llama.cpp's K types, Q2_K to Q6_K.
 
     group: inputs that share a scale. symmetric: whether there are no offsets. bits: of the multiples that scales and
     offsets are. parts: of ``SUPER`` weights in the order in which they are stored: the codes' low bits (of single bits
@@ -44,17 +44,17 @@ _PLANES = (8, 4, 2, 1)
 
 
 def group_count(in_features: int, group: int) -> int:
-    """K, the groups of a row; the last may be shorter."""
+    """Return K, the number of groups in a row; the last may be shorter."""
     return -(-in_features // group)
 
 
 def packed_width(in_features: int, bits: int) -> int:
-    """Bytes of a row of codes: 8 of them take ``bits`` bytes, and a row is filled up to a multiple of 8."""
+    """Return the bytes of a row of codes: 8 codes take ``bits`` bytes, and rows are padded to a multiple of 8."""
     return -(-in_features // 8) * bits
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:
-    """How a row of ``width`` codes, a multiple of 8, divides into blocks: (how many, of how many codes)."""
+    """Divide a row of ``width`` codes, a multiple of 8, into blocks: return (how many, of how many codes)."""
     whole, rest = divmod(width, BLOCK)
     return [(count, size) for count, size in ((whole, BLOCK), (1, rest)) if count and size]
 
@@ -221,7 +221,7 @@ def words(codes: Tensor, bits: int) -> Tensor:
 def quantized(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, bias: Tensor | None = None
 ) -> Tensor:
-    """y = x W^T + bias with the matrix W of ``dequantized``.
+    """Return y = x W^T + bias with the matrix W of ``dequantized``.
 
     Args:
         x: (..., I).

@@ -42,7 +42,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | float | None] = {
 
 
 def window_size(in_features: int, out_features: int) -> int:
-    """V: the largest power of two that fits into both sizes, at most 2^12."""
+    """Return V, the largest power of two that fits into both sizes, at most 2^12."""
     return min(1 << (min(in_features, out_features).bit_length() - 1), 1 << 12)
 
 
@@ -69,7 +69,7 @@ def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
 
 
 def window_tables(in_features: int, out_features: int, network: NetworkSettings, like: Tensor) -> list[Tensor | None]:
-    """``window_coordinates`` of a network's inputs and ``coordinate_places`` of its outputs, as int32 like ``like``.
+    """Return ``window_coordinates`` of a network's inputs and ``coordinate_places`` of its outputs, int32 as ``like``.
 
     None stands for windows that divide the size, whose positions are the coordinates.
     """
@@ -97,7 +97,7 @@ def basis_tables(network: NetworkSettings, like: Tensor) -> tuple[list[Tensor], 
 
 
 def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:
-    """Windows (..., count, V) of x (..., size).
+    """Return windows (..., count, V) of x (..., size).
 
     Args:
         layout: "wrapped": one after another, the last wrapping round to the beginning; "spread": at equal distances,
@@ -112,7 +112,7 @@ def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:
 
 
 def from_windows(y: Tensor, size: int, layout: str = "wrapped") -> Tensor:
-    """Coordinates (..., size) of windows (..., count, V) in a layout: each the mean over the windows that reach it."""
+    """Return coordinates (..., size) of windows (..., count, V): each the mean over the windows that contain it."""
     window = y.shape[-1]
     y = y.flatten(-2)
     wrapped = y.shape[-1] - size
@@ -125,7 +125,7 @@ def from_windows(y: Tensor, size: int, layout: str = "wrapped") -> Tensor:
 
 
 def branch_permutation(window: int, branches: int, seed: int, step: int) -> np.ndarray:
-    """Fixed random permutations of branches that lie side by side, each within itself: indices (branches * window,).
+    """Return fixed random permutations of adjacent branches, each within itself: indices (branches * window,).
 
     numpy's legacy generator keeps its stream for good, so that a seed in a checkpoint means the same everywhere.
     """
@@ -159,7 +159,7 @@ def mixed_branches(
 
 
 def branch_orders(window: int, width: int, depth: int, after_entry: bool, seed: int) -> np.ndarray:
-    """``branch_permutation`` of every step of a network, within each of its branches: indices (B, V).
+    """Return ``branch_permutation`` of every step of a network, within each of its branches: indices (B, V).
 
     That after the entry layer comes first, and is numbered last.
     """
@@ -176,7 +176,7 @@ def term_orders(window: int, terms: int, seed: int) -> np.ndarray:
 
 
 def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """y_o = sum over terms w and input windows i of A_woi X_i B_woi^T.
+    """Return y_o = sum over terms w and input windows i of A_woi X_i B_woi^T.
 
     Args:
         x: (N, I, M).
@@ -193,14 +193,14 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def shared_coordinates(window: int, left: Tensor, right: Tensor) -> int:
-    """M: how many coordinates of a window share a pair of factors (..., S, L, L) and (..., S, R, R)."""
+    """Return M, how many coordinates of a window share a pair of factors (..., S, L, L) and (..., S, R, R)."""
     if left.shape[-1] * right.shape[-1] < window:  # two blocks with the same factors
         return window // clifford.spin_shape(window.bit_length() - 1).blocks
     return window // left.shape[-3]
 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """``sandwich_sum`` of whole windows, of one block or two, in either basis.
+    """Return ``sandwich_sum`` of whole windows, of one block or two, in either basis.
 
     Args:
         x: (N, I, V).
@@ -290,7 +290,7 @@ def rotor_step(
 
 
 def step_order(x: Tensor, branches: int, seed: int, step: int) -> Tensor:
-    """``branch_permutation`` of a step's branches, for x (N, V): int32 (W V,)."""
+    """Return ``branch_permutation`` of a step's branches, for x (N, V): int32 (W V,)."""
     return device_table(branch_permutation, (x.shape[-1], branches, seed, step), x, torch.int32)
 
 
@@ -323,7 +323,7 @@ def through_network(
     exit: Callable[[Tensor], Tensor],
     residual: bool,
 ) -> Tensor:
-    """``x`` through the layers of a network; with ``residual`` the first and the last add inputs of their own size."""
+    """Run ``x`` through the layers of a network; with ``residual`` the first and last add inputs of their own size."""
     y = entry(x)
     if residual and x.shape[-1] == y.shape[-1]:
         y = y + x
@@ -343,7 +343,7 @@ def rotor_network(
     bias: Tensor | None,
     network: NetworkSettings,
 ) -> Tensor:
-    """Layers of rotors with ``mixed_branches`` between them, the B branches of all steps one after another.
+    """Run layers of rotors with ``mixed_branches`` between them, the B branches of all steps one after another.
 
     Args:
         x: (N, in_features).
@@ -376,7 +376,7 @@ def rotor_network(
 def _of_steps(
     orders: Tensor | None, slopes: Tensor, mix: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
-    """``orders``, ``slopes`` and ``mix`` of a network as ``mixed_branches`` takes them, for steps of so many each."""
+    """Split ``orders``, ``slopes`` and ``mix`` of a network by step, as ``mixed_branches`` takes them."""
     permutations: list[Tensor | None] = [None] * len(counts)
     if orders is not None:
         starts = orders.shape[1] * torch.arange(max(counts), device=orders.device)[:, None]
@@ -386,7 +386,7 @@ def _of_steps(
 
 @torch.no_grad()
 def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
-    """Vectors turned towards the planes of bivectors, the largest first, from where they are (Algorithm 2).
+    """Turn vectors towards the planes of bivectors, largest first, from their current values (Algorithm 2).
 
     Args:
         beta: (..., P).
@@ -406,7 +406,7 @@ def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
 
 
 def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:
-    """Simple parts (J, ..., P) of bivectors (..., P): Algorithm 1 with one differentiable step of Algorithm 2 a plane.
+    """Return simple parts (J, ..., P) of bivectors (..., P): Algorithm 1, with a differentiable step of Algorithm 2.
 
     They sum to ``beta``; the last is what the others leave, simple as far as these have converged.
 
@@ -422,7 +422,7 @@ def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:
 
 
 def product_of_simple_rotors(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """``clifford.left_factor`` and ``clifford.right_factor`` of the product of cos|b| + b sin|b| / |b| over parts b.
+    """Return ``clifford.left_factor`` and ``right_factor`` of the product of cos|b| + b sin|b| / |b| over parts b.
 
     Args:
         parts: (J, ..., P).

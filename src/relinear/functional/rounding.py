@@ -30,7 +30,7 @@ _PARTS = 16
 
 
 class Grid(NamedTuple):
-    """Scales and zero points: a code c of row o and group k represents the weight scale (c - zero).
+    """Hold scales and zero points: a code c of row o and group k represents the weight scale (c - zero).
 
     scale, zero: (O, K); zero in codes. top: (O, 1), the largest code. levels: the codes in ascending order, unless they
     are the integers from 0 to ``top``. units: (O, U, 2): the scales and the offsets (scale times zero) of ``SUPER``
@@ -259,7 +259,7 @@ def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
 
 
 def _probes(size: int) -> Tensor:
-    """Random signs (size, P): the mean square of M @ signs estimates the squared norms of M's rows."""
+    """Draw random signs (size, P): the mean square of M @ signs estimates the squared norms of M's rows."""
     draws = torch.Generator().manual_seed(0)
     return 2.0 * torch.randint(2, (size, _PROBES), generator=draws, dtype=torch.float64) - 1
 

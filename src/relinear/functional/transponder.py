@@ -31,7 +31,7 @@ def modulator_gate(
     down_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> Tensor:
-    """2 sigmoid(alpha (B phi(A x + a) + b)): values in (0, 2), and exactly 1 where B and b are 0.
+    """Return 2 sigmoid(alpha (B phi(A x + a) + b)): values in (0, 2), and exactly 1 where B and b are 0.
 
     Args:
         x: (..., I), what the modulated projection reads.
@@ -61,7 +61,7 @@ def modulate(
     channel_alpha: Alpha = 1.0,
     scalar_alpha: Alpha = 1.0,
 ) -> Tensor:
-    """z times its channel gate times its scalar gate, both computed from x through one shared A.
+    """Return z times its channel gate times its scalar gate, both computed from x through one shared A.
 
     Args:
         z: (..., O), the projection's output.
@@ -108,7 +108,7 @@ def modulated_linear(
 
 
 def modulate_static(z: Tensor, gate_logits: Tensor, alpha: Alpha = 1.0) -> Tensor:
-    """z times 2 sigmoid(alpha beta): the control without context (Table 4), beta = beta_1 beta_2.
+    """Return z times 2 sigmoid(alpha beta): the control without context (Table 4), beta = beta_1 beta_2.
 
     Args:
         z: (..., O).

@@ -15,10 +15,10 @@ SCALE = "relinear_readout_scale"
 
 
 class _OnHead(AttachmentConfig):
-    """Base of attachments to the output head."""
+    """Attach something to the output head (base class)."""
 
     def for_part(self, model: nn.Module) -> Self | None:
-        """Return nothing, where ``model`` has no output head."""
+        """Return None if ``model`` has no output head."""
         return None if output_head(model) is None else self
 
 
@@ -56,7 +56,7 @@ def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 @register
 class ReadoutScale(_OnHead):
-    """logits = head(factor * x), with a factor that is not learnt.
+    """Scale the head's input by a fixed factor: logits = head(factor * x).
 
     In the maximal update parametrisation an output head learns at a rate in proportion to 1 / width and an embedding
     at a constant one. A weight that is both keeps the embedding's rate and start, and the logits take the factor

@@ -26,7 +26,7 @@ GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the v
 
 
 class ContextState(LinearAttentionLayer):
-    """The manager's recurrent state as one more layer of the model's cache, of constant size.
+    """Hold the manager's recurrent state as one more layer of the model's cache, of constant size.
 
     Beam search reorders it with the keys and values. It cannot be rolled back, which ``crop`` says.
     """
@@ -61,11 +61,11 @@ class ContextState(LinearAttentionLayer):
         return False
 
     def activate_past_recording(self) -> None:
-        """Refuse: whoever asks for it is going to crop."""
+        """Raise an error: the caller would crop the cache next."""
         self.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: after assisted decoding, or another crop, the state would be that of rejected tokens."""
+        """Raise an error: after assisted decoding, or another crop, the state would be that of rejected tokens."""
         raise ValueError(
             "the context manager cannot roll back its memory for assisted (speculative) decoding; generate without "
             "it, or use mixer='token'"
@@ -77,7 +77,7 @@ def _upcast(x: Tensor) -> Tensor:
 
 
 class _Average(nn.Module):
-    """Exponential moving averages, one learnt time constant a channel, measured in tokens."""
+    """Compute exponential moving averages with one learnt time constant per channel, in tokens."""
 
     def __init__(self, config: ContextManager, **kw: Any) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Average(nn.Module):
             self.log_timescale.copy_(torch.tensor(values))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(decay (C,), value (B, T, C)) of the recurrence, in float32 at least."""
+        """Return (decay (C,), value (B, T, C)) of the recurrence, in float32 at least."""
         rate = torch.exp(-_upcast(self.log_timescale))
         return torch.exp(-rate), -torch.expm1(-rate) * _upcast(features)
 
@@ -100,7 +100,7 @@ class _Average(nn.Module):
 
 
 class _GatedUnit(nn.Module):
-    """A minimal gated recurrent unit (Feng et al. 2024): its gate sees the token, not the state, hence the scan."""
+    """Apply a minimal gated recurrent unit (Feng et al. 2024): its gate reads the token alone, hence the scan."""
 
     def __init__(self, config: ContextManager, **kw: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _GatedUnit(nn.Module):
         self.candidate.reset_parameters()
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(decay (B, T, C), value (B, T, C)) of the recurrence, in float32 at least."""
+        """Return (decay (B, T, C), value (B, T, C)) of the recurrence, in float32 at least."""
         gate = torch.sigmoid(_upcast(self.gate(features)))
         return 1 - gate, gate * torch.tanh(_upcast(self.candidate(features)))
 
@@ -124,7 +124,7 @@ _MEMORIES: dict[str, type[_Average | _GatedUnit]] = {"ema": _Average, "gru": _Ga
 
 
 class SharedContext(ContextOwner):
-    """The module that ``ContextManager`` attaches: features of the token, memory of those before it, a small MLP.
+    """Compute the context of ``ContextManager``: features of the token, memory of those before it, a small MLP.
 
     c_t = MLP(LayerNorm([e_t, s_t])), e_t the token's features, s_t the memory's state after token t; without s_t for
     mixer="token". The state is kept in float32, in float64 for a model in float64.
@@ -148,7 +148,7 @@ class SharedContext(ContextOwner):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Unit-variance features and an MLP that keeps the variance: the context starts at unit variance."""
+        """Draw features of unit variance and an MLP that keeps it: the context starts at unit variance."""
         for part in (self.embedding, self.projection, self.memory, self.norm):
             if part is not None:
                 part.reset_parameters()
@@ -191,7 +191,7 @@ class SharedContext(ContextOwner):
         return self.output(F.gelu(self.hidden(self.norm(features)))), state
 
     def _features(self, source: Tensor) -> Tensor:
-        """e_t (B, T, C) of token ids (B, T) or embeddings (B, T, H)."""
+        """Return e_t (B, T, C) of token ids (B, T) or embeddings (B, T, H)."""
         if self.embedding is None:
             assert self.projection is not None
             check_features(source, self.projection.in_features, self)
@@ -230,7 +230,7 @@ class SharedContext(ContextOwner):
 
 
 def _cache(base: Any, inputs: dict[str, Any]) -> Any:
-    """The cache of this call; made here, where the model would make it, because the state must find a place in it."""
+    """Return the call's cache; made here rather than by the model, so that the context's state can be stored in it."""
     if base.training and is_checkpointing(base):
         return None  # the model drops its cache as well
     cache = inputs.get("past_key_values")
@@ -262,7 +262,7 @@ def _starts(inputs: dict[str, Any]) -> Tensor | None:
 
 
 def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
-    """(B, T) bool from whatever attention mask the model was called with: (B, S), (B, 1, T, S), or several by kind."""
+    """Return (B, T) bool from any attention mask that models take: (B, S), (B, 1, T, S), or several by kind."""
     if isinstance(mask, dict):
         mask = next((m for m in mask.values() if m is not None), None)
     if mask is None:

@@ -1,4 +1,4 @@
-"""Decoder layers of one token in two calls around attention, in place of the forward that transformers gives them.
+"""Run decoder layers on one token in two calls around attention, instead of transformers' forward.
 
 In Python a token through a small model takes longer than its products: seven linear layers, two norms and a rotation
 are calls with checks of their own.
@@ -24,7 +24,7 @@ _LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 class FusedDecoderLayer:
-    """The forward of a decoder layer of quantized layers that are promised to stay; its class's for other inputs.
+    """Run a decoder layer of quantized layers in inference mode; other inputs take the class's own forward.
 
     Copies and pickles hold nothing of the promise.
     """
@@ -53,7 +53,7 @@ class FusedDecoderLayer:
         return type(layer).forward(layer, hidden_states, attention_mask, *args, **kw)
 
     def _prepared(self) -> tuple[Any, Any, Submodules] | None:
-        """Return the calls before and after attention, and what tells whether they may; None if they may not."""
+        """Return the calls before and after attention, and a check whether they apply; None if they never do."""
         layer, matrices = cast("Any", self.layer), _matrices(self.layer)
         if not matrices or any(unsupported_reason(Call(m[2].new_empty(1, m[0]), *m[1:])) for m in matrices):
             return None
@@ -63,7 +63,7 @@ class FusedDecoderLayer:
 
 
 def _matrices(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """Return inputs and packed integers of all linear layers of a decoder layer, or nothing if some are others."""
+    """Return inputs and packed integers of all linear layers of a decoder layer, or nothing if some are not packed."""
     linear = [layer.get_submodule(name) for name in _LINEAR]
     fitting = [one for one in linear if type(one) is QuantizedLinear and one.config.levels == "uniform"]
     return [(one.in_features, *one._tensors()) for one in fitting] if len(fitting) == len(linear) else []

@@ -1,4 +1,4 @@
-"""Inference on a few rows by one compiled kernel for a whole operator, as long as its weights do not change."""
+"""Run a whole operator on a few rows by one compiled kernel, as long as its weights do not change."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ Kernel = Callable[[Tensor], Tensor | None]
 
 
 class FusedInference(CachingModule):
-    """Run a whole operator as one kernel, between ``relinear.for_inference_`` and the end of its promise.
+    """Run a whole operator as one kernel in the inference mode that ``relinear.for_inference_`` starts.
 
     A ``forward`` returns ``fused_forward(x)`` if that is not None; ``fused_kernel`` says which kernel it is. Comes
     first among the bases.
@@ -44,7 +44,7 @@ class FusedInference(CachingModule):
 
 
 class Submodules:
-    """The submodules of an operator; its cache notices if one is replaced."""
+    """Hold the submodules of an operator; its cache notices if one is replaced."""
 
     def __init__(self, module: nn.Module) -> None:
         children = [child for child in module.modules() if child is not module]

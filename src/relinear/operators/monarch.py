@@ -33,7 +33,7 @@ class MonarchLinear(Operator):
 
     @property
     def finite_fan_in(self) -> tuple[str, ...]:  # type: ignore[override]
-        """``left`` sums over K R, which grows with the layer where the settings leave R to it."""
+        """K R, over which ``left`` sums, if the settings fix R; otherwise it grows with the layer."""
         return () if self.config.rank is None else ("left",)
 
     @property
@@ -89,7 +89,7 @@ class Monarch(OperatorConfig):
     rank: Count | None = None
 
     def rank_for(self, in_features: int, out_features: int) -> int:
-        """R in a layer of this size."""
+        """Return R for a layer of this size."""
         return self.rank or max(1, min(in_features, out_features) // self.blocks**2)
 
     def check_shape(self, in_features: int, out_features: int) -> None:

@@ -15,7 +15,7 @@ from relinear.kernels.autograd import recomputed
 
 
 class _Gate(HasHookPoints, nn.Module):
-    """W_g of one projection: ``weight`` (O, I). A module of its own, so that PEFT's ``modules_to_save`` can name it.
+    """Hold W_g of one projection, ``weight`` (O, I), as a module that PEFT's ``modules_to_save`` can name.
 
     The gates can be read and changed as ``channel``.
     """

@@ -1,4 +1,4 @@
-"""A low-rank linear layer without redundant parameters: R of its inputs stand for themselves."""
+"""A low-rank linear layer without redundant parameters: R of its inputs enter the latent unchanged."""
 
 # Legend: I in_features, O out_features, R rank
 
@@ -41,7 +41,7 @@ class PivotedLowRankLinear(RankLinear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Pivots spread evenly; ``mix`` has variance 1 / I, ``up`` such that unit variance comes out; zero bias."""
+        """Spread pivots evenly; draw ``mix`` with variance 1 / I and ``up`` for outputs of unit variance; zero bias."""
         rank, inputs = self.config.rank, self.in_features
         pivots = torch.arange(rank, device=self.order.device) * inputs // rank
         rest = torch.ones(inputs, dtype=torch.bool, device=self.order.device)

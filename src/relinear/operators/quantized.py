@@ -74,7 +74,7 @@ class QuantizedLinear(FusedInference, Operator):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Codes drawn evenly, scales such that weights have variance 1 / I; zero bias."""
+        """Draw codes uniformly, with scales that give the weights variance 1 / I; zero bias."""
         self.codes.random_(0, 256)
         if self.zeros is not None:
             self.zeros.fill_(int(2 ** (8 - self.config.bits) * (2**self.config.bits - 1) / 2))
@@ -118,7 +118,7 @@ class QuantizedLinear(FusedInference, Operator):
         return reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features, levels)
 
     def gguf_type(self) -> str:
-        """Return the type of GGUF's blocks that holds these integers as they are. Raises ValueError if none does."""
+        """Return the type of GGUF's blocks that stores these integers unchanged. Raises ValueError if none does."""
         bits, symmetric, group = self.config.bits, self.config.symmetric, self.config.group
         if self.config.levels == "k":
             return f"Q{bits}_K"
@@ -162,7 +162,7 @@ class QuantizedLinear(FusedInference, Operator):
         self._take_(grid, nearest(weight, grid, self.config.group))
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
-        """Round input by input, errors made up for under A (GPTQ), then descend in codes under A and G.
+        """Round input by input, correcting errors under A (GPTQ), then descend over codes under A and G.
 
         ``steps`` has no meaning here. Both moments are drawn towards their diagonals: a descent under a sample's own
         correlations of gradients can end farther from another sample's optimum than it began. Where G is diagonal,
@@ -263,7 +263,7 @@ class Quantized(OperatorConfig):
             raise ValueError(f"levels=k has for 2 to 6 bits {groups}, got bits={self.bits},group={self.group}")
 
     def level_values(self, like: Tensor) -> Tensor | None:
-        """Return what codes stand for, on the device of ``like``: in its dtype, as int16 if it is of bytes.
+        """Return the value of each code on the device of ``like``: in its dtype, as int16 if it holds bytes.
 
         None stands for whole numbers.
         """
@@ -274,7 +274,7 @@ class Quantized(OperatorConfig):
         return self.replace(bits=max(2, min(8, round(self.bits * ratio)))) if self.levels == "uniform" else self
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Return all bits that there are, with this group; with each K type's own."""
+        """Return a candidate for every number of bits, with this group, or that of each K type."""
         if self.levels == "k":
             types = [] if in_features % reference.SUPER else reference.K_TYPES.items()
             return [self.replace(bits=bits, group=kind.group, symmetric=kind.symmetric) for bits, kind in types]
@@ -286,7 +286,7 @@ class Quantized(OperatorConfig):
 
     @property
     def middle_multiple(self) -> int:
-        """Return the multiple that stands for a scale of 0, of K types."""
+        """Return the multiple that encodes a scale of 0, for K types."""
         return 2 ** (reference.K_TYPES[self.bits].bits - 1) if self.symmetric else 0
 
     def grid(self, weight: Tensor, statistics: CalibrationStatistics | None = None) -> Grid:
@@ -303,7 +303,7 @@ class Quantized(OperatorConfig):
     def candidate_errors(
         self, linear: nn.Module, statistics: CalibrationStatistics, configs: Sequence[OperatorConfig] | None = None
     ) -> list[tuple[OperatorConfig, float]]:
-        """Return candidates, each with the error that is to be expected of GPTQ; only a few rows are rounded.
+        """Return candidates, each with the error expected after GPTQ; only a few rows are rounded.
 
         What the descent under G gains beyond that is left out: it holds for the calibration tokens mostly.
         """

@@ -53,7 +53,7 @@ def _slopes(activation: str, learnt: Tensor | None, mix: Tensor) -> Tensor:
 
 
 class _Branches(nn.Module):
-    """One hidden step: W parallel sandwiches, each permuted, normalised and activated, mixed by learnt scalars."""
+    """Apply a hidden step: W parallel sandwiches, each permuted, normalised and activated, mixed by learnt scalars."""
 
     slopes: nn.Parameter | None
 
@@ -90,7 +90,7 @@ class _Branches(nn.Module):
 
 
 class RotorLinear(Operator):
-    """The plain sum of sandwiches (depth 0), or the network of the paper (depth >= 1).
+    """Apply the plain sum of sandwiches (depth 0), or the network of the paper (depth >= 1).
 
     Parameters of ``SandwichSum`` under ``entry``; with depth >= 1 also ``hidden.k.rotors``, ``hidden.k.mix`` (W,),
     ``hidden.k.slopes`` (W,) and ``exit``; optional ``bias`` (O,). ``slope`` (1,) is that of the entry layer's PReLU or,
@@ -378,7 +378,7 @@ class Rotor(OperatorConfig):
 
     @classmethod
     def authors(cls, **changes: Any) -> Rotor:
-        """Return the network as the authors' code builds it, up to what ``changes`` says otherwise.
+        """Return the network as the authors' code builds it, with ``changes`` applied.
 
         Blade coordinates, standard normal bivectors, a scale for every rotor that starts at 1 as the mixing scalars
         do, permutation, LayerNorm and PReLU after the entry layer too, one slope, spread windows averaged on either

@@ -1,4 +1,4 @@
-"""A layer of sandwiches r x s~, as a module with its parameters: what rotor layers and their networks are made of."""
+"""A layer of sandwiches r x s~ with its parameters: the part from which rotor layers and networks are built."""
 
 # Legend: V = 2^n window, P = n(n-1)/2 planes, W terms, o / i windows of output / input, S blocks of a window with
 # factors of their own, L and R sizes of the left and the right factor
@@ -70,7 +70,7 @@ class SandwichSum(CachingModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Rotors by ``init_std`` (see ``Rotor``); general terms normal, such that variance is kept; scales likewise."""
+        """Draw rotors by ``init_std`` (see ``Rotor``), and general terms and scales so that variance is kept."""
         terms, _, inputs = self.counts
         scale = (terms * inputs) ** -0.5 / self._share  # of a term, which keeps the variance of the sum
         for parameter in (self.left, self.right):
@@ -113,7 +113,7 @@ class SandwichSum(CachingModule):
         return a, reference.product_of_simple_rotors(self._parts(self.right, "right_vectors"))[1]
 
     def _parts(self, beta: Tensor, name: str) -> Tensor:
-        """Return simple parts by Algorithms 1 and 2 of the paper, from where the last ones in training ended."""
+        """Return simple parts by Algorithms 1 and 2 of the paper, from the end of the last ones in training."""
         wide = torch.promote_types(beta.dtype, torch.float32)
         beta, stored = beta.to(wide), getattr(self, name)
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
@@ -194,7 +194,7 @@ class SandwichSum(CachingModule):
         return self.apply_factors(x, *self.factors_for(x, rotors))
 
     def factors_for(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """``factors`` in the dtype of ``x``; in inference the cached ones."""
+        """Return ``factors`` in the dtype of ``x``; in inference the cached ones."""
         cache = self.cache_for(x)
         cached = None if cache is None else self._cached_factors(cache, x.dtype)
         if cached is not None:
@@ -206,7 +206,7 @@ class SandwichSum(CachingModule):
         return cache.get(("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors()))
 
     def cache_for(self, x: Tensor) -> ParameterCache | None:
-        """Return where what depends on parameters alone is cached, if it may be.
+        """Return the cache of what depends on parameters alone; None if caching is not allowed.
 
         Where something else stands in a parameter's place (a mask, a parametrisation, a tensor that another network
         computes), its values come from more than parameters: nothing is cached.
@@ -262,7 +262,7 @@ def exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _batched(factor: Callable[[Tensor], Tensor], betas: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """``factor`` of each of the bivectors (W, o, i, P)."""
+    """Return ``factor`` of each of the bivectors (W, o, i, P)."""
     if len(betas) == 1:
         return (factor(betas[0]),)
     factors = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))

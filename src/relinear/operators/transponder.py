@@ -127,7 +127,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         return modulate(z, x, self.down, self.channel_up, self.scalar_up, *alphas)
 
     def after_linear(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel if there is one."""
+        """Return ``forward(x, linear(x))`` for an ``nn.Linear``, in one kernel if there is one."""
         if not self.has_kernels or self._is_intervened:
             return self(x, linear(x))
         if self._activation_hooks is not None:
@@ -192,7 +192,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
 
 
 class StaticModulator(_Alphas):
-    """The control without context (Table 4): gate = 2 sigmoid(alpha beta_1 beta_2), the same for every token.
+    """Gate without context, as a control (Table 4): gate = 2 sigmoid(alpha beta_1 beta_2), the same for every token.
 
     Parameters: ``channel_beta`` beta_2 (O,), ``scalar_beta`` beta_1 (1,), ``static_log_alpha`` (1,). The paper leaves
     the initial values open: the gate starts at exactly 1, one factor at 0 and the other at 1, so that both can learn.
@@ -246,7 +246,7 @@ class StaticModulator(_Alphas):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModulatorSettings(Config):
-    """Settings of a modulator, wherever it is put.
+    """Hold the settings of a modulator of any part of a model.
 
     Args:
         rank: R, the hidden width of the bottleneck (Table 6; the paper's default is 8).

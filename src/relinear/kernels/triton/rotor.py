@@ -60,7 +60,7 @@ def _factor(weight, SIZE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _turned(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Flat matrices (ROWS, COLUMNS), one after another, each transposed."""
+    """Transpose each of the flat matrices (ROWS, COLUMNS), which follow one another."""
     COUNT: tl.constexpr = numbers.numel // (ROWS * COLUMNS)
     turned = tl.permute(tl.reshape(numbers, (COUNT, ROWS, COLUMNS)), (0, 2, 1))
     return tl.reshape(turned, (numbers.numel,))
@@ -68,7 +68,7 @@ def _turned(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _times(numbers, matrix, PAD: tl.constexpr, PRECISION: tl.constexpr):
-    """Flat rows of PAD numbers, each times a matrix."""
+    """Multiply each flat row of PAD numbers by a matrix."""
     out = tl.dot(tl.reshape(numbers, (numbers.numel // PAD, PAD)), matrix, input_precision=PRECISION)
     return tl.reshape(out, (numbers.numel,))
 
@@ -83,7 +83,7 @@ def _block_sums(matrix, at, coordinate, TILE: tl.constexpr):
 
 @triton.jit
 def _read(x, first, window, windows, tokens, order, signs, walsh, TILE: tl.constexpr):
-    """Spin coordinates (T V,) of one window of x (N, windows, V), from token ``first`` on."""
+    """Return the spin coordinates (T V,) of one window of x (N, windows, V), from token ``first`` on."""
     at = tl.arange(0, TILE.T * TILE.V)
     coordinate, token = at % TILE.V, first + at // TILE.V
     start, ok = (token * windows + window) * TILE.V, token < tokens
@@ -105,7 +105,7 @@ def _read(x, first, window, windows, tokens, order, signs, walsh, TILE: tl.const
 
 @triton.jit
 def _strings(matrix, signs, walsh, TILE: tl.constexpr):
-    """Strings (T V,) of spin coordinates: the way back of ``_read``, up to the order of blades."""
+    """Return the strings (T V,) of spin coordinates: the inverse of ``_read``, up to the order of blades."""
     at = tl.arange(0, TILE.T * TILE.V)
     coordinate = at % TILE.V
     matrix = _block_sums(matrix, at, coordinate, TILE)
@@ -120,7 +120,7 @@ def _strings(matrix, signs, walsh, TILE: tl.constexpr):
 
 @triton.jit
 def _write(y, matrix, first, window, windows, tokens, order, signs, walsh, TILE: tl.constexpr):
-    """The way back of ``_read``, its transpose."""
+    """Write a window: the inverse of ``_read``, which is its transpose."""
     at = tl.arange(0, TILE.T * TILE.V)
     coordinate, token = at % TILE.V, first + at // TILE.V
     start, ok = (token * windows + window) * TILE.V, token < tokens
@@ -140,7 +140,7 @@ def _of_block(numbers, block, TILE: tl.constexpr):
 
 @triton.jit
 def _add_sandwich(total, given, left, right, pair, TILE: tl.constexpr):
-    """total (.., L_PAD) + A X B^T of one pair of factors, in spin coordinates, its matrices transposed."""
+    """Return total (.., L_PAD) + A X B^T for one pair of factors, in spin coordinates, its matrices transposed."""
     for block in tl.static_range(TILE.S):
         part = _of_block(given, block, TILE)
         a = _factor(left + (pair * TILE.S + block) * TILE.L * TILE.L, TILE.L, TILE.L_PAD)
@@ -166,7 +166,7 @@ def _sum_kernel(x, left, right, y, order, signs, walsh, tokens, terms, inputs, o
 
 
 def _tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _Tile, dict[str, int]]:
-    """The tables of the change of basis, the tile and the compiler's options for it."""
+    """Return the tables of the change of basis, the tile and the compiler's options for it."""
     (tokens, _, window), rows, columns = x.shape, left.shape[-1], right.shape[-1]
     n = window.bit_length() - 1
     blocks, size, components, _ = reference.clifford.spin_shape(n)
@@ -289,7 +289,7 @@ def _step_kernel(
     PERMUTE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """y of T tokens; or, where its gradient is given, that of the sandwiches (N, W, V), and what these tokens add to
+    """Write y of T tokens; or, given its gradient, that of the sandwiches (N, W, V), and what these tokens add to
     those of slopes and mixture."""
     first = tl.program_id(0).to(tl.int64) * TILE.T
     at = tl.arange(0, TILE.T * TILE.V)
@@ -321,7 +321,7 @@ def _step_kernel(
 def _step(
     x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor, grad: Tensor | None, *settings: Any
 ) -> Any:
-    """y (N, V) of x (N, V); where its gradient is given, those of the sandwiches (N, W, V), and of slopes and mix
+    """Return y (N, V) for x (N, V); given its gradient, those of the sandwiches (N, W, V), and of slopes and mix
     (W, 2)."""
     seed, step, blade, normalize, activation = settings
     branches, window = left.shape[1], x.shape[1]
@@ -379,7 +379,7 @@ def _(grad, x, left, *given):
 def _sandwich_gradients(
     grad: Tensor, x: Tensor, left: Tensor, right: Tensor, blade: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (N, V), left and right (1, W, 1, S, ..) from that (N, W, V) of their sandwiches."""
+    """Return the gradients of x (N, V), left and right (1, W, 1, S, ..) from that (N, W, V) of their sandwiches."""
     if blade:  # an orthogonal change, both ways
         x, grad = reference.clifford.to_spin(x), reference.clifford.to_spin(grad)
     window, (_, branches, _, blocks, rows, _), columns = x.shape[-1], left.shape, right.shape[-1]

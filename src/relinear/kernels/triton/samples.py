@@ -165,7 +165,7 @@ def draw(
 
 
 def _outcome(function: Callable, given: list, dtype: torch.dtype, training: bool) -> list[Tensor | None]:
-    """Results, then in training the gradients of a random combination of them."""
+    """Return results, then in training the gradients of a random combination of them."""
     given = [a.to(dtype).clone().requires_grad_(training) if isinstance(a, Tensor) else a for a in given]
     results = function(*given)
     results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
@@ -178,7 +178,7 @@ def _outcome(function: Callable, given: list, dtype: torch.dtype, training: bool
 
 
 def _worst_slice(off: Tensor, expected: Tensor) -> float:
-    """The largest error of a row or column, relative to its norm or to that of an average one if it is larger."""
+    """Return the largest error of a row or column, relative to its norm or that of an average one if larger."""
     if expected.ndim < 2:
         return 0.0
     worst = 0.0
@@ -190,7 +190,7 @@ def _worst_slice(off: Tensor, expected: Tensor) -> float:
 
 
 def largest_error(sample: Sample, shapes: tuple, dtype: torch.dtype, device: torch.device | str) -> float:
-    """The largest relative error, in the Frobenius norm, of a kernel's results and gradients against its reference in
+    """Return the largest relative error (Frobenius norm) of a kernel's results and gradients against its reference in
     double precision; infinite if one is not a number, or is there in one of them alone.
 
     A row or column of a result counts with a tenth of its own error: rounding is not the same in all, but one of the

@@ -23,17 +23,17 @@ def rows(tokens: int) -> int:
 
 
 def warps(tile_rows: int) -> int:
-    """Warps for a tile of so many rows and ``COLUMNS`` columns."""
+    """Return the number of warps for a tile of this many rows and ``COLUMNS`` columns."""
     return 8 if tile_rows > 16 else 4
 
 
 def depth(dtype: torch.dtype) -> int:
-    """Stages of the loads' pipeline: as many as fit into 99 KB of shared memory."""
+    """Return the stages of the loads' pipeline: as many as fit into 99 KB of shared memory."""
     return 2 if dtype == torch.float32 else 3
 
 
 def pad(size: int) -> int:
-    """The power of two, at least 16, that a dimension inside a tile is padded to; a product takes no smaller one."""
+    """Return the power of two to which a dimension inside a tile is padded: at least 16, as products need."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -70,13 +70,13 @@ def launch(kernel: Any, sizes: tuple[int, ...], dtype: torch.dtype, *given: Any,
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a result; a tensor without numbers stands for a result that nobody asked for."""
+    """Allocate a result; an empty tensor if it is not wanted."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 @triton.jit
 def add_product(total, a, a_row, row, row_ok, b, b_column, b_step, column, column_ok, size, TILE: tl.constexpr):
-    """total[n, c] + sum_k a[row_n, k] b[column_c, k]: ``a`` has rows of stride ``a_row`` and adjacent columns, ``b``
+    """Return total[n, c] + sum_k a[row_n, k] b[column_c, k]; ``a`` has row stride ``a_row`` and adjacent columns, ``b``
     the strides ``b_column`` and ``b_step`` for its column and for k."""
     for start in range(0, size, TILE.STEP):
         k = start + tl.arange(0, TILE.STEP)

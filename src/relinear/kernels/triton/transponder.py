@@ -22,7 +22,7 @@ PARTS = 16
 
 @triton.jit
 def _logits(hidden, up, column, column_ok, rank_at, RANK: tl.constexpr):
-    """hidden (n, R) times up^T (R, c) in single precision."""
+    """Return hidden (n, R) times up^T (R, c) in single precision."""
     part = tl.load(
         up + column[None, :] * RANK + rank_at[:, None], mask=column_ok[None, :] & (rank_at < RANK)[:, None], other=0.0
     )
@@ -202,7 +202,7 @@ def _forward(
     scalar: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, z, u) of x (N, I); z and u, for the backward, are empty unless ``keep``. The ups hold alpha B, float32."""
+    """Return (y, z, u) for x (N, I); z and u, for backward, empty unless ``keep``. The ups hold alpha B, float32."""
     tokens, in_features = x.shape
     out_features, rank = weight.shape[0], down.shape[0]
     y = tiles.empty(x, tokens, out_features)
@@ -224,7 +224,7 @@ def _(x, weight, bias, down, channel, scalar, keep):
 def _backward(
     grad: Tensor, z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of z (N, O), of u (N, R), of channel (O, R), of the scalar gate's logits (N,); empty if absent."""
+    """Return the gradients of z (N, O), u (N, R), channel (O, R), the scalar gate's logits (N,); empty if absent."""
     (tokens, out_features), rank = z.shape, u.shape[1]
     wide = torch.float32
     to_z, to_u = torch.empty_like(z), torch.empty_like(u)
@@ -263,7 +263,7 @@ def _setup(ctx, inputs, output):
 
 
 def _reference(x, weight, bias, down, channel, scalar, keep) -> Tensor:
-    """The first result of ``_forward``."""
+    """Return the first result of ``_forward``."""
     return reference.modulated_linear(x, weight, bias, down, channel, scalar)
 
 

@@ -78,7 +78,7 @@ class CGTConfig(GPT2Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers: what a saved configuration has beside its fields was put there by someone and is kept."""
+        """Read a saved configuration; like transformers, keep entries that are not fields of this class."""
         values = without_loader(config_dict)
         foreign = set(cls._unknown(values))
         made = super().from_dict({k: v for k, v in values.items() if k not in foreign}, **kwargs)

@@ -18,7 +18,7 @@ from relinear.models.cgt.config import CGTConfig
 
 
 class Modulator(nn.Module):
-    """One generated operator T(x; y) = x + L(y) R(y)^T [x, 1] (CGT, Section 3.1), for x that is already normalised."""
+    """Apply one generated operator T(x; y) = x + L(y) R(y)^T [x, 1] (CGT, Section 3.1) to an already normalised x."""
 
     def __init__(self, config: CGTConfig):
         super().__init__()
@@ -30,12 +30,12 @@ class Modulator(nn.Module):
         self.right_bias = nn.Parameter(torch.empty(shape[:2]))
 
     def shares(self, y: Tensor) -> Tensor:
-        """sigma(y): (..., E) -> (..., M)."""
+        """Return sigma(y) (..., M) for y (..., E)."""
         weight, bias = self.mix()
         return mixing(y, weight, bias, self.mixing)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """T(x; y) for x (B, T, D) and y (B, T, E) or, one context a sequence, (B, 1, E)."""
+        """Return T(x; y) for x (B, T, D) and y (B, T, E) or, one context a sequence, (B, 1, E)."""
         return modulate(x, self.shares(y), self.left, self.right, self.right_bias)
 
     def flops_per_token(self) -> int:
@@ -44,7 +44,7 @@ class Modulator(nn.Module):
         return 2 * self.mix.weight.numel() + 4 * columns * width + 2 * columns**2 + 2 * columns
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """L is summed over the M R columns, which the settings fix; R and S over widths."""
+        """Return roles: L is summed over the M R columns, which the settings fix; R and S over widths."""
         templates, rank, width = self.left.shape
         return {
             "left": ParamRole(templates * rank, fan_in_scales=False),
@@ -64,7 +64,7 @@ class Modulator(nn.Module):
 
 
 class ContextAttention(GPT2Attention):
-    """Self-attention whose queries, keys and values come from [x, y] and whose output goes to y alone."""
+    """Attend with queries, keys and values from [x, y], and write to y alone."""
 
     def __init__(self, config: CGTConfig, layer_idx: int):
         super().__init__(config, layer_idx=layer_idx)
@@ -79,7 +79,7 @@ class ContextAttention(GPT2Attention):
 
 
 class ContextMLP(GPT2MLP):
-    """The MLP of the y stream: reads [x, y], writes y."""
+    """Apply the MLP of the y stream: it reads [x, y] and writes y."""
 
     def __init__(self, config: CGTConfig):
         inner = config.context_inner or 4 * config.context_size
@@ -89,7 +89,7 @@ class ContextMLP(GPT2MLP):
 
 
 class ContextStream(nn.Module):
-    """The y half of a two-stream layer: normalisations, heads and MLP of its own.
+    """Hold the y half of a two-stream layer: its own normalisations, heads and MLP.
 
     Its cache entry comes after those of all x layers, at ``n_layer + layer_idx``.
     """
@@ -102,11 +102,11 @@ class ContextStream(nn.Module):
         self.mlp = ContextMLP(config)
 
     def attend(self, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
-        """y after its attention, given the normalised x (B, T, D) and the stream y (B, T, E)."""
+        """Return y after its attention, given the normalised x (B, T, D) and the stream y (B, T, E)."""
         return y + self.attn(torch.cat([x, self.ln_1(y)], -1), **kwargs)[0]
 
     def feed(self, x: Tensor, y: Tensor) -> Tensor:
-        """y after its MLP, given the normalised x (B, T, D) and the stream y (B, T, E)."""
+        """Return y after its MLP, given the normalised x (B, T, D) and the stream y (B, T, E)."""
         return y + self.mlp(torch.cat([x, self.ln_2(y)], -1))
 
 
@@ -132,7 +132,7 @@ class CGTBlock(GPT2Block):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(x, y) after the block, and the attention of x (B, H, T, S) where its implementation has it.
+        """Return (x, y) after the block, and the attention of x (B, H, T, S) where its implementation has it.
 
         Args:
             hidden_states: x, (B, T, D).

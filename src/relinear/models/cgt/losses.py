@@ -16,7 +16,7 @@ from relinear.contract.config import check_choice
 
 
 def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """zeta with mean one over the positions; constant for None."""
+    """Return zeta scaled to mean one over the positions; constant for None."""
     if weights is None:
         return like.new_ones(length)
     if weights.shape != (length,):
@@ -25,7 +25,7 @@ def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:
 
 
 def _real(real: Tensor | None, y: Tensor) -> Tensor:
-    """``real``, which is everywhere by default."""
+    """Return ``real``, by default True everywhere."""
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if real is None else real
 
 
@@ -38,7 +38,7 @@ def _average(values: Tensor, shares: Tensor | None) -> Tensor:
 
 
 def _masked_mean(values: Tensor, weights: Tensor, real: Tensor, dim: int) -> Tensor:
-    """The mean over the real entries of ``values`` along ``dim``, of ``weights`` scaled to mean one over them."""
+    """Average the real entries of ``values`` along ``dim``, with ``weights`` scaled to mean one over them."""
     weights = torch.where(real, weights, 0.0)
     total = torch.where(real, values, 0.0) * weights
     return total.sum(dim) / weights.sum(dim).clamp(min=torch.finfo(values.dtype).tiny)
@@ -79,7 +79,7 @@ def decorrelation(y: Tensor, weights: Tensor | None = None, *, real: Tensor | No
 
 
 def profile(kind: str, length: int) -> Tensor:
-    """zeta(s), s = 1 .. length, with mean one: ``constant``, ``linear`` (s), ``quadratic`` (s^2) or ``second_half``."""
+    """Return zeta(s), s = 1 .. length, mean one: ``constant``, ``linear`` (s), ``quadratic`` (s^2), ``second_half``."""
     check_choice("profile", kind, ("constant", "linear", "quadratic", "second_half"))
     s = torch.arange(1, length + 1, dtype=torch.float32)
     shapes = {"constant": s**0, "linear": s, "quadratic": s**2, "second_half": (s > length / 2).float()}
@@ -87,7 +87,7 @@ def profile(kind: str, length: int) -> Tensor:
 
 
 def kernel_profile(kernel: Tensor) -> Tensor:
-    """zeta = -kappa_2 of a prior (CGT, Appendix A.3), (T,) with mean one: how much a step of y costs at each position.
+    """Return zeta = -kappa_2 of a prior (CGT, Appendix A.3), (T,) with mean one: the cost of a step of y by position.
 
     With tau = (s + t) / 2 and delta = s - t, kappa_2(tau) = sum_delta K^-1[tau + delta/2, tau - delta/2] delta^2 runs
     over an anti-diagonal of K^-1. The step from s - 1 to s has tau = s - 1/2; an anti-diagonal whose tau is a whole
@@ -132,18 +132,18 @@ def _distances(length: int) -> Tensor:
 
 
 def rbf_kernel(length: int, scale: float = 0.1, nu: float = 0.03) -> Tensor:
-    """nu I + (1 - nu) exp(-|s - t|^2 / 2 lambda^2), (T, T), lambda a share ``scale`` of the length (Appendix B.2.3)."""
+    """Return nu I + (1 - nu) exp(-|s - t|^2 / 2 lambda^2), (T, T), lambda = ``scale`` * length (Appendix B.2.3)."""
     smooth = torch.exp(-_distances(length).square() / (2 * (scale * length) ** 2))
     return nu * torch.eye(length, dtype=torch.float64) + (1 - nu) * smooth
 
 
 def exponential_kernel(length: int, scale: float = 0.1) -> Tensor:
-    """exp(-|s - t| / lambda), (T, T), lambda a share ``scale`` of the length (Appendix A.1)."""
+    """Return exp(-|s - t| / lambda), (T, T), lambda = ``scale`` * length (Appendix A.1)."""
     return torch.exp(-_distances(length) / (scale * length))
 
 
 def estimation_kernel(length: int, noise: float = 1.0) -> Tensor:
-    """1 + eps^2 min(s, t) / (s t) = 1 + eps^2 / max(s, t), (T, T): estimating a mean from s samples (Eq. 1).
+    """Return 1 + eps^2 min(s, t) / (s t) = 1 + eps^2 / max(s, t), (T, T): estimating a mean from s samples (Eq. 1).
 
     Its smallest eigenvalues fall as eps^2 / T^2, so that it is inverted in float64 only.
     """
@@ -234,7 +234,7 @@ def gaussian_process_matching(
 
 
 def moment_matching(y: Tensor, *, real: Tensor | None = None) -> Tensor:
-    """R'_D: mean over s of ||<y_s>||^2 + sum_ij (<dy_si dy_sj> - delta_ij)^2 (CGT, Appendix A.2, simplified form).
+    """Return R'_D: mean over s of ||<y_s>||^2 + sum_ij (<dy_si dy_sj> - delta_ij)^2 (CGT, Appendix A.2, simplified).
 
     Args:
         y: (B, T, E); <.> is the mean over the batch and dy = y - <y>.

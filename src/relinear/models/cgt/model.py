@@ -34,7 +34,7 @@ _PASSED_ON = frozenset(
 
 @dataclasses.dataclass
 class CGTOutput(ModelOutput):
-    """The output of a CGT; fields that were not asked for are None.
+    """Hold the output of a CGT; fields that were not asked for are None.
 
     Args:
         loss: scalar, where labels or targets were given.
@@ -145,7 +145,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
     def embed(
         self, input_ids: Tensor | None, inputs_embeds: Tensor | None, position_ids: Tensor, computes: bool
     ) -> tuple:
-        """(x, y) before the first layer, of tokens or embeddings (B, T, D + E).
+        """Return (x, y) before the first layer, for tokens or embeddings (B, T, D + E).
 
         Those of x alone (B, T, D) do where y is not read (``computes``), or has no part of its own for a token.
         """
@@ -180,7 +180,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> CGTOutput:
-        """As ``CGTForCausalLM.forward``; with ``context_only`` nothing above layer l is computed."""
+        """Run like ``CGTForCausalLM.forward``; with ``context_only`` nothing above layer l is computed."""
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith("output_")}
         _check_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -296,7 +296,7 @@ class _CGTWithHead(CGTPreTrainedModel):
 
     @torch.no_grad()
     def context(self, *args: Tensor, **kwargs: Any) -> Tensor:
-        """y at layer l for every token, (B, T, E), computed in evaluation mode without anything above layer l.
+        """Return y at layer l for every token, (B, T, E), in eval mode; layers above l are not computed.
 
         Takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is what to freeze after reading ``ids``.
         """
@@ -473,7 +473,7 @@ def squared_error(predictions: Tensor, targets: Tensor, target_mask: Tensor | No
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse what no layer reads: a misspelt ``frozen_context`` would be dropped in silence."""
+    """Raise an error for arguments that no layer reads: a misspelt ``frozen_context`` would be ignored silently."""
     for name, value in kwargs.items():
         if value is not None and name not in _PASSED_ON and not name.startswith("relinear_"):
             takes = {c.__name__: inspect.signature(c.forward).parameters for c in (CGTForCausalLM, CGTForRegression)}
@@ -494,7 +494,7 @@ AutoModelForCausalLM.register(CGTRegressionConfig, CGTForRegression)  # the one 
 
 
 def _at(hidden: Tensor, positions: int | Tensor) -> Tensor:
-    """``hidden`` (B, T, D) where logits are wanted, as transformers says it: the last so many positions (all for 0),
+    """Return ``hidden`` (B, T, D) where logits are wanted, as in transformers: the last so many positions (all for 0),
     the same positions (K,) or others (B, K) for every sample, or a mask (B, T), which flattens.
     """
     if isinstance(positions, int):

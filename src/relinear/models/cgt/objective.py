@@ -117,7 +117,7 @@ def auxiliary_loss(
 
 
 def real_positions(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """(B, T) True where a sequence is not padding; None if there is no padding, or nothing tells.
+    """Return (B, T), True where a sequence is not padding; None if there is no padding, or it is unknown.
 
     By ``attention_mask``; without it padding is what follows a sequence's last label that counts, where anything does:
     labels of -100 before that (of a prompt, say) are not padding.
@@ -133,7 +133,7 @@ def real_positions(batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _shares(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """(B,) how many targets each sequence has, as ``share_of_batch`` counts them; None without labels."""
+    """Return the number of targets of each sequence (B,), as ``share_of_batch`` counts them; None without labels."""
     labels = batch.get("labels")
     return None if labels is None else (labels[:, 1:] != _PADDING["labels"]).sum(1)
 
@@ -244,7 +244,7 @@ class CGTObjective(ObjectiveConfig):
         return terms
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Any]:
-        """(loss, its weighted terms by name, the model's output on the whole sequences) for one batch."""
+        """Return (loss, its weighted terms by name, the model's output on the whole sequences) for one batch."""
         output = model(**batch, use_cache=False)
         terms = {"ce": self.eta * output.loss}
         if self.eta < 1:

@@ -29,7 +29,7 @@ def specialize(
     context: Tensor | Sequence[float] | None = None,
     first_position: int = 0,
 ) -> Any:
-    """Read ``prefix_ids`` once, freeze y at its end and fold every T(.; y): a plain GPT-2 is left.
+    """Read ``prefix_ids`` once, freeze y at its end and fold every T(.; y); the result is a plain GPT-2.
 
     T follows a normalisation and precedes a projection W, b, so it goes into the latter: W A and W t + b for T(x) = A x
     + t. Operators in place of projections of the x stream are multiplied out first. The result has the x stream's width
@@ -132,7 +132,7 @@ def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
 
 
 def _stock_state(model: Any) -> dict[str, Tensor]:
-    """Return parameters of the x stream by GPT-2's names; those of operators multiplied out."""
+    """Return parameters of the x stream by GPT-2's names; operators are converted to matrices."""
     state = {name: value for name, value in model.state_dict().items() if _is_stock(name)}
     for name, operator in named_operators(model):
         if not _is_stock(name):
