@@ -20,7 +20,7 @@ _POLL = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A requested training run. what: its description, for progress and messages."""
+    """Request a training run. what: its description, for progress and messages."""
 
     stage: Literal["tune", "train"]
     what: str
@@ -59,7 +59,7 @@ def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
 
 
 def run_search(search: Search[T], run_round: Callable[[list[Run]], list[float]]) -> T:
-    """Return what a search finds; ``run_round`` executes a round and returns the loss of every run."""
+    """Return a search's result; ``run_round`` executes a round and returns the loss of every run."""
     losses: Any = None
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Executors of runs: processes on this machine, SLURM through submitit, or a Dask cluster.
+"""Execute runs: in processes on this machine, by SLURM through submitit, or on a Dask cluster.
 
 Each is an executor as in ``concurrent.futures``. Every call is a process of its own: if one is killed, others go on,
 and no work is lost, as calls are runs that resume.
@@ -36,7 +36,7 @@ _JOBS, _RETRIES = 256, 3
 
 
 class InlineExecutor(Executor):
-    """Carries calls out in this process, one after the other."""
+    """Execute calls in this process, one after the other."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
         """Return a future that has ended."""
@@ -49,7 +49,7 @@ class InlineExecutor(Executor):
 
 
 class _ThreadPerCall(ThreadPoolExecutor):
-    """A thread waits for each call, which runs elsewhere; an exception in its block ends all of them."""
+    """Wait in one thread per call, which runs elsewhere; an exception in the block ends all calls."""
 
     call: Callable[..., Any]
     end: Callable[[], None]
@@ -65,7 +65,7 @@ class _ThreadPerCall(ThreadPoolExecutor):
 
 
 class ProcessExecutor(_ThreadPerCall):
-    """Processes of this machine, one per call, ``workers`` at once. log: file that takes what they print, if any."""
+    """Run each call in a process on this machine, ``workers`` at once. log: file for their output, if any."""
 
     def __init__(self, workers: int = 1, log: Path | None = None) -> None:
         super().__init__(workers)
@@ -73,7 +73,7 @@ class ProcessExecutor(_ThreadPerCall):
         self._starting = threading.RLock()
 
     def call(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Return what the function returns in a process of its own; its exceptions are raised here.
+        """Run the function in a new process and return its result; its exceptions are raised here.
 
         Raises:
             ChildProcessError: if the process was killed.
@@ -172,7 +172,7 @@ def _package(name: str, extra: str) -> Any:
 
 @dataclasses.dataclass
 class SlurmJob:
-    """A call in a job: before SLURM takes the machine away its process saves its state, and the job is queued again."""
+    """Run a call in a job; before SLURM ends it, the process saves its state and the job is queued again."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -190,7 +190,7 @@ class SlurmJob:
 
 
 class Slurm(_ThreadPerCall):
-    """Jobs of SLURM. folder: of scripts and logs, seen by all nodes. parameters: of ``submitit.AutoExecutor``."""
+    """Run jobs of SLURM. folder: for scripts and logs, seen by all nodes. parameters: of ``submitit.AutoExecutor``."""
 
     def __init__(self, workers: int, folder: Path, parameters: Mapping[str, Any], cluster: str = "slurm") -> None:
         super().__init__(workers)
@@ -219,7 +219,7 @@ class Slurm(_ThreadPerCall):
 
 
 class Dask(Executor):
-    """A cluster of Dask at an address. Its workers start a process for every call."""
+    """Run calls on a Dask cluster at an address; its workers start a process for every call."""
 
     def __init__(self, address: str) -> None:
         self._client = _package("distributed", "dask").Client(address)
@@ -242,7 +242,7 @@ def _in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
 def executor_at(
     executor: Executor | str | None, workers: int, folder: Path, parameters: Mapping[str, Any]
 ) -> AbstractContextManager[Executor]:
-    """Return an executor, which ends what it is doing where its block ends by an exception.
+    """Return an executor; if its block ends by an exception, its running calls end.
 
     Args:
         executor: an executor; None for processes of this machine, "slurm", or the address of a scheduler of Dask.

@@ -1,4 +1,4 @@
-"""The figures of a comparison, described once for the page and the files in ``plots/``: a colour an entry in all.
+"""Describe a comparison's figures once for the page and the files in ``plots/``; each entry has one colour in all.
 
 Every function takes the entries of ``results.json`` (of ``scale.json``) and returns panels, none if there is nothing
 to show.

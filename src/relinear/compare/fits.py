@@ -50,7 +50,7 @@ _LENGTH = 128
 
 @dataclasses.dataclass(frozen=True)
 class FitReplication:
-    """The plan of a replication: every method in every set of projections, on every seed.
+    """Plan a replication by fits: every method in every set of projections, on every seed.
 
     name, paper: which. fits: the paper's. request: the options, defaults filled in.
     """
@@ -95,7 +95,7 @@ class FitReplication:
         return jobs
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
-        """Return what it takes on this machine, by name: runs, parameters, tokens, time, disk.
+        """Return the requirements on this machine, by name: runs, parameters, tokens, time, disk.
 
         A fit on fewer tokens and a step of training are timed; it takes seconds.
 
@@ -137,7 +137,7 @@ class FitReplication:
     def run(
         self, folder: Path, on_progress: ProgressCallback, *, workers: int | None, executor: Any, slurm: Any
     ) -> None:
-        """Train the decoder where none is named, then fit what has not been fitted."""
+        """Train the decoder unless one is named, then make the remaining fits."""
         first, second = self._texts
         if second is None:
             second = str(folder / SECOND)
@@ -209,7 +209,7 @@ class FitReplication:
 
 
 def prose() -> str:
-    """Return the documentation of PyTorch's functions, the text that stands in for a second one.
+    """Return the documentation of PyTorch's functions, which serves as a second text.
 
     That of Python would not do: the standard library, which the decoder is trained on, holds it in a file.
     """
@@ -218,12 +218,12 @@ def prose() -> str:
 
 
 def settings_of(text: str) -> DataSettings:
-    """Return how a text is read: of one of the Hub as many documents as fits take many times over."""
+    """Return a text's settings; from a data set of the Hub, several times the documents that fits need."""
     return DataSettings(data=text, max_documents=None if papers.is_here(text) else _DOCUMENTS)
 
 
 def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads: int, job: Mapping[str, Any]) -> None:
-    """Fit, evaluate, and write what came of it to ``path``: losses by text, parameters and error.
+    """Fit, evaluate, and write the result to ``path``: losses by text, parameters and error.
 
     Args:
         path: of the file. model: directory or Hub name. tokenizer: the model's own by default.

@@ -1,4 +1,4 @@
-"""The directory of a comparison, and the record of its recipe."""
+"""Open the directory of a comparison, with the record of its recipe."""
 
 import contextlib
 import datetime
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 def read_losses(run: Path) -> np.ndarray:
-    """Return a run's losses by block of the held-out text; its one loss where an earlier version did not keep them."""
+    """Return a run's losses by held-out block; the single loss if an earlier version did not save them."""
     if not (run / BLOCK_LOSSES).is_file():
         return np.asarray([read_result(run).validation_loss])
     with os_errors_named(run / BLOCK_LOSSES):
@@ -57,7 +57,7 @@ def claimed_folder(
     data: PackedData | None = None,
     overwrite: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Hold ``out_dir`` for work on ``recipe``; give what ``run.json`` says there, written if it is not.
+    """Lock ``out_dir`` for ``recipe`` within the block; yield the record in ``run.json``, written if it is missing.
 
     Raises:
         ValueError: if another comparison is there, if it was begun with other text under the same name, or computes in
@@ -87,7 +87,7 @@ def claimed_folder(
 def _check_as_begun(
     out_dir: Path, record: Mapping[str, Any], planned: list[Planned], tokens: Mapping[str, int] | None
 ) -> None:
-    """Refuse to go on with what settings alone do not show; earlier versions did not record it."""
+    """Refuse to resume on other text, precision or device; earlier versions did not record them."""
     if tokens and record.get("tokens", tokens) != tokens:
         raise ValueError(
             f"{out_dir} was begun on other text: files of train.data or its tokenizer have changed; restore them, or "
@@ -108,7 +108,7 @@ def _computed(settings: TrainSettings) -> str:
 
 
 def precision(settings: TrainSettings) -> str:
-    """Return what a run computes in on this machine, "auto" resolved."""
+    """Return the precision of a run on this machine, with "auto" resolved."""
     return str(training_dtype(settings, training_device(settings))).removeprefix("torch.")
 
 

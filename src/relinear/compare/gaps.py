@@ -1,4 +1,4 @@
-"""Gaps of entries to a reference with confidence intervals, paired by seed and validation block."""
+"""Compute gaps of entries to a reference with confidence intervals, paired by seed and validation block."""
 
 # Legend: S seeds, N blocks, G groups of neighbouring blocks, R replicates
 
@@ -26,7 +26,7 @@ def _grouped(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _weights_of_seeds(seeds: int, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Weights (R, S), each row of sum 1, under which a weighted mean of values spreads as their mean is uncertain.
+    """Draw weights (R, S), rows of sum 1, so that weighted means vary as much as the mean is uncertain.
 
     Resampling two or three values says far too little of how much others would differ. By these weights a weighted mean
     is ``mean + s / sqrt(S) T`` for any S values with standard deviation s, T being Student's t with S - 1 degrees of
@@ -43,7 +43,7 @@ def _weights_of_seeds(seeds: int, count: int, generator: np.random.Generator) ->
 
 
 def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np.ndarray:
-    """Means (R,) of losses, or of differences of losses, (S, N), as they might have come out with other seeds and text.
+    """Return replicated means (R,) of losses (S, N), or of their differences, under resampled seeds and blocks.
 
     Over seeds they spread by Student's t, over text by a bootstrap that draws groups of neighbouring blocks. All seeds
     were evaluated on the same blocks, so one draw of blocks serves all seeds of a replicate. The same seed and shape
@@ -72,7 +72,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> Gap:
-    """Return an entry's loss less the reference's, on the same seeds and blocks: below 0 the entry is better.
+    """Return an entry's loss minus the reference's, on the same seeds and blocks: below 0 the entry is better.
 
     Args:
         own, reference: a seed's losses by block (N,), or (1,) its mean where blocks were not kept.
@@ -102,7 +102,7 @@ def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> 
 
 
 def too_small(gaps: Mapping[str, Gap]) -> list[str]:
-    """Return entries whose gap is below four paired standard errors of the evaluation, and may be its noise."""
+    """Return entries whose gap is below four paired standard errors of the evaluation, so it may be noise."""
     return [
         name
         for name, gap_of_entry in gaps.items()

@@ -30,7 +30,7 @@ _WIDTH_FACTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Parameters and forward FLOPs a token of a whole model; the bytes of its file if it is stored in few bits.
+    """Hold a model's parameters and forward FLOPs per token, and its file's bytes if it is stored in few bits.
 
     inactive_*: what one token does not use of the parameters, and the FLOPs that it is spared, where tokens are routed.
     """
@@ -258,7 +258,7 @@ def _inner(config: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """An entry at its final size. size_mismatch: from the target of matching; None if it was not matched.
+    """Hold an entry at its final size. size_mismatch: from the target of matching; None if it was not matched.
 
     candidates: the entry in several bits, each at the width that makes its file as large as asked.
     """
@@ -273,7 +273,7 @@ class Planned:
 def plan_comparison(
     recipe: CompareSettings, vocab_size: int | None, on_progress: ProgressCallback = no_progress
 ) -> list[Planned]:
-    """Return every entry at the size that it is trained with.
+    """Return every entry at the size at which it is trained.
 
     Args:
         recipe: what to compare.

@@ -1,4 +1,4 @@
-"""A paper's file in ``papers/``: what is trained or fitted for it, its tables and its claims."""
+"""Read a paper's file in ``papers/``: what is trained or fitted for it, its tables and its claims."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAPER, SMALL = "paper", "small"
 
 
 class PaperRow(Settings):
-    """A row: the paper's cells, one after another, and the entry that is ours; None if we train none.
+    """Hold a row: the paper's cells in order, and our entry; None if we train none.
 
     Where columns are entries, the row is what they are measured by.
     """
@@ -38,7 +38,7 @@ class PaperRow(Settings):
 
 
 class PaperTable(Settings):
-    """A table as the paper prints it. ``ours``: column -> measure, or entry where rows are measures."""
+    """Hold a table as the paper prints it. ``ours``: column -> measure, or entry where rows are measures."""
 
     title: str
     head: str
@@ -48,9 +48,9 @@ class PaperTable(Settings):
 
 
 class Claim(Settings):
-    """An entry's loss against another's: the paper's values of both, if any, perplexities if that is said.
+    """Hold a claim on an entry's loss against another's, with the paper's values of both (losses, or perplexities).
 
-    Or what an entry measures by ``measure`` against what the other does by ``than``.
+    With ``measure`` the claim compares that measure of the entry with the measure ``than`` of the other.
     """
 
     entry: str
@@ -62,7 +62,7 @@ class Claim(Settings):
 
     @property
     def gap(self) -> float | None:
-        """Return the paper's, in nats per token or in what is measured."""
+        """Return the paper's gap, in nats per token or in the measure's unit."""
         if self.paper is None:
             return None
         ours, other = (math.log(value) if self.perplexity else value for value in self.paper)
@@ -76,14 +76,14 @@ class Claim(Settings):
 
 
 class Method(Settings):
-    """An operator that projections are fitted by, and the learning rate of its fit."""
+    """Hold an operator to fit projections with, and the learning rate of its fit."""
 
     operator: str
     learning_rate: float
 
 
 class Fits(Settings):
-    """Projections of one layer of a pretrained decoder, replaced by each method.
+    """Plan fits: projections of one layer of a pretrained decoder, replaced by each method.
 
     Attributes:
         model, data: of the paper. second: its second text, on which nothing is fitted.
@@ -138,7 +138,7 @@ class Paper(Settings):
 
 
 def read_paper(name: str) -> Paper:
-    """Return a paper by its name. Raises ValueError if there is none of it, with the nearest."""
+    """Return a paper by its name. Raises ValueError for an unknown name, with the nearest."""
     known = [path.stem for path in sorted(PAPERS.glob("*.yaml"))]
     if name not in known:
         raise ValueError(f"no paper {name!r}; {did_you_mean(name, known)}")
@@ -154,7 +154,7 @@ def is_here(data: str) -> bool:
 
 
 def share_of(budget: float | str | None, default: float) -> float:
-    """Return a budget as a share of the paper's; None is the default. Raises ValueError for what is none."""
+    """Return a budget as a share of the paper's; None is the default. Raises ValueError for other values."""
     if budget is None or budget == PAPER:
         return default if budget is None else 1.0
     with contextlib.suppress(ValueError):

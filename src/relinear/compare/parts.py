@@ -1,4 +1,4 @@
-"""A comparison at several budgets, widths or file sizes: a comparison of each, in a folder of its own.
+"""Split a comparison at several budgets, widths or file sizes into one comparison for each, in its own folder.
 
 Every entry is trained to each budget with a schedule of its own: a prefix of a longer run is no shorter run, as its
 learning rate has not come down. What is tuned at one budget is handed on to the next.
@@ -47,7 +47,7 @@ def over_parts(recipe: CompareSettings, results: Sequence[Results], provenance: 
 
 
 def chosen_by(budgets: Sequence[Results]) -> dict[str, dict[str, float]]:
-    """Return what tuning has found for every entry in the results of comparisons, the later ones last."""
+    """Return the tuned settings of every entry in the results of comparisons; later results win."""
     chosen: dict[str, dict[str, float]] = {}
     for results in budgets:
         for entry in results["entries"]:
@@ -118,7 +118,7 @@ def at_file_size(recipe: CompareSettings, size: int) -> CompareSettings:
 
 
 def budget_row(unit: str, folder: str, results: Results) -> Budget:
-    """Return what the results of a whole tell of one budget, or size: ``results`` are its own, in ``folder``."""
+    """Return one budget's, or size's, row of the whole results: ``results`` are its own, in ``folder``."""
     entries: list[Any] = [
         {
             **{key: entry[key] for key in ("name", "learning_rate", "tuning", "validation_loss", "gap")},
@@ -213,7 +213,7 @@ def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrid
 
 
 def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Any]:
-    """Return a narrower and a shallower dense model, where the recipe has none of these names."""
+    """Return a narrower and a shallower dense model, unless the recipe has entries of these names."""
     settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
     head = width // heads

@@ -1,4 +1,4 @@
-"""Recipes: what ``relinear compare`` is asked to do, as YAML that is checked before anything starts."""
+"""Read recipes of ``relinear compare``: YAML that is checked before anything starts."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

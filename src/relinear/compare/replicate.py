@@ -1,4 +1,4 @@
-"""``relinear replicate``: the main tables of a paper compared with ours, at a share of its budget.
+"""Replicate the main tables of a paper at a share of its budget (``relinear replicate``).
 
 A paper is a file in ``papers/``: its recipe, what a small machine changes in that, its tables, and what is claimed.
 """
@@ -38,7 +38,7 @@ _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Replication:
-    """The plan of a replication.
+    """Plan a replication.
 
     name, paper: which. request: the options, defaults filled in. whole: the recipe as the paper has it. recipe: ours.
     """
@@ -65,7 +65,7 @@ class Replication:
         return self.recipe.train.model + ", small sizes" * (self.request["model"] == papers.SMALL)
 
     def requirements(self, workers: int | None = None) -> dict[str, str]:
-        """Return what it takes on this machine, by name, as ``compare_requirements``, whose errors it raises."""
+        """Return the requirements on this machine like ``compare_requirements``, with its errors."""
         requirements = compare_requirements(self.recipe, workers)
         of = f"{self.shown_model}: " * (self.request["model"] == papers.SMALL)
         return requirements | {
@@ -74,7 +74,7 @@ class Replication:
         }
 
     def run(self, folder: Path, on_progress: ProgressCallback, **placement: Any) -> None:
-        """Train; ``placement`` is what ``compare`` takes."""
+        """Train; ``placement`` as for ``compare``."""
         compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **placement)
 
     def section(self, folder: Path) -> Section:
@@ -120,7 +120,7 @@ def replication(
     seeds: Sequence[int] | None = None,
     evaluate_on: str | None = None,
 ) -> Replication | FitReplication:
-    """Return what a replication is going to do: its ``requirements()``, and what ``replicate`` takes.
+    """Return the plan of a replication, with its ``requirements()``; arguments of ``replicate``.
 
     Args:
         name: of the paper.
@@ -257,7 +257,7 @@ def _analysed(run: Path, measure: str) -> Cell:
 
 
 def replicate_section(directory: str | Path) -> Section:
-    """Return what a page says of the replication in ``directory``.
+    """Return a page's blocks on the replication in ``directory``.
 
     Raises:
         FileNotFoundError: if it has not ended. ValueError: for damaged files.

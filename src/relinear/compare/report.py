@@ -41,7 +41,7 @@ _FIGURES = {
 
 
 def read_results(directory: str | Path) -> Results:
-    """Return what ``results.json`` in ``directory`` says.
+    """Return the contents of ``results.json`` in ``directory``.
 
     Raises:
         FileNotFoundError: if no comparison has finished there.
@@ -77,7 +77,7 @@ def write_report(directory: str | Path) -> Path:
 
 
 def results_section(directory: str | Path) -> Section:
-    """Return what a page says of a comparison; draws the plots beside ``results.json``. Raises as ``read_results``."""
+    """Return a page's blocks on a comparison; draws the plots beside ``results.json``. Raises as ``read_results``."""
     directory = Path(directory)
     results = read_results(directory)
     entries = results["entries"]
@@ -201,7 +201,7 @@ def _palette(results: Results) -> dict[str, str]:
 
 
 def _dense(results: Results) -> str | None:
-    """Return the entry that ratios are to: the reference, or where none was named the first that is dense."""
+    """Return the entry that ratios refer to: the reference or, if none was named, the first dense one."""
     return results.get("reference") or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
 
 
@@ -217,7 +217,7 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
 
 
 def results_table(results: Results) -> Table:
-    """Return a row per entry, with spreads over seeds and, in small print, ratios to the dense entry."""
+    """Return a row per entry, with standard deviations over seeds and, in small print, ratios to the dense entry."""
     entries, reference = results["entries"], results.get("reference")  # older comparisons have none
     palette = _palette(results)
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
@@ -315,7 +315,7 @@ def _operators(results: Results, palette: Mapping[str, str]) -> Table:
 
 
 def scale_section(directory: str | Path) -> Section:
-    """Return what a page says of ``scale.json``; draws its plot. Raises as ``read_scale``."""
+    """Return a page's blocks on ``scale.json``; draws its plot. Raises as ``read_scale``."""
     from relinear.compare.scaling import AXES, read_scale
 
     results = read_scale(directory)
@@ -386,7 +386,7 @@ def gap_text(gap: Gap | None) -> str:
 
 
 def budget_table(results: Results) -> Table | None:
-    """Return gaps by entry and budget, of the reference and the n-grams losses; None if there is one budget.
+    """Return gaps by entry and budget, for the reference and the n-grams losses; None if there is one budget.
 
     By sizes of the file, losses of what was stored, and its bits.
     """

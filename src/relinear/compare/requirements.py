@@ -18,7 +18,7 @@ from relinear.training.settings import TrainSettings
 
 
 def training_requirements(settings: TrainSettings) -> dict[str, str]:
-    """Return what a run takes on this machine; a step on few tokens is timed. Errors as ``compare_requirements``."""
+    """Estimate a run's requirements on this machine; times a step on few tokens. Errors as ``compare_requirements``."""
     open_corpus(settings.data)
     vocabulary = expected_vocabulary(settings.data.tokenizer)
     size = measure_size(settings, vocabulary)
@@ -33,7 +33,7 @@ def training_requirements(settings: TrainSettings) -> dict[str, str]:
 
 
 def compare_requirements(recipe: CompareSettings, workers: int | None = None, *, timed: bool = True) -> dict[str, str]:
-    """Return what a comparison takes on this machine, by name: runs, parameters, tokens, time, disk.
+    """Estimate a comparison's requirements on this machine, by name: runs, parameters, tokens, time, disk.
 
     A step of the first dense entry and one of the first with operators are timed on few tokens; it takes seconds.
 

@@ -78,14 +78,14 @@ def _mean_stored(stored: list[schema.Stored]) -> schema.Stored | None:
 
 
 def seed_run(seed: int, result: Any, losses: np.ndarray) -> schema.SeedRun:
-    """Return what ``results.json`` says of a final run, from its ``TrainResult`` and losses by block."""
+    """Return a final run's entry in ``results.json``, from its ``TrainResult`` and losses by block."""
     run: Any = {"seed": seed, "block_losses": [round(float(loss), 5) for loss in losses]}
     run |= {name: value for name, value in result.to_dict().items() if name in schema.SeedRun.__annotations__}
     return run | {"curve": _curve(result.curve)}
 
 
 def _stated(config: Config) -> str:
-    """Return a setting with its defaults, which matter to a reader as much as what was changed."""
+    """Return a setting with its defaults filled in, as readers need them as much as what was changed."""
     values = {key: value for key, value in config.to_dict().items() if key != "kind" and value is not None}
     return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
@@ -108,7 +108,7 @@ def comparison_result(
     counted: schema.Ngram | None = None,
     diverged: Sequence[schema.Diverged] = (),
 ) -> schema.Results:
-    """Return ``results.json``: entries, and what a reader must know.
+    """Return ``results.json``: entries and notes.
 
     ``counted`` is the n-gram line, from ``count_ngrams``.
     """
@@ -229,7 +229,7 @@ def _tried(tuning: schema.Tuning) -> int:
 
 
 def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> list[str]:
-    """Return what the gaps of entries are, and for which of them the evaluation is too small."""
+    """Return notes on the gaps of entries, and on those for which the evaluation is too small."""
     gaps = {entry["name"]: gap for entry in entries if (gap := entry.get("gap"))}
     if not gaps:
         return []

@@ -1,4 +1,4 @@
-"""The comparison: match sizes, tune, train every entry on every seed, measure speed; resumes at any point."""
+"""Run a comparison: match sizes, tune, train every entry on every seed, measure speed; resumes at any point."""
 
 import dataclasses
 import functools
@@ -101,7 +101,7 @@ def compare(
 
 
 def runs_at_once(recipe: CompareSettings) -> int:
-    """Return how many runs this machine has cores for; one where a run takes all of them, or the GPU."""
+    """Return how many runs fit on this machine's cores; one if a run takes all of them, or the GPU."""
     settings = recipe.train
     if settings.threads is None or training_device(settings).type != "cpu":
         return 1
@@ -109,7 +109,7 @@ def runs_at_once(recipe: CompareSettings) -> int:
 
 
 def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> Results:
-    """Check everything, then hold ``out_dir`` for the comparison and do it, unless it has ended."""
+    """Check everything, then lock ``out_dir`` and run the comparison, unless it has ended."""
     path = out_dir / (RESULTS if recipe.sizes is None else SCALE)
     comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
     if path.is_file() and not overwrite:
@@ -142,19 +142,19 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
 
 
 def load_or_make_json(path: Path, make: Callable[[], T]) -> T:
-    """Return what ``path`` holds, made and written unless it is there."""
+    """Return the JSON values in ``path``; if it is missing, make and write them."""
     if not path.is_file():
         write_json(path, make())
     return with_new_columns(read_json(path))
 
 
 def recorded_provenance(record: Mapping[str, Any]) -> Provenance:
-    """Return what results take from ``run.json``."""
+    """Return the part of ``run.json`` that results repeat."""
     return {"recipe": recipe_of(record), "machine": record["machine"], "command": record["command"]}
 
 
 def _check_tunable(recipe: CompareSettings, name: str) -> None:
-    """Refuse a search over initialisations of a model whose weights are read."""
+    """Refuse a search over initialisations of a pretrained model."""
     tuned = recipe.tune is not None and recipe.tune.initializer_range is not None
     model = recipe.settings_of(name).model
     if tuned and recipe.entries[name].learning_rate is None and model not in preset_names():
@@ -162,7 +162,7 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
 
 
 class _Choice(NamedTuple):
-    """An entry's settings, and what ``results.json`` says of its tuning (but for what is None); None without one."""
+    """Hold an entry's settings, and its tuning as in ``results.json`` (without None values); None without tuning."""
 
     settings: TrainSettings
     tuning: Tuning | None = None
@@ -188,7 +188,7 @@ def _chosen(planned: Planned, choice: _Choice | None) -> Planned:
 
 
 def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
-    """Return which runs of an entry are foreseen: "train" or "tune", how many, and the steps of each."""
+    """Return the planned runs of an entry: "train" or "tune", how many, and the steps of each."""
     tune, settings = recipe.tune or Tune(), planned.settings
     runs = [("train", len(recipe.seeds), settings.steps)]
     rates_tuned = recipe.tune is not None and recipe.entries[planned.name].learning_rate is None
@@ -201,7 +201,7 @@ def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str,
 
 @dataclasses.dataclass
 class _Comparison:
-    """The work that remains once the sizes are known. started: the record in ``run.json``."""
+    """Run a comparison whose sizes are known. started: the record in ``run.json``."""
 
     recipe: CompareSettings
     out_dir: Path
@@ -211,7 +211,7 @@ class _Comparison:
     started: Mapping[str, Any]
 
     def results(self) -> Results:
-        """Tune and train all entries, then what is done once all runs have ended."""
+        """Tune and train all entries, then measure speed and collect the results."""
         for planned in self.planned:  # a search goes on beyond its grid where the best lies at an end
             for stage, count, steps in announced_runs(self.recipe, planned):
                 self.engine.plan(stage, count, steps)
@@ -270,7 +270,7 @@ class _Comparison:
     # An entry
 
     def _entry(self, planned: Planned) -> Search[_Choice | Diverged]:
-        """Tune an entry, then train it on every seed; where a final run diverges, all take a lower rate."""
+        """Tune an entry, then train it on every seed; if a final run diverges, all take a lower rate."""
         name = planned.name
         try:
             choice = tuned = _Choice(planned.settings)
@@ -385,7 +385,7 @@ class _Comparison:
         return self.out_dir / RUNS / name / f"seed-{seed}"
 
     def _final(self, name: str, choice: _Choice, seed: int) -> Run:
-        """Return the run of a seed. A run at a rate that another seed diverged at since is renamed."""
+        """Return the run of a seed. A run at a rate at which another seed has since diverged is renamed."""
         settings, folder = choice.settings.updated(seed=seed), self._folder(name, seed)
         if (rejected := self._rejected(name)) and (folder / RUN).is_file():
             rate = read_json(folder / RUN)["settings"]["learning_rate"]

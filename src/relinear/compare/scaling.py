@@ -1,4 +1,4 @@
-"""Loss against compute over sizes: a power law for every entry, and where, if at all, it crosses the dense ones.
+"""Fit power laws of loss against compute for every entry, and find where they cross the dense ones, if at all.
 
 Every width is a comparison of its own, in ``sizes/WIDTH/``. With the entries of the recipe there are always a
 narrower and a shallower dense model: an operator that loses to one of them saves nothing.
@@ -26,7 +26,7 @@ AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
 
 
 def read_scale(directory: str | Path) -> dict[str, Any]:
-    """Return what ``scale.json`` in ``directory`` says.
+    """Return the contents of ``scale.json`` in ``directory``.
 
     Raises:
         OSError: if nothing has finished there.
@@ -49,7 +49,7 @@ Fit = tuple[np.ndarray, np.ndarray]
 
 
 def fit_power_law(x: np.ndarray, losses: np.ndarray) -> Fit:
-    """(log a, b) of ``loss = a * x ** -b`` by least squares of the logarithms: x (K,), losses (K, R) -> (R,), (R,)."""
+    """Fit ``loss = a * x ** -b`` by least squares of logarithms: x (K,), losses (K, R) -> log a (R,), b (R,)."""
     slope, intercept = np.polyfit(np.log(x), np.log(losses), 1)
     return intercept, -slope
 
@@ -65,7 +65,7 @@ def crossing(fit: Fit, other: Fit, low: float, high: float) -> np.ndarray:
 def scale_results(
     recipe: CompareSettings, out_dir: Path, parts: Sequence[Results], provenance: Provenance
 ) -> dict[str, Any]:
-    """Return what ``scale.json`` holds on the comparisons at every width, which are in ``out_dir``."""
+    """Return the values of ``scale.json`` for the comparisons at every width in ``out_dir``."""
     by_width = dict(zip(recipe.sizes.widths if recipe.sizes else (), parts, strict=True))
     # one that diverged at a width has no line
     everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in by_width.values()))

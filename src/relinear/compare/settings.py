@@ -1,4 +1,4 @@
-"""The settings of a comparison: entries, budget, how sizes are matched, seeds, tuning; and plans of comparisons."""
+"""Define a comparison's settings (entries, budget, matching, seeds, tuning) and plans of comparisons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _tokens(value: Any) -> Any:
 
 
 def _file_sizes(value: Any) -> Any:
-    """Return bytes written as 500KB, 1.5MiB or 1GB, or several of them, rising; anything else as it stands."""
+    """Return bytes written as 500KB, 1.5MiB or 1GB, or several of them, ascending; anything else unchanged."""
     if isinstance(value, list | tuple):
         file_sizes = list(map(_file_sizes, value))
         if wrong := [size for size in file_sizes if not isinstance(size, int) or size < 1]:
@@ -82,7 +82,7 @@ _Operator = Annotated[dict[str, Any] | None, BeforeValidator(_operator)]
 
 
 class Entry(Settings):
-    """One row of the comparison: what is put into the model, and what else is different for it.
+    """Describe one row of the comparison: its operators, and its other differences from the shared settings.
 
     A text such as ``hdpl:rank=16``, a mapping with ``kind``, or ``dense`` stands for an entry with this operator.
 
@@ -111,7 +111,7 @@ class Entry(Settings):
 
     @property
     def dense(self) -> bool:
-        """Return whether nothing of relinear is in it."""
+        """Return whether the entry uses nothing of relinear."""
         return not self.operator and not any(self.operators.values()) and not self.attachments
 
     @property
@@ -121,7 +121,7 @@ class Entry(Settings):
 
 
 class Match(Settings):
-    """At which equal size entries are compared.
+    """Set the size at which all entries are compared.
 
     Attributes:
         by: ``width`` keeps every entry as written, ``parameters`` and ``flops`` resize them to be equal. With "width"
@@ -150,7 +150,7 @@ class Match(Settings):
 
 
 class Tune(Settings):
-    """How each entry gets a learning rate, and an initialisation, of its own: short runs over grids, on one seed.
+    """Set how each entry gets its learning rate and initialisation: by short runs over grids, on one seed.
 
     Attributes:
         learning_rates: the grid.
@@ -180,7 +180,7 @@ class Tune(Settings):
 
 
 class Speed(Settings):
-    """How throughput is measured: all models in one process in turn, after training.
+    """Set how throughput is measured: all models in one process in turn, after training.
 
     Attributes:
         seconds: about how long all of it may take; 0 leaves it out.
@@ -192,7 +192,7 @@ class Speed(Settings):
 
 
 class Sizes(Settings):
-    """At which sizes the entries are compared.
+    """Set the sizes at which the entries are compared.
 
     Attributes:
         widths: of the reference's model, at least four; all else of an entry's width grows with it.
@@ -208,7 +208,7 @@ def _widths(value: Any) -> Any:
 
 
 class _SharedTrainSettings(TrainSettings):
-    """Training settings whose steps a budget may give: warm-up is checked with the steps of every entry."""
+    """Hold training settings whose steps may follow from a budget; warm-up is checked with each entry's steps."""
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> _SharedTrainSettings:
@@ -229,7 +229,7 @@ def _named(value: Any) -> Any:
 
 
 class CompareSettings(Settings):
-    """A whole comparison.
+    """Hold the settings of a whole comparison.
 
     Attributes:
         name: of the comparison, for the report.
@@ -387,13 +387,13 @@ class CompareSettings(Settings):
 
 
 def shortened(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Return settings of a run with the places in it moved to a run of ``share`` times the length."""
+    """Return a run's settings with its steps scaled to a run of ``share`` times the length."""
     moved = {key: round(share * settings[key]) for key in _PLACES if settings.get(key)}
     return dict(settings) | {key: max(1, value) for key, value in moved.items()}
 
 
 def lasting(settings: TrainSettings, fraction: float) -> TrainSettings:
-    """Return a whole run of ``fraction`` times the steps, with warm-up and evaluations that keep their places in it."""
+    """Return a whole run of ``fraction`` times the steps, with warm-up and evaluations scaled alike."""
     steps = max(1, round(fraction * settings.steps))
     changes: dict[str, Any] = {"steps": steps}
     if settings.warmup_steps is not None:
@@ -410,7 +410,7 @@ _Said = Field(min_length=1)
 
 
 class Plan(Settings):
-    """A planned comparison. Gaps are in nats per token.
+    """Plan a comparison. Gaps are in nats per token.
 
     Attributes:
         question: that the comparison decides.
@@ -453,7 +453,7 @@ class Plan(Settings):
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Return a checked plan; a comparison is named by the file unless it says otherwise.
+    """Return a checked plan; the file's name is the default name of the comparison.
 
     Raises:
         FileNotFoundError: if there is no such file.

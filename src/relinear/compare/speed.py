@@ -1,4 +1,4 @@
-"""Throughput of several models as ratios: measured in one process, one after another within every round."""
+"""Measure throughput of several models as ratios: in one process, in turn within every round."""
 
 import contextlib
 import time
@@ -125,7 +125,7 @@ def measure_speed(
 
 
 def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> float:
-    """Return about how long training takes a token: of a step on few, uncompiled; a token takes ``flops``."""
+    """Estimate training time per token from an uncompiled step on few tokens; a token takes ``flops``."""
     tokens = round(_TIMED.get(training_device(settings).type, _TIMED["cpu"]) / (3 * flops))
     length = min(settings.data.sequence_length, max(128, min(tokens, 256)))
     batch = max(1, min(settings.batch_size, tokens // length))

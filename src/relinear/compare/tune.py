@@ -19,7 +19,7 @@ Along = Callable[[Sequence[float]], Search[list[float]]]
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """Hold the result of a search.
 
     rate, initializer_range: the best of those tried (None if the initialisation was left out).
     loss: there; infinite if training diverged wherever it was tried.
@@ -35,7 +35,7 @@ class SearchResult:
 
 @dataclasses.dataclass
 class Trials:
-    """The runs of a search, by learning rate and initialisation: one that has ended is not made again.
+    """Hold the runs of a search by learning rate and initialisation; none is run twice.
 
     Args:
         folder: where they are, each in a folder that is named by what it tries.
@@ -52,7 +52,7 @@ class Trials:
     known: dict[Point, float] = dataclasses.field(default_factory=dict, init=False)
 
     def losses(self, points: Sequence[Point]) -> Search[list[float]]:
-        """Return the validation losses at ``points``, made where they are not known; infinite if one diverged."""
+        """Return the validation losses at ``points``, after running those not known; infinite if one diverged."""
         asked = [point for point in dict.fromkeys(points) if point not in self.known]
         if asked:
             losses = yield [self.run(*point, self._folder(point)) for point in asked]
@@ -79,7 +79,7 @@ class Trials:
 
 @dataclasses.dataclass(frozen=True)
 class _Best:
-    """The best of a grid as it has grown, and the loss there. edge: whether it lies at an end of the grid."""
+    """Hold the best of a grown grid, and its loss. edge: whether it lies at an end of the grid."""
 
     value: float
     loss: float
@@ -91,7 +91,7 @@ class _Best:
 
 
 def _grow(values: list[float], best: float) -> None:
-    """Add the next value behind each end of the grid ``values`` that ``best`` is, as far from it as the one within."""
+    """Extend the grid ``values`` at each end that ``best`` is, by the step from its neighbour."""
     if best == values[0]:
         values.insert(0, float(f"{best * best / values[1]:.3g}"))
     if best == values[-1]:

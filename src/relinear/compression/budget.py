@@ -17,7 +17,7 @@ from relinear.surgery.summary import module_parameters
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An option for a layer.
+    """Describe an option for a layer.
 
     config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes). nats: predicted
     increase of the loss per token.
@@ -57,7 +57,7 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
 
 
 def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
-    """The smallest of every layer, upgraded one after another, the most nats a unit of cost first, while one fits.
+    """Return the smallest of every layer, then upgrade while one fits, most nats per unit of cost first.
 
     So all layers pay one price for a unit of cost, up to the last of them.
     """
@@ -86,14 +86,14 @@ def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
 
 
 class Size(NamedTuple):
-    """The cost of a layer: parameters, bytes as stored."""
+    """Hold the cost of a layer: parameters, bytes as stored."""
 
     parameters: int
     stored: int
 
 
 def stored_bytes(module: nn.Module) -> int:
-    """Return bytes of what a checkpoint holds of ``module``, floats at no more than half precision; tied tensors once.
+    """Return the bytes of ``module`` in a checkpoint, floats at no more than half precision; tied tensors once.
 
     A model in single precision is counted, and where bytes are the budget saved, as 16 bits: that it was loaded in 32
     says nothing about it.
@@ -105,7 +105,7 @@ def stored_bytes(module: nn.Module) -> int:
 
 
 def size_of(module: Any, config: OperatorConfig | None = None) -> Size:
-    """Return the size of what a linear layer becomes; None leaves it. Raises ValueError if it does not fit."""
+    """Return the size of a linear layer's replacement; None leaves the layer. Raises ValueError if it does not fit."""
     if config is None:
         return Size(module_parameters(module), stored_bytes(module))
     bias = getattr(module, "bias", None) is not None
@@ -119,7 +119,7 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The budget for the layers that may be replaced, and the cost of each.
+    """Hold the budget for the replaceable layers, and the cost of each.
 
     what: in words, with the setting that says so. unit: of costs. limit: at most so much. whole: what they cost as they
     are. cost: of a layer by name, as an operator or, for None, as it is; None if it cannot be that. setting: the
@@ -138,7 +138,7 @@ class Budget:
         return {"what": self.what, "unit": self.unit, "limit": self.limit, "whole": self.whole}
 
     def check(self, modules: Mapping[str, nn.Module], entries: Sequence[OperatorConfig]) -> None:
-        """Raise ValueError if no choice among the candidates meets the budget, with the least that could be asked for.
+        """Raise ValueError if no choice among the candidates meets the budget; it names the least possible budget.
 
         Args:
             modules: the layers that may be replaced, by name.
@@ -161,7 +161,7 @@ class Budget:
 
 @contextlib.contextmanager
 def at_half_precision(model: Any) -> Iterator[None]:
-    """Within the block parameters in single precision are in bfloat16; afterwards they are wide again, but rounded.
+    """Hold single-precision parameters in bfloat16 within the block; afterwards they are wide again, but rounded.
 
     In bfloat16, for it has the range of what was trained in it or in single precision.
     """
@@ -178,6 +178,6 @@ def at_half_precision(model: Any) -> Iterator[None]:
 
 
 def round_to_half_(model: Any) -> None:
-    """Give parameters the values that they have once they are saved at half precision."""
+    """Round parameters to the values that they have when saved at half precision."""
     with at_half_precision(model):
         pass

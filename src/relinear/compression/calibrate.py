@@ -1,4 +1,4 @@
-"""Calibration: second moments of every layer's inputs and output gradients, one decoder layer at a time.
+"""Calibrate: measure second moments of every layer's inputs and output gradients, one decoder layer at a time.
 
 Forward, the hidden states between layers go to disk, and in the end the gradient of the last of them. Backward, each
 layer is run again with gradients; its moments are summed and yielded, and the gradient before the layer is stored.
@@ -57,7 +57,7 @@ def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[
 
 
 class MomentSums:
-    """Sums of x x^T in float64 by name; inputs that are one tensor are summed once, each ``kind`` of text apart.
+    """Sum x x^T in float64 by name; inputs that share a tensor are summed once, each ``kind`` of text separately.
 
     diagonal: whether of gradients at outputs the diagonal alone is summed.
     """
@@ -72,7 +72,7 @@ class MomentSums:
         self._seen: list[tuple[Tensor, str]] = []
 
     def new_pass(self) -> None:
-        """Forget the tensors of the pass before, whose memory may be used again."""
+        """Forget the tensors of the previous pass, as their memory may be reused."""
         self._seen.clear()
 
     def add_inputs(self, name: str, x: Tensor) -> None:
@@ -115,7 +115,7 @@ class MomentSums:
 
 
 def drawn_to_peers(statistics: Statistics) -> dict[str, CalibrationStatistics]:
-    """Return statistics in which experts that saw few tokens are drawn to the mean of their layer's experts.
+    """Shrink the statistics of experts that saw few tokens towards the mean of their layer's experts.
 
     One with I inputs that saw n < I tokens keeps n / I of its own moments. Peers are called alike but for a number.
     """
@@ -158,7 +158,7 @@ def _write_or_check_fingerprint(folder: Path, key: str) -> None:
 
 
 class Calibration:
-    """The moments of ``targets`` over ``blocks``, found again whenever they are asked for.
+    """Compute the moments of ``targets`` over ``blocks``, anew on every call.
 
     Args:
         model: in eval mode.
@@ -217,7 +217,7 @@ class Calibration:
         last: bool = False,
         diagonal: bool = False,
     ) -> dict:
-        """Return what ``make`` makes of the moments of every decoder layer, all tensors in one mapping.
+        """Apply ``make`` to the moments of every decoder layer; return all tensors in one mapping.
 
         They are kept in the folder, under ``phase`` and ``key``, and made once.
 
@@ -237,13 +237,13 @@ class Calibration:
         return {name: value for path in files.values() for name, value in load_tensors(path)[0].items()}
 
     def release(self) -> None:
-        """Remove states and fits; what was found of candidates stays."""
+        """Remove states and fits; the errors of candidates stay."""
         for pattern in ("gradient*", "fit-*", "hidden-*"):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path)
 
     def _prepare(self) -> None:
-        """See to it that hidden states, and the gradient at the last of them, are there."""
+        """Compute the hidden states, and the gradient at the last of them, unless they are on disk."""
         if not self._kept:
             for part in {part.shape: part for part in self.parts}.values():
                 states = self.layers.embed(part)  # notes the arguments of the layers for this shape
@@ -255,7 +255,7 @@ class Calibration:
             self._find_loss()
 
     def _layers_kept(self, stream: int) -> frozenset[int]:
-        """Return the layers whose states, of ``stream`` bytes each, stay: on disk are at most twice the model's bytes.
+        """Return the layers whose states, of ``stream`` bytes each, are kept: at most twice the model's bytes on disk.
 
         Beside them are the states between two that stay, and those of three layers that are at work.
         """
@@ -284,7 +284,7 @@ class Calibration:
 
     @torch.no_grad()
     def _ensure_hidden(self, index: int) -> None:
-        """See to it that the hidden states before layer ``index`` are there."""
+        """Compute the hidden states before layer ``index`` unless they are on disk."""
         for before in range(max(at for at in self.streams.indices("hidden") if at <= index), index):
             self._step(before)
 
@@ -298,7 +298,7 @@ class Calibration:
         release_freed_memory()
 
     def _gradients_of_loss(self, losses: list[float]) -> Iterator[Tensor]:
-        """The gradients at the last hidden states, batch by batch; the summed losses of pieces go into ``losses``.
+        """Yield the gradients at the last hidden states, batch by batch; append the summed losses to ``losses``.
 
         The gradients are those at labels that the model draws, as Fisher's information has them: at the text's labels
         their moments overrate what an error costs (results/compress).
@@ -383,7 +383,7 @@ class Calibration:
 
 @contextlib.contextmanager
 def watching_inputs(module: nn.Module | None, sums: dict[str, Tensor]) -> Iterator[None]:
-    """Within the block, the second moment of what goes into ``module`` is summed as ``sums["inputs"]``."""
+    """Sum the second moment of the inputs of ``module`` within the block, as ``sums["inputs"]``."""
     watched_modules = [] if module is None else [("inputs", module)]
     with forward_hooks_on(watched_modules, lambda name, _, args, output: _add(sums, name, args[0])):
         yield
@@ -391,7 +391,7 @@ def watching_inputs(module: nn.Module | None, sums: dict[str, Tensor]) -> Iterat
 
 @contextlib.contextmanager
 def watched(modules: Mapping[str, nn.Module], sums: MomentSums) -> Iterator[None]:
-    """Within the block, what passes through ``modules`` is added to ``sums``."""
+    """Add inputs and output gradients of ``modules`` to ``sums`` within the block."""
 
     def seen(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         sums.add_inputs(name, args[0])

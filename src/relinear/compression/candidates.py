@@ -31,7 +31,7 @@ from relinear.system.version import __version__
 
 
 class SearchSpace:
-    """Operators of the setting ``candidates``, each at every size that it has, for each layer apart."""
+    """Enumerate the operators of the setting ``candidates`` at all their sizes, for each layer separately."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -66,7 +66,7 @@ class SearchSpace:
         budget.check(modules, self.entries)
 
     def load_plan(self, path: str | Path, budget: Budget) -> CompressPlan:
-        """Return a plan from a file. Raises ValueError if it is none for this model and these layers."""
+        """Return a plan from a file. Raises ValueError if it is not a plan for this model and these layers."""
         task = self.task
         loaded = CompressPlan.load(path, task.model, budget.cost if task.settings.by_bytes else None)
         unknown = sorted(set(loaded.replaced) - set(task.modules))
@@ -103,7 +103,7 @@ class SearchSpace:
         return CompressPlan.of(self.task.model, {name: layers[name] for name in modules})
 
     def _menu(self, name: str, budget: Budget) -> dict[OperatorConfig, list[OperatorConfig]]:
-        """Return what the layer ``name`` may become, by entry: of those that its reader stores alike, the last."""
+        """Return the candidates of the layer ``name`` by entry; of those that its reader stores alike, the last."""
         features, menu = linear_features(self.task.modules[name]), dict[OperatorConfig, list[OperatorConfig]]()
         for entry in self.entries:
             by_cost = {budget.cost(name, config): config for config in entry.candidates(*features)}
@@ -115,7 +115,7 @@ class SearchSpace:
     def _errors(
         self, menus: Mapping[str, Mapping[OperatorConfig, Sequence[OperatorConfig]]], statistics: Statistics
     ) -> dict[str, Tensor]:
-        """Return the errors of what each layer could be, by its name."""
+        """Return the errors of each layer's candidates, by the layer's name."""
         errors = dict[str, Tensor]()
         for name, layer_statistics in statistics.items():
             module = self.task.modules[name]
@@ -128,7 +128,7 @@ class SearchSpace:
 
 
 def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]], budget: Budget) -> list[Candidate]:
-    """Return what layers, by name and with the nats of what each could be, can become together; themselves first."""
+    """Return the joint candidates of layers, from the nats of each layer's own; keeping the layers comes first."""
     candidates = [Candidate(None, _cost(layers, None, budget), 0.0)]
     for config in layers[0][1]:
         if all(config in nats for _, nats in layers):
@@ -139,7 +139,7 @@ def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]
 
 
 def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budget: Budget) -> float:
-    """Return the joint cost of layers; infinite if one cannot be that."""
+    """Return the joint cost of layers; infinite if one does not support the candidate."""
     costs = [budget.cost(name, config) for name, _ in layers]
     return sum(math.inf if cost is None else cost for cost in costs)
 
@@ -164,7 +164,7 @@ def fit_layers(task: Task, layer_plan: CompressPlan, calibration: Calibration) -
 
 
 def replace_layers_(task: Task, layer_plan: CompressPlan, states: Mapping[str, Tensor]) -> None:
-    """Put the operators of a plan, of these ``states``, into the model."""
+    """Put the operators of a plan into the model and load their ``states``."""
     if layer_plan.replaced:
         replace_with_states_(task.model, plan(task.model, dict(layer_plan.replaced)).replacements, states)
 

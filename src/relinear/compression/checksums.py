@@ -1,4 +1,4 @@
-"""Tensors and records on disk with checksums that are verified on reading."""
+"""Write tensors and records with checksums that are verified on reading."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def _refusal(path: Path, problem: str) -> ValueError:
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Write tensors and words on them as safetensors, atomically, with a checksum of both."""
+    """Write tensors and metadata as safetensors, atomically, with a checksum of both."""
     on_cpu, metadata = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, dict(about or {})
     with atomic_path(path) as temporary:
         save_file(on_cpu, temporary, metadata=metadata | {_CHECKSUM: tensor_digest(on_cpu, metadata)})
@@ -33,7 +33,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Within the block, where ``path`` is read, whatever is wrong with it becomes one refusal."""
+    """Turn any error while ``path`` is read within the block into one ValueError."""
     if not path.is_file():
         raise _refusal(path, "is missing")
     try:
@@ -43,7 +43,7 @@ def _whole(path: Path) -> Iterator[None]:
 
 
 def _checked(path: Path, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return ``about`` without the checksum, to which both are held."""
+    """Return ``about`` without the checksum, after verifying it."""
     if about.pop(_CHECKSUM, None) != tensor_digest(tensors, about):
         raise _refusal(path, "has changed since it was written (its checksum differs)")
     return about
@@ -62,7 +62,7 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 class Streams:
-    """Tensors between decoder layers, batch by batch, on disk: by their kind and the layer that they stand before.
+    """Store the tensors between decoder layers on disk, batch by batch, by kind and the index of the next layer.
 
     Each is whole or not there, so that a killed process goes on from the last of them.
 
@@ -78,7 +78,7 @@ class Streams:
         return self.folder / f"{kind}-{index:04d}"
 
     def write(self, kind: str, index: int, batches: Iterable[Tensor]) -> None:
-        """Write the batches as they come, one in memory at a time."""
+        """Write the batches as they are produced, one in memory at a time."""
         self.remove(kind, index)
         with atomic_directory(self._place(kind, index)) as temporary:
             for batch, states in enumerate(batches):
@@ -94,7 +94,7 @@ class Streams:
         shutil.rmtree(self._place(kind, index), ignore_errors=True)
 
     def indices(self, kind: str) -> list[int]:
-        """Return before which layers there are batches of a kind."""
+        """Return the indices of the layers before which batches of a kind are stored."""
         folders = self.folder.glob(f"{kind}-{'[0-9]' * 4}")
         return sorted(int(path.name[-4:]) for path in folders if len([*path.glob("*.safetensors")]) == self.count)
 
@@ -105,7 +105,7 @@ def write_record(path: str | Path, values: Mapping[str, Any]) -> None:
 
 
 def is_edited(path: Path) -> bool:
-    """Return whether ``path`` is there and is not what ``write_record`` wrote, as after somebody has changed it."""
+    """Return whether ``path`` exists and differs from what ``write_record`` wrote, as after an edit."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         values = dict(read_json(path))
         return values.pop(_CHECKSUM, None) != tensor_digest({}, values)

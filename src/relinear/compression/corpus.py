@@ -1,4 +1,4 @@
-"""The texts of a compression as blocks of tokens, spread over documents: to calibrate, to heal and to evaluate on.
+"""Read the texts of a compression as blocks of tokens, spread over documents: to calibrate, heal and evaluate on.
 
 A text's first tokens are one document. Here the documents at hand take turns, in an order that the seed decides; of a
 long document excerpts are taken, a block each, from places that the seed decides. Half of the documents calibrate and
@@ -34,7 +34,7 @@ SECTION = 8
 
 
 class Excerpt(NamedTuple):
-    """Where a block begins: which corpus, which document of it, and the place there, in characters or token ids."""
+    """Locate the beginning of a block: corpus, document, and position there in characters or token ids."""
 
     corpus: str
     document: int
@@ -43,7 +43,7 @@ class Excerpt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Token ids (N, T): for calibration, for healing, to evaluate the result on, and other texts for that, by name.
+    """Hold token ids (N, T) for calibration, healing and evaluation, and other evaluation texts by name.
 
     unseen: whether those that evaluate are in none of the others. excerpts, judged: where the blocks of calibration and
     those that evaluate begin.
@@ -120,7 +120,7 @@ def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Co
 
 
 class _Texts:
-    """One corpus: the documents read so far, and sections of them in the order in which they are taken."""
+    """Hold the documents of one corpus read so far, and their sections in the order in which they are taken."""
 
     def __init__(self, name: str, data: Iterable[Any], tokenizer: Any, settings: CompressSettings) -> None:
         self.name, self.tokenizer, self.length, self.seed = name, tokenizer, settings.sequence_length, settings.seed
@@ -150,7 +150,7 @@ class _Texts:
             self.size += len(item) * (1 if isinstance(item, str) else SECTION)
 
     def halves(self) -> tuple[list[Excerpt], list[Excerpt]]:
-        """The sections of the documents that calibrate, and of those that evaluate; of one document, its two halves."""
+        """Return the sections of calibration and of evaluation documents; of a single document, its two halves."""
         order = random.Random(self.seed).sample(range(self.first), self.first)
         order += range(self.first, len(self.read))
         by_document = [list(self._sections(at)) for at in order]
@@ -166,7 +166,7 @@ class _Texts:
         yield from (Excerpt(self.name, document, at) for at in ((0,) if is_one_section else range(0, len(item), step)))
 
     def _shuffled(self, by_document: Sequence[list[Excerpt]]) -> list[Excerpt]:
-        """Return a section of each document, then another of each, and so on."""
+        """Return one section of each document, then another of each, and so on."""
         for sections in by_document:
             if sections:
                 random.Random(f"{self.seed} {sections[0].document}").shuffle(sections)
@@ -184,7 +184,7 @@ class _Texts:
         return [int(i) for array in encode_documents(self.tokenizer, [item]) for i in array]
 
     def take(self, sections: list[Excerpt], count: int, last: bool = False) -> list[tuple[Excerpt, list[int]]]:
-        """``count`` blocks, or as many as there are: one of each section, the remainder only if that is too little.
+        """Take ``count`` blocks, or all there are: one of each section, its remainder only if that is too little.
 
         Sections that were used are taken from the list, from its end where ``last``.
         """
@@ -212,7 +212,7 @@ class _Texts:
 
 
 def _word(text: str, at: int) -> int:
-    """Return the next place at which a word begins, if there is one soon."""
+    """Return the position of the next word, if it is near."""
     space = text.find(" ", at, at + 40) if 0 < at < len(text) else -1
     return at if space < 0 else space
 
@@ -224,7 +224,7 @@ def read_corpus(
     settings: CompressSettings,
     plan_only: bool,
 ) -> Corpus:
-    """Return the corpus; where nothing remains to evaluate on, the last blocks of calibration do.
+    """Return the corpus; if no text remains to evaluate on, the last calibration blocks are used.
 
     Several corpora give a block each in turns.
 
@@ -272,7 +272,7 @@ def read_corpus(
 
 
 def _shares(texts: _Texts, blocks: int, count: int, evaluation_count: int, what: str) -> tuple[list, list]:
-    """``count`` blocks of a corpus, the first ``blocks`` to calibrate, and ``evaluation_count`` to evaluate on."""
+    """Return ``count`` blocks, the first ``blocks`` of them to calibrate, and ``evaluation_count`` to evaluate on."""
     texts.look(blocks, count + evaluation_count)
     first_half, second_half = texts.halves()
     blocks_taken = texts.take(first_half, blocks)

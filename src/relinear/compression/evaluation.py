@@ -25,7 +25,7 @@ PASSAGE_TOKENS, CONTINUED_TOKENS = 32, 64
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Result on token ids (N, T): losses of windows in nats per token (N,), its likeliest tokens (N, T - 1)."""
+    """Hold results on token ids (N, T): losses of windows (N,) in nats per token, likeliest tokens (N, T - 1)."""
 
     losses: Tensor
     likeliest: Tensor
@@ -36,7 +36,7 @@ class Reading:
         return float(self.losses.mean())
 
     def against(self, original: Reading) -> dict[str, Any]:
-        """Return both as JSON values; ``interval`` is half the width of that of 95 %, paired over windows."""
+        """Return both as JSON values; ``interval`` is half the width of the 95 % interval, paired over windows."""
         rise = self.losses - original.losses
         return {
             "tokens": self.likeliest.numel(),
@@ -51,7 +51,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """Results of a model: on tokens of the corpus, and on other texts by name.
+    """Hold a model's results on tokens of the corpus, and on other texts by name.
 
     repeated: share of the 4-grams of its greedy continuations of passages that were there before; None without any.
     """
@@ -94,7 +94,7 @@ def observe(
 
 @torch.no_grad()
 def read(model: Any, blocks: Tensor, on_block: Callable[[], None] = lambda: None) -> Reading:
-    """Return what ``model`` (in eval mode) does on token ids (N, T)."""
+    """Return losses and likeliest tokens of ``model`` (in eval mode) on token ids (N, T)."""
     losses, likeliest = [], []
     for ids in blocks.to(next(model.parameters()).device).split(1):
         logits = model(input_ids=ids, use_cache=False).logits
@@ -105,14 +105,14 @@ def read(model: Any, blocks: Tensor, on_block: Callable[[], None] = lambda: None
 
 
 def _passages(blocks: Tensor, count: int) -> Tensor:
-    """Return ``count`` beginnings of passages (P, T'), spread over the windows; several of each if there are few."""
+    """Return ``count`` prompts (P, T'), spread over the windows; several of each if there are few windows."""
     length = max(1, min(PASSAGE_TOKENS, blocks.shape[1] // 2))
     return blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)[:count]  # the first of each window first
 
 
 @torch.no_grad()
 def _repeated(model: Any, passages: Tensor) -> float:
-    """Share of the 4-grams of greedy continuations that stood in the continuation before, in mean over passages."""
+    """Return the mean share of 4-grams in greedy continuations that occurred earlier in the same continuation."""
     stops = model.generation_config.eos_token_id
     ends = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
     continuations = model.generate(

@@ -36,7 +36,7 @@ _SCALED_ROPE = ("llama3", "linear")
 
 
 def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return what a file says of the tokenizer.
+    """Return a file's fields about the tokenizer.
 
     Raises:
         ValueError: unless ``export_gguf`` can write models like this one. ImportError: without the package gguf.
@@ -86,7 +86,7 @@ def _head_size(config: Any) -> int:
 
 
 def header_bytes(model: Any, tokenizer: Any) -> int:
-    """Return bytes at most of what stands before the tensors of ``model``'s file."""
+    """Return an upper bound of the bytes before the tensors in ``model``'s file."""
     with tempfile.TemporaryDirectory() as folder:
         writer = _begun(path := Path(folder) / "header.gguf", model, check_gguf(model, tokenizer), tokenizer)
         writer.write_header_to_file()
@@ -134,7 +134,7 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
 
 
 def _begun(path: Path, model: Any, fields: dict[str, Any], tokenizer: Any) -> Any:
-    """Return the writer of a file, which has all but the tensors."""
+    """Return the writer of a file, with everything but the tensors."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, _ARCHITECTURES[type(model).__name__])
@@ -181,7 +181,7 @@ def _write_config(writer: Any, config: Any) -> None:
 
 
 def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operators: dict[str, Any]) -> None:
-    """Return every parameter of the folded model by name; those of ``operators`` that know GGUF's blocks as blocks."""
+    """Write every parameter of the folded model; ``operators`` that support GGUF's blocks are written as blocks."""
     from gguf import GGML_QUANT_VERSION, MODEL_ARCH, GGMLQuantizationType, LlamaFileType, get_tensor_name_map
     from gguf.quants import quantize
 
@@ -218,7 +218,7 @@ def _write_tensors(writer: Any, config: Any, values: dict[str, Tensor], operator
 
 
 def _interleaved(name: str, weight: Tensor, config: Any) -> Tensor:
-    """Return query and key rows as rotary positions pair them in GGUF: neighbours, not halves of a head."""
+    """Reorder query and key rows for GGUF's rotary embedding, which pairs neighbours, not halves of a head."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if heads is None:
         return weight

@@ -1,4 +1,4 @@
-"""Tokenizers as GGUF files hold them, for llama.cpp: byte-level BPE, or SentencePiece's BPE by scores."""
+"""Convert tokenizers to GGUF for llama.cpp: byte-level BPE, or SentencePiece's BPE by scores."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ _BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 def tokenizer_fields(tokenizer: Any, entries: int) -> dict[str, Any]:
-    """Return what a GGUF file says of a tokenizer, by the names that stand behind ``tokenizer.ggml.`` there.
+    """Return a tokenizer's fields in a GGUF file, by their names after ``tokenizer.ggml.``.
 
     Args:
         tokenizer: of transformers.
@@ -65,7 +65,7 @@ def tokenizer_fields(tokenizer: Any, entries: int) -> dict[str, Any]:
 
 
 def _known(described: dict[str, Any]) -> dict[str, Any]:
-    """Return the entry of what llama.cpp knows that these settings are."""
+    """Return the entry of ``_KNOWN`` for these settings, which llama.cpp supports."""
     settings = {key: value for key in _SETTINGS if (value := described["model"].get(key))}
     of_model = ", ".join(f"{key}={value}" for key, value in settings.items())
     for kind in ("normalizer", "pre_tokenizer"):
@@ -109,7 +109,7 @@ def _check_expressible(described: dict[str, Any], is_byte_level: bool) -> None:
 
 
 def _ranks(merges: list[list[str]], described: dict[str, Any]) -> dict[str, int]:
-    """Return the rank of each token that is merged: SentencePiece merges whatever makes the token of the least."""
+    """Return the rank of each merged token: SentencePiece merges the pair that gives the token of lowest rank."""
     products = [left + right for left, right in merges]
     in_turn = list(dict.fromkeys(products))
     runs = sum(product != before for product, before in itertools.pairwise(["", *products]))
@@ -129,7 +129,7 @@ def _ranks(merges: list[list[str]], described: dict[str, Any]) -> dict[str, int]
 
 
 def _added_around(tokenizer: Any) -> dict[str, bool]:
-    """Return whether the tokenizer puts its BOS before a text and its EOS behind it: what it does, not says."""
+    """Return whether the tokenizer adds BOS before a text and EOS after it, found by encoding one."""
     plain, whole = (encode(tokenizer, ["a"], add_special_tokens=special)[0] for special in (False, True))
     before, bos, eos = text_start(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
     after = whole[len(before) + len(plain) :]

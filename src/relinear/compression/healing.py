@@ -1,4 +1,4 @@
-"""Healing: the operators of a compressed model are trained to give the logits of the original.
+"""Heal: train the operators of a compressed model to give the logits of the original.
 
 The teacher shares every other matrix with the compressed model (``original_copy``), so that healing takes the weights
 that were replaced once more. Adam takes two values for each parameter that is trained.
@@ -38,7 +38,7 @@ WARMUP = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class HealReport:
-    """The tokens and steps of a healing."""
+    """Report the tokens and steps of a healing."""
 
     tokens: int
     steps: int
@@ -52,7 +52,7 @@ class HealReport:
 
 
 def original_copy(model: nn.Module) -> Any:
-    """``model`` as it is now, to be a teacher later: its modules are new, its matrices are shared, so take no memory.
+    """Copy ``model`` as a later teacher: modules are new, matrices are shared and so take no memory.
 
     Operators may then replace layers of ``model``; the copy keeps the originals. Vectors are copied.
     """
@@ -111,7 +111,7 @@ def heal(
 
 @contextmanager
 def _in_float32(model: nn.Module, teacher: nn.Module) -> Iterator[None]:
-    """Both models in float32 within the block; afterwards they have their dtypes and flags back."""
+    """Convert both models to float32 within the block; afterwards restore their dtypes and flags."""
     both = (model, teacher)
     before = [{name: (t.dtype, t.requires_grad) for name, t in _tensors(one)} for one in both]
     for one in both:

@@ -1,4 +1,4 @@
-"""Running a stock decoder one layer at a time, so that one layer's activations are in memory at a time.
+"""Run a stock decoder one layer at a time, so that only one layer's activations are in memory.
 
 A decoder layer gets, beside the hidden states, arguments that depend on the shape of the batch alone where nothing is
 padded (positions, masks). They are recorded once a shape in a pass in which every layer hands its input on, and given
@@ -28,7 +28,7 @@ HEAD_TOKENS = 32
 
 
 class LayerByLayer:
-    """The parts of a decoder as functions of hidden states: ``embed``, ``layer``, ``logits``.
+    """Split a decoder into functions of hidden states: ``embed``, ``layer``, ``logits``.
 
     Args:
         model: a Hugging Face decoder in eval mode.
@@ -50,7 +50,7 @@ class LayerByLayer:
 
     @torch.no_grad()
     def check(self, ids: Tensor) -> None:
-        """Raise ValueError unless the parts, put together, give what the model gives for ``ids`` (B, T).
+        """Raise ValueError unless the parts in sequence give the model's logits for ``ids`` (B, T).
 
         At the last positions where the model can give those alone: they hang on all before them.
         """
@@ -121,11 +121,11 @@ class LayerByLayer:
         return row_gradient * row_scale(table)
 
     def layer(self, index: int, hidden: Tensor) -> Tensor:
-        """Return what layer ``index`` makes of hidden states (B, T, D) of a shape that ``embed`` has seen."""
+        """Return the output of layer ``index`` for hidden states (B, T, D) of a shape that ``embed`` has seen."""
         return self.run(self.layers[index], index, hidden)
 
     def run(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """Return the same for a ``layer`` that could stand at ``index``."""
+        """Return the same for another ``layer`` in place of that at ``index``."""
         args, kwargs = self._calls[tuple(hidden.shape[:2])][index]
         output = layer(hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
@@ -155,7 +155,7 @@ class LayerByLayer:
 
     @contextlib.contextmanager
     def _replaced(self, forward: Callable) -> Iterator[None]:
-        """Within the block every layer runs the given function as its forward."""
+        """Replace the forward of every layer by the given function within the block."""
         for layer in self.layers:
             layer.__dict__["forward"] = forward
         try:
@@ -165,7 +165,7 @@ class LayerByLayer:
                 layer.__dict__.pop("forward", None)
 
     def _as_output(self, hidden: Tensor) -> Any:
-        """Return a layer's output, with ``hidden`` in the place of its own states."""
+        """Return a layer's output with its hidden states replaced by ``hidden``."""
         return type(self._output)([hidden, *self._output[1:]]) if isinstance(self._output, tuple | list) else hidden
 
 

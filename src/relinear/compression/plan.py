@@ -1,4 +1,4 @@
-"""The plan of a compression, an editable file: each layer's operator and its predicted loss."""
+"""Hold the plan of a compression, an editable file: each layer's operator and its predicted loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """One layer: its operator (None: it stays as it is), parameters after and before, predicted nats per token.
+    """Plan one layer: its operator (None: unchanged), parameters after and before, predicted nats per token.
 
     bits: that are stored for each weight of the layer as it was, floats at no more than half precision.
     """
@@ -36,7 +36,7 @@ class LayerPlan:
 
     @classmethod
     def of(cls, module: Any, operator: OperatorConfig | None, nats: float | None, stored: float | None = None) -> Self:
-        """Return what the linear layer ``module`` becomes; ``stored`` bytes, where its reader takes others than we."""
+        """Return the plan for the linear layer ``module``; ``stored`` bytes if its reader's differ from ours."""
         size, before = size_of(module, operator), module_parameters(module)
         return cls(operator, size.parameters, before, nats, 8 * (size.stored if stored is None else stored) / before)
 
@@ -46,7 +46,7 @@ class LayerPlan:
 
 
 def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return what a plan's file says of each layer, for whatever model. Raises ValueError if it is not a plan."""
+    """Return the layers in a plan's file, for any model. Raises ValueError if it is not a plan."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
@@ -62,7 +62,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class CompressPlan:
-    """The operator of every layer that may be replaced. ``str`` shows it by type of layer.
+    """Hold the operator of every replaceable layer. ``str`` shows it by type of layer.
 
     layers: by name, in the model's order. others: parameters of the model outside of them.
     """
@@ -82,7 +82,7 @@ class CompressPlan:
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Name -> what a plan's file and a report say of the layer."""
+        """Name -> the layer's values in a plan's file and in a report."""
         return {name: layer.to_dict() for name, layer in self.layers.items()}
 
     @property
@@ -167,13 +167,13 @@ def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def holds_integers(layers: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether bits say more of ``layers`` than parameters do: some are stored as integers."""
+    """Return whether some of ``layers`` are stored as integers, so that bits describe them better than parameters."""
     sizes = ((layer.get("bits"), layer["parameters"] / layer["parameters_before"]) for layer in layers.values())
     return any(bits is not None and abs(bits - 16 * share) > 0.1 for bits, share in sizes)
 
 
 def layer_type(name: str) -> str:
-    """Return what layers of one type share: the last part of the name."""
+    """Return a layer's type: the last part of its name."""
     return name.rpartition(".")[2]
 
 

@@ -1,4 +1,4 @@
-"""The programs that read a compressed model: which types each stores, and how many bytes these take in its file."""
+"""Describe the programs that read a compressed model: the types each stores, and their bytes in its file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DESCRIBED, _PARTS = 120, 3
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A program that reads models.
+    """Describe a program that reads models.
 
     candidates: operators that it stores, each at all its sizes. stored: bytes of a layer as an operator or, for None,
     as it is; None if the file cannot hold it. remainder: bytes at most of all else in the file, for a model, its
@@ -45,7 +45,7 @@ class Reader:
     tables: bool = True
 
     def groups(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the layers that become the same, by what they have in common."""
+        """Return groups of layers that must get the same type, by what they share."""
         groups: dict[str, list[str]] = {}
         for name in names:
             match = re.search(self.fused, name) if self.fused else None
@@ -59,7 +59,7 @@ def _relinear(model: Any, name: str, config: OperatorConfig | None) -> int:
 
 
 def _outside(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> int:
-    """Return all else of a file of safetensors."""
+    """Return the bytes of everything else in a safetensors file."""
     described = sum(len(name) + _DESCRIBED for name in model.state_dict())
     described += sum(_PARTS * (len(name) + _DESCRIBED) for name in modules)
     return stored_bytes(model) - sum(stored_bytes(module) for module in modules.values()) + described

@@ -1,4 +1,4 @@
-"""The report of a compression: printed, as JSON, and as a page."""
+"""Report a compression: printed, as JSON, and as a page."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ DEGENERATE = 1.3
 
 @dataclasses.dataclass(frozen=True)
 class CompressReport:
-    """The result of a compression; printing it shows the plan by type of layer and the sizes.
+    """Hold the result of a compression; printing it shows the plan by type of layer and the sizes.
 
     plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats per token.
     seconds: by phase, of this call. bytes, bytes_before: of the whole model, floats at no more than half precision.
@@ -61,7 +61,7 @@ class CompressReport:
 
     @property
     def verdict(self) -> str:
-        """Return the result in a sentence; that its text degenerates stands first."""
+        """Return the result in a sentence, which starts with degenerate text if there is any."""
         facts = [f"{self.bytes / self.bytes_before:.2f} of the bytes"]
         if self.evaluation is None:
             nats = self.plan.nats
@@ -123,7 +123,7 @@ class CompressReport:
 
 
 def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
-    """Return losses on the corpus and on other texts, a row each."""
+    """Return a table of losses on the corpus and on other texts."""
     where = "unseen text of the corpus" if evaluation["unseen"] else "text of the calibration"
     rows = [("loss, nats a token", "tokens", "original", "compressed", "above", "next token as the original's")]
     for name, one in {where: evaluation, **evaluation["elsewhere"]}.items():
@@ -142,12 +142,12 @@ _DARK, _LIGHT = (18, 60, 120), (196, 219, 246)
 
 
 def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
-    """Write the page on ``report`` (the values of report.json); it holds everything inline: it can be mailed."""
+    """Write the page on ``report`` (the values of report.json); everything is inline, so it can be mailed."""
     return pages.write_page(path, [report_section(report)])
 
 
 def report_section(report: Mapping[str, Any]) -> Section:
-    """Return what a page says of ``report``, the values of report.json.
+    """Return a page's blocks for ``report``, the values of report.json.
 
     Raises:
         ValueError: where it lacks what a report has.
@@ -163,14 +163,14 @@ def report_section(report: Mapping[str, Any]) -> Section:
 
 
 def _depth(name: str) -> tuple[int, str]:
-    """Return the first number in a layer's name, which counts decoder layers, and what stands behind it."""
+    """Return the first number in a layer's name, the index of its decoder layer, and the name after it."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return (0, name) if at is None else (int(parts[at]), ".".join(parts[at + 1 :]))
 
 
 def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The plan's picture: a row for every place in a decoder layer, a column for every decoder layer, and the cells."""
+    """Return the plan's heat map: rows (type of layer), columns (decoder layer), and cells."""
     places = list(dict.fromkeys(_depth(name)[1] for name in layers))
     cells, in_bits = [], holds_integers(layers)
     for name, layer in layers.items():

@@ -1,4 +1,4 @@
-"""``compress``: calibrate, plan, fit, save."""
+"""Compress a model: calibrate, plan, fit, save."""
 
 import itertools
 import tempfile
@@ -66,7 +66,7 @@ def compress(
     evaluate_on: Mapping[str, Iterable[Any]] | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> CompressReport:
-    """Make a pretrained decoder smaller, in place: measure, decide what every layer becomes, fit it, save.
+    """Make a pretrained decoder smaller, in place: calibrate, choose an operator for every layer, fit it, save.
 
     Args:
         model: a Hugging Face decoder.
@@ -159,7 +159,7 @@ def compress(
 def replaceable(
     model: Any, settings: CompressSettings, targets: str | Iterable[str], exclude: str | Iterable[str] | None
 ) -> dict[str, nn.Module]:
-    """Return the layers that may be replaced, by name: linear ones; embedding and head where the reader stores them."""
+    """Return the replaceable layers by name: linear ones; embedding and head if the reader stores them."""
     modules = linear_layers(model, targets, exclude)
     if settings.by_bytes and READERS[settings.reader].tables and targets == ALL_LINEAR:
         modules |= tables_of(model, exclude)
@@ -181,12 +181,12 @@ def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: 
 
 
 def proposal(folder: Path, name: str) -> Path:
-    """Return where ``name``, of a plan that is not applied (yet), is put: a model in ``folder`` keeps its own."""
+    """Return the path for ``name`` of a plan that is not applied (yet); a model in ``folder`` keeps its own file."""
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
 
 
 class _Job:
-    """One compression: its search space and the steps."""
+    """Run one compression: its search space and the steps."""
 
     def __init__(
         self, task: Task, run_folder: RunFolder | None, made_by: Any, tokenizer: Any, out_of_reach: tuple[str, ...]
@@ -203,7 +203,7 @@ class _Job:
         self.ends[phase] = time.monotonic()
 
     def run(self, corpus: Corpus, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
-        """Calibrate, plan and, unless ``plan_only``, make; what is kept goes to the folder as it is made."""
+        """Calibrate, plan and, unless ``plan_only``, apply the plan; write each result to the folder at once."""
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.reset()
         self._lap("")
@@ -247,7 +247,7 @@ class _Job:
         return report
 
     def _rename_others(self, plan_file: Path) -> None:
-        """Rename what was made by another plan, or with other settings, than the result that is about to be written."""
+        """Rename results of other plans or settings before the new ones are written."""
         made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan_file)["sha256"]}
         if self.run_folder is not None:
             if made_by != self.made_by:
@@ -281,7 +281,7 @@ class _Job:
         return healing, compared(original, compressed, corpus.unseen)
 
     def _observe(self, phase: str, corpus: Corpus) -> Observation | None:
-        """Evaluate the model as it now is; None if nothing is to be evaluated."""
+        """Evaluate the model in its current state; None if evaluation is off."""
         settings = self.settings
         if not settings.evaluate:
             return None

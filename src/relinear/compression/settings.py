@@ -1,4 +1,4 @@
-"""Settings of a compression."""
+"""Define the settings of a compression."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class CompressSettings(Settings):
 
     @property
     def heal_batch(self) -> int:
-        """Return blocks a step of healing: four, or ``batch_size`` times what comes nearest below."""
+        """Return the blocks per healing step: four, rounded down to a multiple of ``batch_size``, or one batch."""
         return self.batch_size * max(1, 4 // self.batch_size)
 
     @property
@@ -109,7 +109,7 @@ class CompressSettings(Settings):
         return self.keep is None
 
     def bytes_of(self, original: int) -> float:
-        """Return the bytes that ``size`` asks for, of a model of ``original``. Raises ValueError for no size."""
+        """Return the bytes that ``size`` means for a model of ``original`` bytes. Raises ValueError for other text."""
         number = size_in_bytes(self.size)
         if not number:
             raise ValueError(
@@ -124,16 +124,16 @@ class CompressSettings(Settings):
 
     @property
     def heal_blocks(self) -> int:
-        """Return blocks that are trained on in healing: whole steps."""
+        """Return the blocks that healing trains on: whole steps."""
         blocks = self.heal_tokens // self.sequence_length
         return blocks - blocks % self.heal_batch
 
     @property
     def blocks(self) -> int:
-        """Return blocks of the corpus that calibration sees."""
+        """Return the number of calibration blocks."""
         return self.tokens // self.sequence_length
 
     @property
     def evaluation_blocks(self) -> int:
-        """Return blocks after these that the compressed model is evaluated on; 0 if it is not."""
+        """Return the number of blocks, after these, to evaluate the compressed model on; 0 if it is not evaluated."""
         return max(1, self.evaluation_tokens // self.sequence_length) if self.evaluate else 0

@@ -1,4 +1,4 @@
-"""The task of a compression: a model and its replaceable layers; checks of the input."""
+"""Describe the task of a compression, a model and its replaceable layers, and check the input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECKED_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The inputs of a compression.
+    """Hold the inputs of a compression.
 
     modules: the layers that may be replaced, by name. settings: of the compression. folder: of what is kept.
 
@@ -112,7 +112,7 @@ def linear_layers(
 
 
 def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
-    """Return, in words, the weights that no target could name, such as experts that are held as one tensor.
+    """Describe the weights that no target can name, such as experts stored as one tensor.
 
     Raises:
         ValueError: if they are most of the model, and ``targets`` names no layers in particular.
@@ -129,7 +129,7 @@ def unreached(model: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[str, nn.Module]:
-    """Return the embedding, and a head that is not tied to it, where they can be integers and are not excluded."""
+    """Return the embedding, and an untied head, if they can be stored as integers and are not excluded."""
     ends, tables = (model.get_input_embeddings(), model.get_output_embeddings()), {}
     for name, module in model.named_modules():
         if any(module is end for end in ends) and not isinstance(module, Operator):
@@ -158,7 +158,7 @@ def check_compressible(model: Any, sequence_length: int) -> None:
 
 
 def check_ids(ids: Tensor, model: Any, source: str) -> None:
-    """Raise ValueError unless token ids (N, T) are ones that ``model`` embeds."""
+    """Raise ValueError unless ``model`` can embed the token ids (N, T)."""
     entries = vocab_size_of(model.get_input_embeddings())
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{source}: token ids must be integers, got {str(ids.dtype).removeprefix('torch.')}")

@@ -30,7 +30,7 @@ ACTIONS: dict[str, tuple[type[Intervention], str]] = {
 
 
 class Change(NamedTuple):
-    """A change of one unit of a hook point."""
+    """Describe a change of one unit of a hook point."""
 
     point: str
     unit: int
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed: int = 0) -> dict[str, Any]:
-    """Return what a change of a unit does to the next token and to the text written, compared with a control.
+    """Return the effect of a change of a unit on the next token and on generated text, compared with a control.
 
     The control is a random other unit that is moved equally far, in its own standard deviations.
 
@@ -91,7 +91,7 @@ def _control(subject: Subject, change: Change, seed: int) -> Change | None:
 
 
 def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the distributions over the tokens that are likely on one of the sides, and the texts."""
+    """Return the probabilities of the tokens that are likely in one of the cases, and the texts."""
     before = sides["before"]["shares"]
     likely = _likeliest([side["shares"] for side in sides.values()])
     answer: dict[str, Any] = {"tokens": subject.tokens(likely), "control": None}
@@ -117,7 +117,7 @@ def code(subject: Subject, text: str, change: Change, new: int) -> str:
 
 
 def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, Any]:
-    """Return what a unit does to the next token where it is highest: the same texts with it kept at its mean.
+    """Return a unit's effect on the next token where it is highest, by the same texts with the unit at its mean.
 
     Beside it a control, a random other unit that is kept at its mean on the same texts.
     """

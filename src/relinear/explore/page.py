@@ -1,4 +1,4 @@
-"""The page: one file with everything inline, which asks a server, or holds the index itself and can be mailed."""
+"""Build the page, one file with everything inline: it asks a server, or contains the index and can be mailed."""
 
 # Legend: U units, N texts, T tokens of a text
 
@@ -31,7 +31,7 @@ _KINDS = {torch.float32: "F32", torch.int32: "I32"}
 
 
 def live_page(overviews: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page that asks the server for what it shows."""
+    """Return the page that requests its data from the server."""
     return _page(overviews, _LIVE, {"models": list(overviews)})
 
 
@@ -46,7 +46,7 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
     """
     overviews = [subject.overview() for subject in subjects]
     indices: list[dict[str, Any]] = [{"effects": {}} | _packed(subject) for subject in subjects]
-    chosen = [_most_spread(subject, effects) for subject in subjects]
+    chosen = [_most_varying(subject, effects) for subject in subjects]
     total, done = sum(map(len, chosen)), 0
     for subject, units, packed in zip(subjects, chosen, indices, strict=True):
         for point, unit in units:
@@ -57,7 +57,7 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
 
 
 def policy_of(page: str) -> str:
-    """Return the Content-Security-Policy by which ``page`` runs only its own scripts and asks only its server."""
+    """Return the Content-Security-Policy that lets ``page`` run only its own scripts and ask only its server."""
     scripts = re.findall(r"<script id=\"\w+\">(.*?)</script>", page, flags=re.DOTALL)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
@@ -72,8 +72,8 @@ def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[
     return render([Section(title, "explore", [Part(_TEMPLATE, {"how": help_text, "data": whole})])])
 
 
-def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
-    """Return up to ``count`` units from all hook points in turn, those of the largest spread at their point first."""
+def _most_varying(subject: Subject, count: int) -> list[tuple[str, int]]:
+    """Return up to ``count`` units, from all hook points in turn, those of the largest deviation first."""
     std = subject.index.tensors["std"]
     units: list[tuple[int, str, int]] = []
     for facts in subject.index.hook_points.values():
@@ -84,7 +84,7 @@ def _most_spread(subject: Subject, count: int) -> list[tuple[str, int]]:
 
 
 def _packed(subject: Subject) -> dict[str, Any]:
-    """Return an index as the page reads it: little-endian numbers in base64, and the texts of the tokens that occur."""
+    """Encode an index for the page: little-endian numbers in base64, and the texts of the tokens that occur."""
     index = subject.index
     return {
         "tensors": {name: _base64(tensor) for name, tensor in index.tensors.items()},

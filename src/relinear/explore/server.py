@@ -1,4 +1,4 @@
-"""The page's server: Python's own, on this machine alone unless asked otherwise.
+"""Serve the page by Python's own server, by default to this machine alone.
 
 What a page of another site could do to a server on this machine is refused: a request must name this machine as its
 host (a name that is made to point here does not), come from this page where it says where it comes from, and send JSON.
@@ -27,7 +27,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
-    """Return the result of a subject's function for the values of a request, each of the type of its parameter."""
+    """Call a subject's function with a request's values, each converted to the type of its parameter."""
     number = str(values.get("model", 0))
     if number not in map(str, range(len(subjects))):
         raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {shown(number)}")
@@ -65,7 +65,7 @@ _ANSWERS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _Refused(Exception):
-    """A request that gets a status and a sentence."""
+    """Raised for a request that is answered with an HTTP status and a sentence."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ class _Server(ThreadingHTTPServer):
     hosts: frozenset[str] | None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that has gone, whatever was being read from it or sent to it."""
+        """Ignore errors of clients that have disconnected."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal is the user's."""
+        """Log nothing: the terminal is the user's."""
 
     def do_GET(self) -> None:
         """Answer a request, by either method."""
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def _check_origin(self) -> None:
-        """Refuse what comes by a name that is not this machine's, or from another page."""
+        """Refuse requests to a host name that is not this machine's, or from another page."""
         host = self.headers.get("Host", "")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_address(name: str) -> bool:
-    """Return whether a host is named by its address: no name server can make that point elsewhere."""
+    """Return whether a host is an IP address, which no name server can redirect."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

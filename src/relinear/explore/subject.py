@@ -1,4 +1,4 @@
-"""A model on disk -> hook points, texts, an index, and the answers to the page, as JSON values."""
+"""Load a model's hook points, texts and index, and answer the page's requests with JSON values."""
 
 # Legend: T tokens, R units of a hook point, V vocabulary
 
@@ -65,17 +65,17 @@ class Subject:
         return [self.token_text(int(token)) for token in ids]
 
     def text(self, row: int) -> str:
-        """Return a text of the corpus. Raises ValueError if there is none of this number."""
+        """Return a text of the corpus. Raises ValueError if the number is out of range."""
         if not 0 <= row < len(self.index.ids):
             raise ValueError(f"the corpus has texts 0 to {len(self.index.ids) - 1}, got {row}")
         return self.tokenizer.decode(self.index.ids[row])
 
     def positions(self) -> int:
-        """Return the most tokens that the model reads."""
+        """Return the largest number of tokens that the model reads."""
         return max_positions(self.model) or 1 << 20
 
     def encode(self, text: str, new: int = 0) -> Tensor:
-        """(T,) token ids of ``text``. Raises ValueError for none, or for more than there is room for with ``new``."""
+        """Return token ids (T,) of ``text``. Raises ValueError for none, or if they and ``new`` tokens do not fit."""
         ids = encode(self.tokenizer, [text])[0]
         if ids:
             ids = [*text_start(self.tokenizer), *ids]
@@ -89,7 +89,7 @@ class Subject:
     # Units
 
     def control_of(self, point: str, unit: int, seed: int = 0) -> tuple[str, int] | None:
-        """Return a random other unit of the same hook point, or, of a single one, of its kind; None without any."""
+        """Return a random other unit of the same hook point, or of another point of its kind; None if there is none."""
         index, facts = self.index, self.index.facts(point)
         current = index.row(point, unit)
         candidates: list[int] = [row for row in range(facts.start, facts.start + facts.size) if row != current]
@@ -99,7 +99,7 @@ class Subject:
         return index.unit_at(random.Random(f"{point} {unit} {seed}").choice(candidates)) if candidates else None
 
     def overview(self) -> dict[str, Any]:
-        """Return what the model offers."""
+        """Return the model's description: hook points, texts, features."""
         texts, length = self.index.ids.shape
         return {
             "path": self.path,
@@ -112,7 +112,7 @@ class Subject:
         }
 
     def units(self, point: str) -> list[dict[str, Any]]:
-        """Return every unit of a hook point in few words: mean, spread, and the tokens at which it is highest."""
+        """Summarise every unit of a hook point: mean, standard deviation, and the tokens at which it is highest."""
         facts, tensors = self.index.facts(point), self.index.tensors
         rows = slice(facts.start, facts.start + facts.size)
         marked = self._marked(rows)[:, :3].tolist()
@@ -123,7 +123,7 @@ class Subject:
         ]
 
     def _marked(self, rows: slice) -> Tensor:
-        """Return (units, K) ids of the tokens at which units are highest; -1 where there is no text."""
+        """Return token ids (units, K) at which units are highest; -1 where there is no text."""
         texts, tokens = (self.index.tensors[f"most_{column}"][rows].long() for column in ("row", "token"))
         return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
 
@@ -143,7 +143,7 @@ class Subject:
         return answer | numbers | {"counts": tensors["counts"][row].tolist()}
 
     def search(self, query: str) -> list[dict[str, Any]]:
-        """Return units whose marked tokens hold ``query`` in upper or lower case, those with most of them first."""
+        """Return units whose marked tokens contain ``query``, ignoring case, those with the most first."""
         query_text = query.strip().lower()
         if not query_text:
             raise ValueError("type a part of a token to look for")
@@ -193,7 +193,7 @@ class Subject:
             yield
 
     def shares_of(self, ids: Tensor, interventions: Mapping[str, Intervention]) -> Tensor:
-        """Return (B, T, V): probabilities of the next token for ids (B, T). The caller holds ``lock``.
+        """Return next-token probabilities (B, T, V) for ids (B, T). The caller holds ``lock``.
 
         Raises:
             ValueError: if they are not finite.
@@ -206,7 +206,7 @@ class Subject:
         return shares
 
     def continued(self, ids: Tensor, new: int, interventions: Mapping[str, Intervention]) -> str:
-        """Return what the model writes after ids (T,), greedily. The caller holds ``lock``."""
+        """Return the model's greedy continuation of ids (T,). The caller holds ``lock``."""
         inputs = ids[None].to(self.model.device)
         settings = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(inputs)}
         with self._running(interventions):
@@ -214,7 +214,7 @@ class Subject:
         return self.tokenizer.decode(generated[0, len(ids) :])
 
     def padding(self) -> int:
-        """Return an unused padding id: without one ``generate`` prints on stderr which one it takes."""
+        """Return a padding id, so that ``generate`` does not print a warning."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(token for token in ids if token is not None)
 
@@ -248,7 +248,7 @@ def prepare_subject(
     folder: Path | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> Subject:
-    """Return the model with its index: the one that is kept, if it was made from the same things, else a new one.
+    """Return the model with its index: the saved one if it was made from the same inputs, else a new one.
 
     Args:
         name: the directory that the model was loaded from, or its name on the Hub.
@@ -294,6 +294,6 @@ def _usual_folder(name: str) -> Path:
 
 
 def _weights(directory: Path) -> list[list[Any]]:
-    """Return name, size and time of every saved file of the directory; nothing for a name."""
+    """Return name, size and time of every file in the model's directory; nothing for a Hub name."""
     files = sorted(path for path in directory.glob("*") if path.suffix in (".safetensors", ".json"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -1,4 +1,4 @@
-"""The units of a model over a corpus: what moves each of them most, in memory that the corpus does not make grow.
+"""Index the units of a model over a corpus: the texts that move each most, in bounded memory.
 
 A unit is one dimension of a hook point (``relinear.activations.hook_points``): a gate, a latent's dimension, a channel
 of what a layer puts out. The index over all of them is one safetensors file of numbers and one JSON file, which open in
@@ -77,7 +77,7 @@ def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class HookPointFacts:
-    """A hook point in an index: its units are rows ``start`` to ``start + size``; layer: None outside of all."""
+    """Locate a hook point in an index: its units are rows ``start`` to ``start + size``; layer: None outside of all."""
 
     name: str
     kind: str
@@ -88,7 +88,7 @@ class HookPointFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Statistics of a model's units on a corpus.
+    """Hold statistics of a model's units on a corpus.
 
     hook_points: by name, in the model's order.
     ids: (N, T), the texts.
@@ -111,7 +111,7 @@ class Index:
         return facts.start + unit
 
     def facts(self, point: str) -> HookPointFacts:
-        """Return what is known of a hook point. Raises ValueError if there is none of this name."""
+        """Return a hook point's entry. Raises ValueError if there is none of this name."""
         if point not in self.hook_points:
             raise ValueError(f"no hook point is named {point!r}; {did_you_mean(point, self.hook_points)}")
         return self.hook_points[point]
@@ -122,7 +122,7 @@ class Index:
         return facts.name, row - facts.start
 
     def save(self, directory: str | Path) -> None:
-        """Write both files, whole or not at all, over an older index.
+        """Write both files atomically, over an older index.
 
         Raises:
             ValueError: if the directory holds files of these names that are not an index of relinear's.
@@ -137,13 +137,13 @@ class Index:
 
 
 def index_folder(directory: str | Path) -> RunFolder:
-    """Return the folder of an index, which is replaced where it was made from other things."""
+    """Return the folder of an index; an index that was made from other inputs is replaced."""
     earlier = {"index.json": ("format", "made_from", "sites")}
     return RunFolder(directory, "explore", "index.json", ("units.safetensors",), earlier_records=earlier)
 
 
 def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | None:
-    """Return the index in ``directory`` if there is a whole one that was made from the same things, else None.
+    """Return the index in ``directory`` if it is complete and was made from the same inputs, else None.
 
     Raises PermissionError, before anything is read, if another user could have put it there (``check_all_private``).
     """
@@ -165,7 +165,7 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
 
 
 class _Running:
-    """The entries of the index for the units of one point, as texts come in."""
+    """Accumulate the index's entries for the units of one hook point, text by text."""
 
     def __init__(self, size: int) -> None:
         self.values = {end: torch.full((size, TOP), -math.inf) for end in ("most", "least")}
@@ -177,7 +177,7 @@ class _Running:
         self.seen = 0
 
     def add(self, values: Tensor, row: int) -> None:
-        """Return values (B, T, R) of the texts from ``row`` on."""
+        """Add the values (B, T, R) of the texts from ``row`` on."""
         for end, sign in (("most", 1), ("least", -1)):
             best, positions = (sign * values).max(1)
             rows = torch.arange(row, row + len(values))[None].expand(values.shape[-1], -1)
@@ -193,7 +193,7 @@ class _Running:
         self.seen += len(flat)
 
     def _count(self, values: Tensor) -> None:
-        """Into the bins; where a value lies outside, pairs of bins become one and the range doubles towards it."""
+        """Count values in bins; if one lies outside, merge pairs of bins and double the range towards it."""
         least, most = values.amin(0), values.amax(0)
         if not self.seen:
             self.low, self.span = least, (most - least).clamp_min(1e-6 * most.abs().clamp_min(1e-6))
@@ -264,14 +264,14 @@ def index_units(
 
 @torch.no_grad()
 def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) -> dict[str, Tensor]:
-    """The values (T, R) of the hook points ``chosen`` for the token ids (T,), in float32. Raises as ``index_units``."""
+    """Return values (T, R) of the hook points ``chosen`` for token ids (T,), in float32. Raises as ``index_units``."""
     by_point: dict[str, Tensor] = {}
     _run(model, ids[None], chosen, lambda name, values: by_point.update({name: values[0]}))
     return by_point
 
 
 def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable[[str, Tensor], None]) -> None:
-    """Return one forward over ids (B, T); ``see`` is called with the name and the values (B, T, R) of each point."""
+    """Run one forward over ids (B, T); call ``see`` with the name and the values (B, T, R) of each point."""
 
     def observer(name: str, latent: Latent) -> None:
         values = latent.z.detach().float().cpu()
