@@ -26,7 +26,7 @@ _ROWS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class FitError:
-    """How far outputs are from the target outputs.
+    """Hold the errors of outputs relative to the target outputs.
 
     relative: sum of squared errors over sum of squares, or the divergence of logits. cosine: mean cosine of a token's
     output with the target; None if nothing has one.
@@ -38,7 +38,7 @@ class FitError:
 
 @dataclasses.dataclass(frozen=True)
 class FitObjective:
-    """The objective that modules are trained on together.
+    """Hold an objective on which modules are trained together.
 
     samples: how many there are to train on. loss: of some of them, by their indices. error: of the modules as they are,
     in evaluation mode. by_cosine: by which of its numbers results are compared.
@@ -50,7 +50,7 @@ class FitObjective:
     by_cosine: bool = False
 
     def is_no_worse(self, after: FitError, before: FitError) -> bool:
-        """Return whether a result is no worse than the initialisation; what is not a number is worse."""
+        """Return whether a result is no worse than the initialisation; NaN is worse."""
         if self.by_cosine and after.cosine is not None and before.cosine is not None:
             return after.cosine >= before.cosine
         return after.relative <= before.relative
@@ -58,7 +58,7 @@ class FitObjective:
 
 @dataclasses.dataclass(frozen=True)
 class FitSchedule:
-    """How modules are trained: passes over the samples, samples a step, Adam's peak learning rate, seed of the order.
+    """Set how modules are trained: passes over the samples, samples per step, Adam's peak learning rate, seed.
 
     report_every: steps between two reports of progress.
     """
@@ -151,7 +151,7 @@ def _loss(kind: str, got: Tensor, target_outputs: Tensor, mean_square: float) ->
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Inputs (M, I) with the function that gives the outputs to reproduce, and the contexts (M, C) or None.
+    """Hold inputs (M, I), the function that gives their target outputs, and the contexts (M, C) or None.
 
     outputs: rows -> (rows, O); an index tensor or slice in.
     """
@@ -161,13 +161,13 @@ class Pairs:
     contexts: Tensor | None = None
 
     def run(self, module: nn.Module, rows: Tensor | slice) -> Tensor:
-        """Return what ``module`` gives for these rows."""
+        """Return the outputs of ``module`` for these rows."""
         reference = next(module.parameters())
         with contextlib.nullcontext() if self.contexts is None else context(self.contexts[rows].to(reference)):
             return module(self.inputs[rows].to(reference))
 
     def both(self, module: nn.Module, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield what ``module`` gives for the rows and what it is to give, some rows at a time."""
+        """Yield the outputs of ``module`` for the rows and the target outputs, some rows at a time."""
         for start in range(rows.start, rows.stop, _ROWS):
             part = slice(start, min(start + _ROWS, rows.stop))
             yield self.run(module, part), self.outputs(part)
@@ -182,12 +182,11 @@ def measure(module: nn.Module, pairs: Pairs, rows: slice) -> FitError:
 
 @torch.no_grad()
 def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) -> None:
-    """Start the bias of ``module`` at the mean of what it is to give.
+    """Initialise the bias of ``module`` with the mean target output.
 
     Args:
-        rows: over which the mean is taken.
-        fitted: whether the rest of it gives an estimate already (a closed-form fit): the mean is then of what is
-            missing, and the bias that is there stays in.
+        rows: the rows over which the mean is taken.
+        fitted: whether ``module`` is already fitted (in closed form): the mean error is then added to its bias.
     """
     assert module.bias is not None
     with eval_mode(module):
@@ -200,7 +199,7 @@ def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) ->
 
 
 def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> FitObjective:
-    """Return the objective of ``module``, in the precision to train in, to give the outputs of ``pairs``.
+    """Return the objective that trains ``module``, in its training precision, towards the outputs of ``pairs``.
 
     Args:
         train_rows: the first rows, to train on; those behind them evaluate.
@@ -236,7 +235,7 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 class _SinglePrecision(nn.Module):
-    """An operator that is trained in single precision, in a model that computes in another."""
+    """Train an operator in single precision within a model of another precision."""
 
     def __init__(self, operator: nn.Module) -> None:
         super().__init__()
@@ -248,7 +247,7 @@ class _SinglePrecision(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class InModelFit:
-    """Operators in their places in the model, on blocks of tokens; targets are the outputs of the original.
+    """Fit operators within the model on blocks of tokens; targets are the outputs of the original.
 
     model: in eval mode; its own parameters stay as they are. operators: name -> operator, every alias of a layer
     included; perhaps in another dtype than the model. originals: modules that the model without them has under their

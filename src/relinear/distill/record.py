@@ -107,11 +107,11 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
 
 
 class _Done(Exception):
-    """Ends a forward pass once every module of interest has been seen."""
+    """Raised to end a forward pass once every module of interest has run."""
 
 
 class Recording:
-    """Inputs of modules, each tensor stored once: ``inputs(name)`` (M, I), and ``contexts(name)`` (M, C) or None."""
+    """Store the inputs of modules, each tensor once: ``inputs(name)`` (M, I), ``contexts(name)`` (M, C) or None."""
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
         self.tokens, self.folder = tokens, folder
@@ -123,7 +123,7 @@ class Recording:
         self._stores.clear()
 
     def write(self, name: str, values: Tensor, start: int, shared: dict[int, str]) -> None:
-        """Store values (..., size) from row ``start`` on; the same memory seen before in this pass is not stored twice.
+        """Store values (..., size) from row ``start`` on; memory already stored in this pass is not stored twice.
 
         Args:
             shared: address -> name of what this pass has stored.
@@ -151,7 +151,7 @@ class Recording:
         return stored
 
     def contexts(self, name: str) -> Tensor | None:
-        """Return the context (M, C) of every input of ``name``, where it was asked for."""
+        """Return the context (M, C) of every input of ``name``, or None if it was not recorded."""
         return self._values(f"{name} context")
 
     def _values(self, name: str) -> Tensor | None:
@@ -226,7 +226,7 @@ def _run_until_done(model: Any, ids: Tensor) -> None:
 
 
 def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] | None:
-    """Return arguments and output of the first call of ``module`` in ``run()``, which ends there; None without one."""
+    """Return arguments and output of the first call of ``module`` in ``run()``, then stop it; None without a call."""
     calls: list[tuple[tuple, Any]] = []
 
     def on_output(name: str, module: nn.Module, args: tuple, output: Any) -> None:
@@ -239,7 +239,7 @@ def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] |
 
 
 def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
-    """Return the (first) output of the module ``name`` in a pass of ``model`` over ids (N, T), which ends there.
+    """Return the (first) output of the module ``name`` for ids (N, T); later modules do not run.
 
     Raises:
         ValueError: if that is not a tensor, or the module is never called.

@@ -1,4 +1,4 @@
-"""The report of a distillation, layer by layer."""
+"""Report a distillation, layer by layer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from relinear.system.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class LayerFit:
-    """One fitted layer.
+    """Report one fitted layer.
 
     name: of the layer in the model.
     operator: its setting, as text.
@@ -38,13 +38,13 @@ class LayerFit:
 
     @property
     def worse_than_zeros(self) -> bool:
-        """Return whether an output of zeros, whose error is 1, would be as near to the layer's (never for a KL)."""
+        """Return whether an output of zeros, whose error is 1, would be as good (never for a KL)."""
         return self.cosine is not None and not self.error < 1
 
 
 @dataclasses.dataclass(frozen=True)
 class DistillReport:
-    """Every fitted layer in the order of fitting; printing it gives a table.
+    """Report every fitted layer in the order of fitting; printing it gives a table.
 
     perplexity_before, perplexity: of the whole model before and after, on the tokens that were not fitted on; None for
         a model that returns no logits.
@@ -75,7 +75,7 @@ class DistillReport:
 
 
 def distill_section(report: Mapping[str, Any]) -> Section:
-    """Return what a page says of ``report``, the values of report.json."""
+    """Return a page's blocks for ``report``, the values of report.json."""
     error = "KL (nats)" if report["loss"] == "kl" else "error"
     layers = report["layers"]
     blocks: list[Block] = []

@@ -58,7 +58,7 @@ def distill_(
     resume: bool | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> DistillReport:
-    """Replace layers of a pretrained model, in place, by operators that are fitted to the layers' outputs on a corpus.
+    """Replace layers of a pretrained model, in place, by operators fitted to the layers' outputs on a corpus.
 
     For each decoder layer in order: record the inputs of its layers to replace, with all earlier replacements active;
     fit each operator to its layer's outputs for these inputs, or to those in the original model (Adam, cosine
@@ -139,7 +139,7 @@ def distill_(
 def _fit_remaining(
     run: _Run, groups: list[list[Replacement]], full_plan: Plan, earlier: Mapping[str, Any] | None
 ) -> DistillReport:
-    """Fit the layers that an earlier call did not, and return the report."""
+    """Fit the remaining layers, and return the report."""
     with eval_mode(run.model):
         before = run.perplexity("before")
     if run.settings.bias:  # Give every target without a bias a zero bias, so its operator gets one.
@@ -164,7 +164,7 @@ def _fit_remaining(
 
 
 def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
-    """Return the possible forms of ``full_plan``'s operators in a saved state; [] if that has other operators."""
+    """Return the possible settings of ``full_plan``'s operators in a saved state; [] if it has other operators."""
     configs = [(r.name, r.config) for r in full_plan.replacements]
     if "operators" in state:
         stored = state["operators"]
@@ -235,7 +235,7 @@ class _Run:
     # State on disk
 
     def fingerprint(self, full_plan: Plan, settings: Any, operators: list) -> str:
-        """Return a hash of everything that decides the result; ``settings`` and ``operators`` as they are saved."""
+        """Return a hash of everything that decides the result; ``settings`` and ``operators`` as saved."""
         parameters = [p for r in full_plan.replacements for p in r.target.module.parameters()]
         return fingerprint_of([settings, operators], [self.blocks, *parameters])
 
@@ -342,7 +342,7 @@ class _Run:
         return fits
 
     def _copies(self, group: list[Replacement]) -> dict[str, nn.Module]:
-        """Return copies of the modules that a group changes, if the target needs them: name -> copy, with aliases."""
+        """Copy the modules that a group changes, if the target needs them: name -> copy, with aliases."""
         if self.settings.target != "original":
             return {}
         changed = {id(module): copy.deepcopy(module) for module in self._changed(group).values()}
@@ -446,7 +446,7 @@ class _Run:
         return FitSchedule(settings.epochs, batch, settings.learning_rate, settings.seed)
 
     def _retrain(self, name: str, target_outputs: Tensor) -> LayerFit:
-        """Train one linear layer to return the outputs that it had before the replacements."""
+        """Train one linear layer towards its outputs before the replacements."""
         module = self.model.get_submodule(name)
         trained = copy.deepcopy(module).float()
         with self._record_activations({name: module}) as recording:

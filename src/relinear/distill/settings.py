@@ -1,4 +1,4 @@
-"""Settings of a distillation."""
+"""Define the settings of a distillation."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")
 
 
 class _Gate(HasHookPoints, nn.Module):
-    """W_theta: ``weight`` (H, D) for a gate per head, (H C, D) for a gate per channel; y is (..., H C).
+    """Gate y (..., H C) by W_theta: ``weight`` (H, D) for a gate per head, (H C, D) for a gate per channel.
 
     The gates can be read and changed as ``head`` or ``channel``.
     """

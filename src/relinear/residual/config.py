@@ -1,4 +1,4 @@
-"""Residual methods: how a sub-block's output is added to the residual stream of a stock decoder layer.
+"""Define residual methods: how a sub-block's output is added to the residual stream of a stock decoder layer.
 
 A stock layer computes ``x + y`` with y = module(norm(x)). To compute ``f(x, y)`` instead, a residual method lets the
 sub-block return ``f(x, y) - x``. Methods that scale y or add to it are exact. Those that normalise the sum (Post-LN,

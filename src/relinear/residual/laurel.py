@@ -23,7 +23,7 @@ _STREAMS = "relinear_streams"  # keyword argument by which the layers of one for
 
 
 class _Weights(nn.Module):
-    """alpha and beta from two logits: 2 softmax(logits) or 2 sigmoid(logits), both exactly 1 at first."""
+    """Compute alpha and beta from two logits: 2 softmax(logits) or 2 sigmoid(logits), both exactly 1 at first."""
 
     def __init__(self, normalize: str, kw: dict[str, Any]):
         super().__init__()
@@ -40,7 +40,7 @@ class _Weights(nn.Module):
 
 
 class _LowRank(nn.Module):
-    """B A x with ``down`` A (R, D) and ``up`` B (D, R).
+    """Compute B A x with ``down`` A (R, D) and ``up`` B (D, R).
 
     A starts with orthogonal columns, A^T[i, j] = 1 / sqrt(R D) where i mod R = j, B at zero (Section 3.3).
     """
@@ -191,7 +191,7 @@ class LaurelPreviousResidual(nn.Module):
 
 
 class _Streams:
-    """The streams x_i of one forward, by i; every layer is handed the same one.
+    """Hold the streams x_i of one forward pass, by i; all layers share the object.
 
     No dictionary: where accelerate moves weights and arguments, layers get a copy of every dictionary.
     """
@@ -205,13 +205,13 @@ def _new_streams(runner: Any, inputs: dict[str, Any]) -> _Streams:
 
 
 class _Received:
-    """The input handed to each layer, by layer, until it is used."""
+    """Hold each layer's input until it is used."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, _Streams] = {}
 
     def receive(self, layer: int, streams: _Streams | None) -> None:
-        """Keep the streams of a forward for a layer that starts; None, if it is over, leaves nothing behind."""
+        """Keep a forward pass's streams for a layer that starts; None, after the pass, clears them."""
         if streams is not None:
             self.by_layer[layer] = streams
 
@@ -221,7 +221,7 @@ class _Received:
 
 
 class _PreviousResidualHooks(ResidualHooks):
-    """An addition to the residual stream that reads earlier streams, of those that its layer has received."""
+    """Add to the residual stream from the earlier streams that the layer has received."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
         super().__init__(owner, PART)

@@ -20,7 +20,7 @@ _FINAL_NORMS = ("norm", "ln_f", "final_layernorm")
 
 
 class _PostNorm(nn.Module):
-    """Holds the sub-block's norm; returns norm(alpha x + y) - x, to which the layer adds x."""
+    """Return norm(alpha x + y) - x, to which the layer adds x; holds the sub-block's norm."""
 
     def __init__(self, norm: nn.Module, alpha: float):
         super().__init__()
@@ -107,7 +107,7 @@ class DeepNorm(PostLN):
 
     @torch.no_grad()
     def initialize_(self, model: nn.Module) -> None:
-        """Draw the projections as the paper does. Other operators than wrappers keep their initialisation."""
+        """Initialise the projections as in the paper. Operators that are not wrappers keep their initialisation."""
         blocks = sub_blocks(model)
         beta = self.beta(len(blocks) // 2)
         skipped = set()

@@ -15,7 +15,7 @@ from relinear.residual.config import PART, ResidualConfig, connect, without_norm
 
 
 class _Scale(nn.Module):
-    """alpha (1,), zero at first: returns alpha y."""
+    """Return alpha y, with alpha (1,), zero at first."""
 
     def __init__(self, device=None, dtype=None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A second embedding of the token, added to what the MLPs read: the control for layers that are gated by such a one."""
+"""Add a second embedding of the token to the MLPs' inputs: the control for layers that such an embedding gates."""
 
 # Legend: B batch, T tokens, D width of the residual stream, C dim of the embedding
 
@@ -19,7 +19,7 @@ from relinear.hf.vocabulary import check_table_fits
 
 
 class _Table(ContextOwner):
-    """``embedding`` (V, C), and ``projection`` (D, C) where C is not D."""
+    """Hold ``embedding`` (V, C), and ``projection`` (D, C) unless C = D."""
 
     token_table = "embedding"
     finite_fan_in = ("projection",)
@@ -47,7 +47,7 @@ class _Table(ContextOwner):
         return vectors if self.projection is None else self.projection(vectors)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return what the MLPs are given, for the arguments of the base model."""
+        """Return the vectors for the MLPs, from the arguments of the base model."""
         ids = inputs.get("input_ids")
         if ids is None:
             raise ValueError("a second embedding needs input_ids and got inputs_embeds; give the model token ids")
@@ -63,7 +63,7 @@ def add_embedding(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 @register
 class SecondEmbedding(AttachmentConfig):
-    """Add a second, learnt embedding e_t of token t to what every MLP reads: mlp(norm(x) + W e_t).
+    """Add a second, learnt embedding e_t of token t to every MLP's input: mlp(norm(x) + W e_t).
 
     It is the same in every layer. It gives a dense model what CCL's default context gives its gates, knowledge of the
     token that has not passed through the stream, without any gate: a lead of CCL over this model is the gates'. It

@@ -1,4 +1,4 @@
-"""Training: transformers' Trainer with our callbacks, groups and schedules; ``train`` for runs, ``fit`` for models."""
+"""Train with transformers' Trainer and our callbacks, groups and schedules: ``train`` runs, ``fit`` models."""
 
 from relinear.system.progress import Progress
 from relinear.training.callbacks import LatentMoments, read_metrics, read_moments

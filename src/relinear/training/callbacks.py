@@ -25,7 +25,7 @@ from relinear.training.settings import FitSettings
 
 
 class StopOnTerminate(TrainerCallback):
-    """Ends training at the end of the step in which ``ask`` was called, with a checkpoint of it. All ranks agree."""
+    """End training after the step in which ``ask`` was called, with a checkpoint. All ranks agree."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -47,7 +47,7 @@ class StopOnTerminate(TrainerCallback):
 
 
 def pace(rows: Sequence[Mapping[str, Any]], settings: FitSettings, step: int = 0) -> tuple[float, float] | None:
-    """Return the seconds that a whole run takes, and those after ``step``; None before steps were timed.
+    """Return the seconds of a whole run, and those after ``step``; None before steps were timed.
 
     Steps and evaluations are counted at their own speeds, which ``rows`` of metrics.jsonl tell.
     """
@@ -80,7 +80,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class RunLog(TrainerCallback):
-    """Writes ``metrics.jsonl``, keeps the same rows in ``rows``, and tells ``on_progress``.
+    """Write ``metrics.jsonl``, keep the same rows in ``rows``, and call ``on_progress``.
 
     Training rows: step, loss, cross_entropy, aux/*, metric/*, learning_rate, grad_norm, tokens, tokens_per_second.
     Validation rows: step, validation_loss, perplexity, tokens. Tokens per second are those of the steps between two
@@ -107,7 +107,7 @@ class RunLog(TrainerCallback):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the median over the run, which one pause of the machine does not change."""
+        """Return the median over the run, which a pause of the machine does not change."""
         return statistics.median(self.rates) if self.rates else None
 
     def rewind(self, step: int) -> None:
@@ -124,7 +124,7 @@ class RunLog(TrainerCallback):
             raise FileNotFoundError(errno.ENOENT, message, str(self.path.parent))
 
     def report(self, stage: str, step: int) -> None:
-        """Call ``on_progress`` for a step; ``stage`` is what was just done, or is about to be."""
+        """Call ``on_progress`` for a step; ``stage`` is the work just done or about to start."""
         settings = self._trainer.settings
         known = pace(self.rows, settings, step)
         text = "preparing" if stage == "prepare" else "training"
@@ -132,7 +132,7 @@ class RunLog(TrainerCallback):
         self._on_progress(Progress(text, step, settings.steps, stage, **self._last, **seconds_left))
 
     def report_batch(self, batch: int, batches: int) -> None:
-        """Tell ``on_progress`` of a batch of an evaluation that takes a while."""
+        """Call ``on_progress`` for a batch of a long evaluation."""
         self._on_progress(Progress("evaluating", batch, batches, "evaluating", **self._last))
 
     def _time_from_here(self) -> None:
@@ -140,7 +140,7 @@ class RunLog(TrainerCallback):
             self._since = time.perf_counter(), self._trainer.tokens_seen
 
     def _rate(self) -> float | None:
-        """Return tokens per second since steps were last timed from; None while warming up."""
+        """Return tokens per second since timing last started; None while warming up."""
         if self._since is None or self._trainer.tokens_seen == self._since[1]:
             return None
         rate = (self._trainer.tokens_seen - self._since[1]) / (time.perf_counter() - self._since[0])

@@ -1,4 +1,4 @@
-"""``distill``: train a student on a teacher's logits."""
+"""Train a student on a teacher's logits (``distill``)."""
 
 # Legend: B batch, T tokens, V vocabulary
 
@@ -20,7 +20,7 @@ from relinear.surgery.checkpoint import from_pretrained
 
 @register
 class Distill(ObjectiveConfig):
-    """w CE + (1 - w) tau^2 KL(teacher || model), both at temperature tau, over the tokens that the loss counts.
+    """Minimise w CE + (1 - w) tau^2 KL(teacher || model), the KL at temperature tau, over the tokens that count.
 
     Auxiliary losses of the model's operators are added as in any other run. The teacher is in evaluation mode, takes no
     gradient and is not saved with the run; it must embed the same vocabulary.
@@ -71,7 +71,7 @@ def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: flo
 
 
 class _AgainstTeacher:
-    """The objective with its teacher: no module, so that the teacher is neither trained nor saved with the model."""
+    """Hold the objective and its teacher; not a module, so the teacher is neither trained nor saved with the model."""
 
     def __init__(self, teacher: Any, temperature: float, cross_entropy: float) -> None:
         self.teacher, self.temperature, self.cross_entropy = teacher, temperature, cross_entropy
@@ -93,7 +93,7 @@ class _AgainstTeacher:
 
 
 def divergence(logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """tau^2 KL(softmax(wanted / tau) || softmax(logits / tau)), the mean over the predictions of labels that count.
+    """Return tau^2 KL(softmax(wanted / tau) || softmax(logits / tau)), averaged over the labels that count.
 
     Args:
         logits, target_logits: (B, T, V).

@@ -43,12 +43,12 @@ MAY_DIFFER: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_chec
 
 
 class NonFiniteLossError(ValueError):
-    """Raised when the loss, or a weight, becomes NaN or infinite, or the loss explodes."""
+    """Raised if the loss or a weight becomes NaN or infinite, or if the loss explodes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
+    """Hold the result of a run.
 
     validation_loss, perplexity: at the end, nats for a token and its exponential; None without validation data.
     initial_perplexity: before the first step.
@@ -78,7 +78,7 @@ class TrainResult:
 
     @classmethod
     def of_rows(cls, rows: Sequence[dict[str, Any]], **fields: Any) -> TrainResult:
-        """Return the result that rows of metrics.jsonl give; ``fields`` adds what the rows do not have."""
+        """Return the result from rows of metrics.jsonl; ``fields`` adds what the rows do not have."""
         held_out = [row for row in rows if "perplexity" in row]
         last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
         return cls(

@@ -1,4 +1,4 @@
-"""Parameter groups by parameter role, Adam, schedules, and muP's initialisation."""
+"""Build parameter groups by parameter role, Adam, schedules, and muP's initialisation."""
 
 import math
 from typing import Any, Literal
@@ -43,7 +43,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
 
 
 def inner_output_head(model: nn.Module) -> nn.Module | None:
-    """Return ``output_head`` of the language model that ``model`` is or has inside; None if there is none."""
+    """Return ``output_head`` of the language model that ``model`` is or contains; None if there is none."""
     named = (module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None)))
     return next(map(output_head, named), None)
 
@@ -158,7 +158,7 @@ def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
 
 @torch.no_grad()
 def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "config") -> None:
-    """Scale the weights of a stock model as it was drawn, before attachments and operators are put in.
+    """Scale the initial weights of a stock model, before attachments and operators are added.
 
     Matrices as ``ParamRole.init_std_scale`` says; embeddings, norms and biases stay as at the base width. An
     output head that shares the embedding's weight keeps it too, and gets ``ReadoutScale(factor=1 / ratio)``.
@@ -187,7 +187,7 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
 
 @torch.no_grad()
 def scale_added_(model: Any, ratio: float, stock: set[Tensor], *, fitted: bool = False) -> None:
-    """Scale what attachments and operators drew.
+    """Scale the initial weights of attachments and operators.
 
     Args:
         model: with all its parts in place.

@@ -47,7 +47,7 @@ _ELSEWHERE = "give another directory, or overwrite this one"
 
 
 def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
-    """Return the model that a run trains, with its attachments and operators in place, drawn from ``settings.seed``.
+    """Return the model of a run, with its attachments and operators, initialised from ``settings.seed``.
 
     Args:
         settings: of the run.
@@ -119,7 +119,7 @@ def _check_model_matches_data(model: Any, settings: TrainSettings, vocab_size: i
 
 
 def read_result(out_dir: str | Path) -> TrainResult | None:
-    """Return the result of a run that has ended, read back from its directory; None if there is none (yet)."""
+    """Read the result of a run that has ended from its directory; None if there is none (yet)."""
     out_dir = Path(out_dir)
     record = _read_record(out_dir)
     if record is None or record.get("status") != "done":
@@ -130,7 +130,7 @@ def read_result(out_dir: str | Path) -> TrainResult | None:
 
 
 def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, torch.Tensor] | None:
-    """Return the values by name that a run began with, drawn again from its seed.
+    """Return a run's initial values by name, drawn again from its seed.
 
     None if its record has no digest of them, and where what is drawn here has another.
     """
@@ -146,7 +146,7 @@ def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, tor
 
 
 def read_final_loss(out_dir: str | Path) -> float | None:
-    """Return the validation loss of a run that has ended, infinite if it diverged; None if it has not ended."""
+    """Read the validation loss of a run that has ended, infinite if it diverged; None if it has not ended."""
     record = _read_record(Path(out_dir))
     if record is not None and record.get("diverged"):
         return math.inf
@@ -284,7 +284,7 @@ _SAMPLES = 64
 
 
 def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult, target: Path) -> TrainResult:
-    """Store the model in ``target`` in ``settings.bits`` bits; return ``result`` with the loss of what was stored."""
+    """Store the model in ``target`` in ``settings.bits`` bits; return ``result`` with the loss of the stored model."""
     indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
     samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in indices)
     with on_threads(settings.threads):
@@ -297,7 +297,7 @@ def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: Train
 
 
 def run_facts(model: Any, data: Any) -> dict[str, Any]:
-    """Return what, besides the settings, ``run.json`` says of a running run: the model as initialised, its data."""
+    """Return the facts in ``run.json`` besides the settings: the initial model and its data."""
     table = summary(model)
     counts = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
     return {

@@ -1,4 +1,4 @@
-"""All settings of a training run, checked before anything is built."""
+"""Define all settings of a training run, which are checked before anything is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Schedule = Literal["onecycle", "cosine", "noam", "constant"]
 
 
 class FitSettings(Settings):
-    """Settings of training, independent of model and data: all that ``fit`` needs.
+    """Hold settings of training that do not depend on model and data: those of ``fit``.
 
     Attributes:
         steps: optimiser steps.
@@ -141,12 +141,12 @@ class FitSettings(Settings):
 
 
 def _read(family: type[Config]) -> BeforeValidator:
-    """Return a setting of ``family``, as text or as a mapping, written out; None stays."""
+    """Return a setting of ``family``, given as text or mapping, with its defaults written out; None stays None."""
     return BeforeValidator(lambda value: None if value is None else family.read(value).to_dict())
 
 
 class TrainSettings(FitSettings):
-    """A whole run: which model, what is replaced in it, which text, and how it is trained.
+    """Hold the settings of a whole run: its model, replacements, text, and training.
 
     Attributes:
         model: a preset, the directory of a saved model, or a Hub name.

@@ -1,4 +1,4 @@
-"""transformers' Trainer with what relinear adds: aux terms by name, bf16, exact order of data, safe checkpoints."""
+"""Extend transformers' Trainer: auxiliary losses by name, bf16, exact order of data, safe checkpoints."""
 
 # Legend: B batch, T tokens
 
@@ -49,7 +49,7 @@ _PARTIAL = ".partial"  # checkpoints are written here and renamed when they are 
 
 
 class SteadySampler(Sampler[int]):
-    """Indices for a whole run: one random order of the dataset after another, each from ``(seed, round)`` alone.
+    """Give indices for a whole run: random orders of the dataset in turn, each from ``(seed, round)`` alone.
 
     There is no epoch boundary, so every batch is full (compiled code sees one shape) and resuming is skipping.
 
@@ -73,7 +73,7 @@ class SteadySampler(Sampler[int]):
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Check a checkpoint against its checksums, as a run that resumes from half of its state looks like any other.
+    """Check a checkpoint against its checksums: a run resumed from incomplete state would look like any other.
 
     One that was written before checkpoints had a manifest is taken as it is, with a warning.
 
@@ -93,7 +93,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 
 
 def last_checkpoint(out_dir: str | Path) -> Path | None:
-    """Return the newest whole checkpoint below ``out_dir``, or None; unfinished ones do not count.
+    """Return the newest complete checkpoint below ``out_dir``, or None.
 
     One without a manifest is of an earlier version, and counts only if none has one.
     """
@@ -140,7 +140,7 @@ def _reporters(settings: FitSettings, folder: Path) -> list[TrainerCallback]:
 
 
 class RelinearTrainer(Trainer):
-    """A Trainer for any model that returns a loss, with or without operators.
+    """Train any model that returns a loss, with or without operators.
 
     Beyond transformers' own it draws data in an order that a resumed run continues exactly; groups parameters by their
     roles; computes in bf16 by autocast without copying outputs back to fp32; tracks the auxiliary terms of the loss;
@@ -243,7 +243,7 @@ class RelinearTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss; the auxiliary terms in it are noted by name."""
+        """Return the model's loss, and record the auxiliary losses in it by name."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
             self._add_terms(inputs, num_items_in_batch)
@@ -263,7 +263,7 @@ class RelinearTrainer(Trainer):
                 self._terms[key] = self._terms[key] + part if key in self._terms else part
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Return one forward and backward pass; on a CPU, where looking costs nothing, the loss is checked at once."""
+        """Run one forward and backward pass; on a CPU, where reading it is free, the loss is checked at once."""
         read = next((inputs[name] for name in ("input_ids", "vectors") if name in inputs), None)
         self.tokens_seen += 0 if read is None else math.prod(read.shape[:2]) * self.args.world_size
         if self.settings.compile == "reduce-overhead":
@@ -294,7 +294,7 @@ class RelinearTrainer(Trainer):
     # Logs and evaluation
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the terms of the loss and the operators' metrics to what Trainer logs while training."""
+        """Add the loss's terms and the operators' metrics to Trainer's log while training."""
         if "loss" in logs:
             self._check_finite(logs["loss"], "training loss")
             self._first_loss = logs["loss"] if self._first_loss is None else self._first_loss
@@ -366,7 +366,7 @@ class RelinearTrainer(Trainer):
         return str(self._redirect) if self._redirect else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint under a temporary name and rename it: a killed run leaves the one before."""
+        """Write a checkpoint under a temporary name and rename it, so that a killed run keeps the previous one."""
         for name, parameter in self._plain_model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 self._check_finite(float("nan"), f"weight {name}")
@@ -393,7 +393,7 @@ class RelinearTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ValueError for weights that the checkpoint lacks, of which Trainer only warns."""
+        """Raise ValueError if the checkpoint lacks weights, where Trainer only warns."""
         absent = set(load_result.missing_keys)
         names: dict[nn.Parameter, set[str]] = {}
         for name, parameter in self._plain_model.named_parameters(remove_duplicate=False):
@@ -407,13 +407,13 @@ class RelinearTrainer(Trainer):
             self._plain_model.tie_weights()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save the model alone: Trainer would also pickle its arguments."""
+        """Save the model alone, as Trainer would also pickle its arguments."""
         if self.args.should_save:
             save_model(self.model, Path(output_dir or self.home))
 
 
 def joined(family: str, values: Mapping[str, Tensor], reduce: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Return the numbers of operators, reduced over the operators that share a name."""
+    """Return the operators' metrics, reduced over the operators that share a name."""
     by_name = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
     return {name: reduce(torch.stack(members), 0) for name, members in by_name.items()}
 
