@@ -41,24 +41,24 @@ def check_reaches_layers(model: nn.Module) -> None:
 
 
 def install_layer_context(
-    model: nn.Module, key: str, make: Callable[[Any, dict[str, Any]], Any], deliver: Callable[[int, Any], None]
+    model: nn.Module, key: str, compute: Callable[[Any, dict[str, Any]], Any], set_value: Callable[[int, Any], None]
 ) -> None:
     """Install the hooks on a decoder and its layers.
 
     Args:
         model: a decoder.
         key: name of the keyword argument that carries the value.
-        make: ``make(decoder, inputs)`` computes a forward's value; it may change ``inputs``, the arguments by name.
-        deliver: ``deliver(index, value)`` is called before layer ``index`` and before its attention,
-            ``deliver(-1, None)`` at the end. Both must be module-level functions or bound methods that ``deepcopy``
+        compute: ``compute(decoder, inputs)`` returns a forward's value; it may change ``inputs``, its arguments.
+        set_value: ``set_value(index, value)`` is called before layer ``index`` and before its attention,
+            ``set_value(-1, None)`` at the end. Both must be module-level functions or bound methods that ``deepcopy``
             copies.
     """
-    runner = decoder(model)
-    forward = _DecoderHooks(key, runner, make, deliver)
-    runner.register_forward_pre_hook(forward.start, with_kwargs=True)
-    runner.register_forward_hook(forward.finish)
+    base = decoder(model)
+    forward = _DecoderHooks(key, base, compute, set_value)
+    base.register_forward_pre_hook(forward.start, with_kwargs=True)
+    base.register_forward_hook(forward.finish)
     for index, layer in enumerate(decoder_layers(model)):
-        entry = _LayerHooks(key, index, layer, deliver)
+        entry = _LayerHooks(key, index, layer, set_value)
         layer.register_forward_pre_hook(entry.enter_layer, with_kwargs=True)
         attention_of(index, layer).register_forward_pre_hook(entry.enter_attention, with_kwargs=True)
 
@@ -66,28 +66,28 @@ def install_layer_context(
 class _DecoderHooks:
     """The hooks of the decoder."""
 
-    def __init__(self, key: str, runner: nn.Module, make: Callable[..., Any], deliver: Callable[..., None]) -> None:
-        self.key, self.make, self.deliver = key, make, deliver
-        parameters = inspect.signature(runner.forward).parameters.values()
+    def __init__(self, key: str, base: nn.Module, compute: Callable[..., Any], set_value: Callable[..., None]) -> None:
+        self.key, self.compute, self.set_value = key, compute, set_value
+        parameters = inspect.signature(base.forward).parameters.values()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
         self.names = tuple(p.name for p in parameters if p.kind in named)
 
-    def start(self, runner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def start(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs = dict(zip(self.names, args)) | kwargs
-        value = self.make(runner, inputs)
+        value = self.compute(base, inputs)
         setattr(_running, self.key, weak_ref(value))  # the arguments alone keep it alive
         return (), inputs | {self.key: value}
 
-    def finish(self, runner: nn.Module, args: tuple, output: Any) -> None:
+    def finish(self, base: nn.Module, args: tuple, output: Any) -> None:
         setattr(_running, self.key, None)
-        self.deliver(-1, None)
+        self.set_value(-1, None)
 
 
 class _LayerHooks:
     """The hooks of one layer and of its attention."""
 
-    def __init__(self, key: str, index: int, layer: nn.Module, deliver: Callable[[int, Any], None]) -> None:
-        self.key, self.index, self.layer, self.deliver = key, index, layer, deliver
+    def __init__(self, key: str, index: int, layer: nn.Module, set_value: Callable[[int, Any], None]) -> None:
+        self.key, self.index, self.layer, self.set_value = key, index, layer, set_value
         self.label = key.removeprefix("relinear_")
         self.takes_keywords = takes_keywords(layer)
 
@@ -104,7 +104,7 @@ class _LayerHooks:
         if value is None:
             value = deref(getattr(_running, self.key, None))
         if value is not None:
-            self.deliver(self.index, value)
+            self.set_value(self.index, value)
             if self.takes_keywords:
                 kwargs[self.key] = value
         return args, kwargs
@@ -113,7 +113,7 @@ class _LayerHooks:
         kwargs = dict(kwargs)
         value = kwargs.pop(self.key, None)
         if value is not None:
-            self.deliver(self.index, value)
+            self.set_value(self.index, value)
         elif self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
             raise ValueError(
                 f"{type(self.layer).__name__} does not pass keyword arguments on to its attention, so it cannot be "

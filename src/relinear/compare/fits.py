@@ -251,7 +251,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
     Args:
         texts: what is fitted on, and evaluated on its validation text; and what is evaluated on, all of it or
             what it holds out.
-        job: operator (none evaluates the model as it is), projections, settings of ``distill_``; evaluation: tokens.
+        job: operator (none evaluates the unchanged model), projections, settings of ``distill_``; evaluation: tokens.
     """
     fits_by_name: dict[str, Any] = {}
     if "operator" in job:

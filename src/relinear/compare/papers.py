@@ -20,9 +20,9 @@ from relinear.pages.blocks import Block, Cell, Row, Table, Text
 from relinear.system.confidence import half_width
 
 PAPERS = Path(__file__).parent / "papers"
-#: names of what a replication leaves
+#: names of a replication's files
 RECORD, COMPARISON, REPORT = "replicate.json", "comparison", "report.html"
-#: what stands for the paper's own budget, model or text, and for sizes that this machine takes minutes for
+#: settings that mean the paper's own budget, model or text, and sizes that take minutes on this machine
 PAPER, SMALL = "paper", "small"
 
 

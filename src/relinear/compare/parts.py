@@ -161,7 +161,7 @@ def _budget_notes(recipe: CompareSettings, rows: list[Budget]) -> list[str]:
 def at_size(recipe: CompareSettings, width: int, vocab_size: int | None) -> CompareSettings:
     """Return the comparison at one width: all entries scaled from the recipe's, and the two dense controls.
 
-    Widths, MLPs and operators grow by the same factor, heads and depth stay; an operator without a size stays as it is.
+    Widths, MLPs and operators grow by the same factor, heads and depth stay, as does an operator without a size.
 
     Raises:
         ValueError: if a model is not a preset, or an entry cannot take the width.

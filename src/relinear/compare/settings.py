@@ -154,10 +154,10 @@ class Tune(Settings):
 
     Attributes:
         learning_rates: the grid.
-        initializer_range: None leaves the initialisation as it is written. Else a grid of standard deviations for the
+        initializer_range: None keeps the entry's initialisation. Else a grid of standard deviations for the
             model's weights (``true``: 0.02, 0.05, 0.1): first the rate is found at the written initialisation, then
             this at that rate, then the rate again at the best two. An entry whose ``set`` has one keeps it.
-        warmup_ratio: None leaves the warm-up as it is written. Else a grid of shares of the steps (``true``: 0.1, 0.3,
+        warmup_ratio: None keeps the entry's warm-up. Else a grid of shares of the steps (``true``: 0.1, 0.3,
             0.5): rate and initialisation are searched at each, as which are best depends on it. An entry whose
             ``set`` has a warm-up keeps it.
         fraction: of the steps that a short run takes.

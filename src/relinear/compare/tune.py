@@ -41,7 +41,7 @@ class Trials:
         folder: where they are, each in a folder that is named by what it tries.
         run: (learning rate, initialisation or None, its folder) -> the run.
         prefix: of the names of the folders.
-        common: what rows tell of every trial beside its point.
+        common: values that rows give for every trial besides its point.
         known: the losses of trials that have ended, infinite if training diverged.
     """
 

@@ -19,7 +19,7 @@ from relinear.surgery.summary import module_parameters
 class Candidate:
     """Describe an option for a layer.
 
-    config: None leaves the layer as it is. cost: in what the budget counts (parameters, bytes). nats: predicted
+    config: None leaves the layer unchanged. cost: in the budget's unit (parameters, bytes). nats: predicted
     increase of the loss per token.
     """
 
@@ -121,9 +121,9 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 class Budget:
     """Hold the budget for the replaceable layers, and the cost of each.
 
-    what: in words, with the setting that says so. unit: of costs. limit: at most so much. whole: what they cost as they
-    are. cost: of a layer by name, as an operator or, for None, as it is; None if it cannot be that. setting: the
-    setting that allows so much, rounded up.
+    what: in words, with its setting. unit: of costs. limit: the largest total cost. whole: the cost of the unchanged
+    layers. cost: of a layer by name with an operator, or unchanged for None; None if it does not fit. setting: gives
+    the setting for a cost, rounded up.
     """
 
     what: str

@@ -93,7 +93,7 @@ class MomentSums:
         """Return the moments of linear layers by name; the sums are used up.
 
         Those of inputs are means over the tokens that a layer saw, those of gradients over all ``tokens``: where one
-        does not reach an expert its gradient is zero. Kinds of which an expert saw too few tokens are not told apart.
+        does not reach an expert its gradient is zero. Kinds are pooled if an expert saw too few tokens of them.
         """
         of_kind = self.of_kind
         sums = grouped((name, total) for (name, _), total in self.inputs.items())
@@ -328,7 +328,7 @@ class Calibration:
         """Yield every decoder layer of the targets, the last one first, and the moments of its linear layers.
 
         On disk as layer ``index`` is yielded: hidden states before it, gradients of ``kind`` at ``index + 1`` and
-        ``index``. Those behind it go once the next layer is asked for: a killed walk repeats the layer it gave last.
+        ``index``. Those behind it are removed when the next layer is requested: a killed walk repeats the last layer.
         """
         self._prepare()
         total, indices, lowest = len(self.layers), self.streams.indices(kind), max(0, min(self.targets))
@@ -355,7 +355,7 @@ class Calibration:
     def _table_moments(self, kind: str) -> Statistics:
         """Return the moments of embedding and head.
 
-        Those of the head's outputs, tokens' variances, stand for how often tokens are looked up, too.
+        The variances of the head's outputs also serve as the frequencies of tokens in the embedding.
         """
         head = load_tensors(self.folder / "head.safetensors")[0]
         pairs = zip(self.parts, self.streams.read(kind, 0), strict=True)

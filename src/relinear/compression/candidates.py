@@ -147,7 +147,7 @@ def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budg
 def fit_layers(task: Task, layer_plan: CompressPlan, calibration: Calibration) -> dict[str, Tensor]:
     """Return the states of a plan's operators, fitted to their layers under the original's moments.
 
-    The calibration is asked for nothing more after this: its states go from the disk.
+    This is the last use of the calibration: its states are removed from the disk.
     """
 
     def fits(statistics: Statistics) -> dict[str, Tensor]:

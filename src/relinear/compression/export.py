@@ -53,12 +53,12 @@ def packs(model: Any, layer: Any, config: Any) -> bool:
 def export_compressed_tensors(model: Any, directory: str | Path, *, tokenizer: Any = None) -> Path:
     """Write ``model`` so that transformers with the package compressed-tensors loads it; all of it or nothing.
 
-    Symmetric ``Quantized`` layers stay integers as they are, in 4 or 8 bits. Embedding, head, zero points and what else
-    the format cannot hold become dense: compress with ``reader="vllm"`` for a file without surprises. Parameters in
+    Symmetric ``Quantized`` layers keep their integers, in 4 or 8 bits. Embedding, head, zero points and all else
+    that the format cannot store become dense: compress with ``reader="vllm"`` to avoid surprises. Parameters in
     single precision are written in bfloat16.
 
     Args:
-        model: a Hugging Face decoder with ``Quantized`` layers; stays as it is.
+        model: a Hugging Face decoder with ``Quantized`` layers; it is not changed.
         directory: where to write; files of the same names are replaced, others stay.
         tokenizer: saved along if given.
 

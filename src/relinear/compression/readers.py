@@ -29,10 +29,10 @@ _DESCRIBED, _PARTS = 120, 3
 class Reader:
     """Describe a program that reads models.
 
-    candidates: operators that it stores, each at all its sizes. stored: bytes of a layer as an operator or, for None,
-    as it is; None if the file cannot hold it. remainder: bytes at most of all else in the file, for a model, its
-    tokenizer and the layers. export: how ``compress`` writes it; None if it reads relinear's own. fused: a pattern
-    of the names of layers whose last parts it wants alike. tables: whether it stores embedding and head, too.
+    candidates: operators that it stores, each at all its sizes. stored: bytes of a layer with an operator, or
+    unchanged for None; None if the file cannot hold it. remainder: upper bound of the file's other bytes, for a model,
+    its tokenizer and the layers. file, write: its file, and what writes it; None if it reads relinear's own. fused: a
+    pattern of the names of layers that must share a type. tables: whether it also stores embedding and head.
     """
 
     candidates: tuple[str, ...]

@@ -221,7 +221,7 @@ class RegressionTask(Task):
         pairs: N.
         noise: eps.
         layout: ``shared``: a vector has as many features as the longer of x and y, and both begin at the first; only
-            their positions tell x from y, as in the paper, which pads each of them to the width of the model
+            their positions distinguish x from y, as in the paper, which pads each of them to the width of the model
             (``CGTConfig(vector_input="padded")`` does the rest of the padding). ``separate``: it has those of both, x
             fills the first, y the others, the rest is zero.
     """

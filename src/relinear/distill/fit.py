@@ -40,8 +40,8 @@ class FitError:
 class FitObjective:
     """Hold an objective on which modules are trained together.
 
-    samples: how many there are to train on. loss: of some of them, by their indices. error: of the modules as they are,
-    in evaluation mode. by_cosine: by which of its numbers results are compared.
+    samples: number of training samples. loss: of some samples, by index. error: of the current modules in eval mode.
+    by_cosine: whether results are compared by cosine.
     """
 
     samples: int
@@ -249,9 +249,9 @@ class _SinglePrecision(nn.Module):
 class InModelFit:
     """Fit operators within the model on blocks of tokens; targets are the outputs of the original.
 
-    model: in eval mode; its own parameters stay as they are. operators: name -> operator, every alias of a layer
-    included; perhaps in another dtype than the model. originals: modules that the model without them has under their
-    names. blocks: (N, T); those from ``train_blocks`` on evaluate. batch: blocks a pass.
+    model: in eval mode; its own parameters stay unchanged. operators: name -> operator, including every alias of a
+    layer, perhaps in another dtype than the model. originals: the original modules by the same names. blocks: (N, T);
+    those from ``train_blocks`` on evaluate. batch: blocks per pass.
     """
 
     model: nn.Module

@@ -4,7 +4,7 @@ The factors of a product of rank R are known up to an invertible (R, R) matrix; 
 factor an identity takes away R^2 numbers and as many multiplications, and changes no product.
 """
 
-# Legend: I in_features, O out_features, R rank, S the inputs that stand for themselves
+# Legend: I in_features, O out_features, R rank, S the inputs in the latent (pivots)
 
 import torch
 from torch import Tensor

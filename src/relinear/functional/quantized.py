@@ -11,7 +11,7 @@ from torch import Tensor
 
 #: codes of a row that are packed together; the remainder of a row forms a shorter block
 BLOCK = 64
-#: what the codes of llama.cpp's IQ4_NL stand for, in units of the scale
+#: values of the codes of llama.cpp's IQ4_NL, in units of the scale
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 #: inputs whose scales are whole multiples of one number in llama.cpp's K types
 SUPER = 256
@@ -117,7 +117,7 @@ def dequantized(
         bits: B, 2 to 8.
         group: neighbouring inputs that share a scale.
         in_features: I.
-        levels: what codes stand for, in units of the scale; None for whole numbers less the zero point.
+        levels: values of the codes, in units of the scale; None for whole numbers minus the zero point.
     """
     codes = unpack(packed, bits, in_features)
     steps = codes.to(torch.int16) << (8 - bits) if levels is None else levels[codes.int()]

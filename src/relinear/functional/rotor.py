@@ -71,7 +71,7 @@ def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
 def window_tables(in_features: int, out_features: int, network: NetworkSettings, like: Tensor) -> list[Tensor | None]:
     """Return ``window_coordinates`` of a network's inputs and ``coordinate_places`` of its outputs, int32 as ``like``.
 
-    None stands for windows that divide the size, whose positions are the coordinates.
+    None means that windows divide the size, so positions are coordinates.
     """
     spread = network.layout == "spread"
     ends = (in_features, network.windows[0], spread), (out_features, network.windows[-1], spread)

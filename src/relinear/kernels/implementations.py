@@ -62,7 +62,7 @@ class Call:
         compiled: whether a compiler is tracing, which fuses torch's operations with those around them.
         emulated: whether x is in bfloat16 on a processor without it, where products take longer than in float32.
         transformed: ``is_transformed``.
-        opaque: what speaks against operations that torch cannot see: compilers, and where ``transformed``.
+        opaque: why operations that torch cannot see are not allowed: compilers, or ``transformed``; "" if they are.
         plain: ``is_plain``.
     """
 

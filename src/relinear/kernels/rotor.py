@@ -125,8 +125,8 @@ class _Network(torch.autograd.Function):
         return None, None, grad_x, to_slopes.to(slopes.dtype), to_mix.to(mix.dtype), to_bias, *to_factors
 
 
-#: entries of a factor that a row stands for: from so many rows on a tile of tokens is full enough. In float32
-#: two of a window of 2,048 (factors of 64) and eight of 4,096
+#: entries of the largest factor per row, above which a tile of tokens is too empty: in float32 at least two rows
+#: for a window of 2,048 (factors of 64) and eight for 4,096
 ENTRIES_OF_A_ROW = {torch.float32: 1 << 11, torch.bfloat16: 1 << 12}
 
 

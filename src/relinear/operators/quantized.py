@@ -35,7 +35,7 @@ from relinear.operators.fused_inference import FusedInference
 
 #: bits per weight that a layer can have
 BITS = (2, 3, 4, 5, 6, 8)
-#: rows that are rounded to tell what a size costs: at least so many, and of a vocabulary every so many
+#: rows that are rounded to estimate a size's error: at least this many, and of a vocabulary one row in so many
 SAMPLED_ROWS, SAMPLED_EVERY = 16, 64
 #: rows that are rounded at a time where they are apart: a vocabulary takes gigabytes
 ROWS_AT_ONCE = 2**15
@@ -233,10 +233,10 @@ class Quantized(OperatorConfig):
     Args:
         bits: of a weight, 2 to 8.
         group: inputs that share a scale; the last of a row may be shorter. On a CPU only multiples of 32 are fast.
-        symmetric: whether the middle of the integers stands for zero; if not, every group has a zero point of its own,
+        symmetric: whether the middle of the integers means zero; if not, every group has its own zero point,
             a byte.
-        levels: what codes stand for: whole numbers ("uniform"), llama.cpp's 16 uneven ones ("iq4_nl", 4 bits,
-            symmetric), or whole numbers with scales that are, too, as in its K types ("k", 2 to 6 bits).
+        levels: values of the codes: whole numbers ("uniform"), llama.cpp's 16 uneven ones ("iq4_nl", 4 bits,
+            symmetric), or whole numbers with integer scales, as in its K types ("k", 2 to 6 bits).
 
     Examples:
         >>> layer = torch.nn.Linear(64, 32)
@@ -265,7 +265,7 @@ class Quantized(OperatorConfig):
     def level_values(self, like: Tensor) -> Tensor | None:
         """Return the value of each code on the device of ``like``: in its dtype, as int16 if it holds bytes.
 
-        None stands for whole numbers.
+        None means whole numbers.
         """
         dtype = like.dtype if like.is_floating_point() else torch.int16
         return None if self.levels != "iq4_nl" else torch.tensor(reference.IQ4_NL, dtype=dtype, device=like.device)

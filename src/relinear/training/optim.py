@@ -72,8 +72,8 @@ def width_ratio(model: nn.Module, settings: FitSettings) -> float:
 def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, Any]]:
     """Return groups for a torch optimiser: one for each pair of learning rate and weight decay.
 
-    With ``parametrization="mup"`` the rate of every matrix falls with its fan-in as ``ParamRole.lr_scale`` says. What
-    decay takes off in a step, rate times decay, stays as it is.
+    With ``parametrization="mup"`` the rate of every matrix falls with its fan-in as ``ParamRole.lr_scale`` says. The
+    decay per step, rate times decay, stays the same.
 
     Raises:
         ValueError: if the model has nothing to train, or a tied head without the multiplier that "mup" needs.
@@ -193,7 +193,7 @@ def scale_added_(model: Any, ratio: float, stock: set[Tensor], *, fitted: bool =
         model: with all its parts in place.
         ratio: its width over the base width; at 1 nothing changes.
         stock: the parameters that it had before.
-        fitted: whether operators took over the weights that they stand for, which then stay as they are.
+        fitted: whether operators were fitted to the weights that they replace; these are then not scaled.
     """
     if ratio == 1:
         return

@@ -75,7 +75,7 @@ class SteadySampler(Sampler[int]):
 def check_checkpoint(checkpoint: Path) -> None:
     """Check a checkpoint against its checksums: a run resumed from incomplete state would look like any other.
 
-    One that was written before checkpoints had a manifest is taken as it is, with a warning.
+    An older one without a manifest is accepted with a warning.
 
     Raises:
         ValueError: if a part is missing or was changed, by name.

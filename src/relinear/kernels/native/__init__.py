@@ -59,7 +59,7 @@ def few_rows_unsupported(x: Tensor, *parameters: Tensor | None) -> str:
     if reason:
         return reason
     dtype = x.dtype
-    for p in parameters:  # a loop, not a generator: this is asked for every token
+    for p in parameters:  # a loop, not a generator: this runs for every token
         if p is not None and not (p.dtype == dtype and p.is_cpu and type(p) in PLAIN and p.is_contiguous()):
             return "no plain parameters of the inputs' dtype on a CPU"
     return ""
@@ -68,7 +68,7 @@ def few_rows_unsupported(x: Tensor, *parameters: Tensor | None) -> str:
 def rows_unsupported(x: Tensor) -> str:
     """Say why no kernel for a few rows runs on x (..., I), whatever its parameters.
 
-    Spelt out, not called: this is asked for every token by every layer.
+    Written out without helper calls, as every layer runs it for every token.
     """
     if torch.is_grad_enabled():
         return "gradients are recorded"

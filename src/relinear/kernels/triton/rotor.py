@@ -4,7 +4,7 @@ A tile is some tokens' numbers of one window, all of them: the change of basis a
 blade coordinates a window's strings are gathered as it is read, transformed by a Walsh-Hadamard product and skewed
 inside the tile; on the way out the same backwards. A hidden step goes on to LayerNorm, permutation, activation and
 mixture of its branches; its backward computes them again and writes the gradients of their sandwiches, from which torch
-computes those of x and of the factors. A sum by itself is for inference.
+computes those of x and of the factors. A sum alone is for inference.
 """
 
 # Legend: N tokens, T tokens of a tile, I / O input / output windows, W terms or branches, V = 2^n window, S blocks of a

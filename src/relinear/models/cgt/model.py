@@ -403,8 +403,8 @@ class CGTForRegression(_CGTWithHead):
     With ``vector_input="padded"`` a vector enters as in the paper: padded with zeros to the width of the embedding, so
     that the x stream starts from it and the y stream from its position alone. By default that fixed linear map is
     learnt (one for both streams). It starts at the scale of the position embeddings, as GPT-2's token embedding does:
-    were it larger, as padded vectors are, positions, which tell which x belongs to which y, would hardly be seen. The
-    read-out, of which the paper says nothing, is learnt in both.
+    a larger scale, as that of padded vectors, would drown the positions, which pair each x with its y. The read-out,
+    which the paper does not describe, is learnt in both.
 
     Args:
         config: sizes and settings, ``input_features`` and ``output_features`` among them.

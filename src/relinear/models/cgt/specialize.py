@@ -39,7 +39,7 @@ def specialize(
         model: a ``CGTForCausalLM``, or a ``CGTForRegression``.
         prefix_ids: (T,) or (1, T), the tokens to read, as a tensor or a list; the vectors (T, F) or (1, T, F) of a
             regression model. Give these or ``context``.
-        context: (E,) or (1, E), a y to use as it is.
+        context: (E,) or (1, E), a y to use unchanged.
         first_position: the position that the first token after the prefix takes. 0 (the auxiliary loss's default)
             starts again; the length of the prefix goes on counting, which leaves that many positions fewer.
 
