@@ -13,7 +13,11 @@ from measured import folded, read, signed, table, with_interval
 __all__ = ["PICTURES", "in_page", "picture"]
 
 #: record -> what is said of its bits
-RECORDS = {"bytes/sizes.json": "", "bytes/three_bits.json": ", all in 3 bits"}
+RECORDS = {
+    "bytes/sizes.json": "",
+    "bytes/three_bits.json": ", all in 3 bits",
+    "bytes/larger.json": ", all in 3 bits",
+}
 WIDTH, LEFT, STEP, TOP, PLOT, EDGE = 400, 108, 24, 48, 230, 34
 #: one colour a structure, readable on light and dark
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
