@@ -123,7 +123,7 @@ def _overview() -> str:
         "## What was planned, and what it changed",
         told["planned"],
         folded(f"Table of the {len(told['plans']['rows'])} plans", table(told["plans"]["head"], told["plans"]["rows"])),
-        "Each page ends with the place of every equation in the code, its test, and where it differs.",
+        "Each paper's page ends with every equation: where it is in the code, its test, and what differs.",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 

@@ -116,7 +116,7 @@ _ORDER = (evidence.AHEAD, evidence.BEHIND)
 
 
 def _listed(labels: Sequence[str], every: int) -> str:
-    return ", ".join(labels) if len(labels) < 5 else f"{len(labels)} of {every} comparisons"
+    return " / ".join(labels) if len(labels) < 5 else f"{len(labels)} of {every} comparisons"
 
 
 def _entries(kind: str) -> list[tuple[str, evidence.Row]]:

@@ -84,7 +84,7 @@ def _best_by_bits(entry: Mapping[str, Any]) -> dict[int, float]:
 
 def _bits(theme: str) -> str:
     """At the first size: the best short run of every structure by the bits of a weight."""
-    _, soft, grid, *_ = svg.THEMES[theme]
+    ink, soft, grid, *_ = svg.THEMES[theme]
     size = _sizes()[0]
     lines = [(_named(entry), _best_by_bits(entry)) for entry in _by_loss(size)]
     losses = [loss for _, line in lines for loss in line.values()]
@@ -100,12 +100,12 @@ def _bits(theme: str) -> str:
         y = place(every[0], tick)[1]
         parts += [svg.line(EDGE + 4, y, WIDTH - 112, y, grid, 1), svg.text(EDGE, y + 4, f"{tick:.2f}", soft, "end")]
     parts += [svg.text(place(bits, low)[0], TOP + PLOT + 24, str(bits), soft) for bits in every]
-    parts.append(svg.text(WIDTH / 2 - 30, TOP + PLOT + 44, "bits of a weight", soft))
+    parts.append(svg.text(WIDTH / 2 - 30, TOP + PLOT + 44, "bits per weight", soft))
     ends = sorted((place(*list(line.items())[-1])[1], number) for number, (_, line) in enumerate(lines))
     at = -100.0
     for y, number in ends:
         at, name, colour = max(y, at + 15), lines[number][0], COLOURS[number]
-        parts.append(svg.text(WIDTH - 104, at + 4, name, colour, "start", size=12))
+        parts += [svg.circle(WIDTH - 104, at, colour), svg.text(WIDTH - 94, at + 4, name, ink, "start", size=12)]
     for number, (_, line) in enumerate(lines):
         places = [place(*point) for point in line.items()]
         parts += [svg.line(*here, *there, COLOURS[number], 1.6) for here, there in itertools.pairwise(places)]
