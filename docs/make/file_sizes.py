@@ -105,7 +105,7 @@ def _bits(theme: str) -> str:
     at = -100.0
     for y, number in ends:
         at, name, colour = max(y, at + 15), lines[number][0], COLOURS[number]
-        parts += [svg.circle(WIDTH - 104, at, colour), svg.text(WIDTH - 94, at + 4, name, ink, "start", size=12)]
+        parts += [svg.circle(WIDTH - 106, at, colour), svg.text(WIDTH - 98, at + 4, name, ink, "start", size=11)]
     for number, (_, line) in enumerate(lines):
         places = [place(*point) for point in line.items()]
         parts += [svg.line(*here, *there, COLOURS[number], 1.6) for here, there in itertools.pairwise(places)]
