@@ -59,6 +59,25 @@ def test_a_changed_parameter_is_seen(operator, change):
     torch.testing.assert_close(cached(operator), structured(operator), atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("change", [lambda t: t.copy_(t.flip(0)), None], ids=["in place", "replaced"])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(relinear.PivotedLowRank(rank=8), "order"), (relinear.Quantized(bits=4), "codes")],
+    ids=["pivoted", "quantized"],
+)
+def test_a_changed_buffer_is_seen(config, name, change):
+    layer, x = relinear.for_inference_(config.build(64, 64).eval()), torch.randn(1, 64)
+    layer(x)
+    buffer = getattr(layer, name)
+    if change is None:
+        setattr(layer, name, buffer.flip(0).clone())
+    else:
+        change(buffer)
+    want = nn.functional.linear(x, layer.to_dense())
+    assert (layer(x) - want).norm() < 0.05 * want.norm()
+
+
 def test_an_optimiser_step_is_seen(operator):
     optimizer = torch.optim.SGD(operator.parameters(), lr=1.0)
     structured_loss = operator(X).square().sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import logging
@@ -258,6 +259,26 @@ def test_telling_breaks_no_compiled_graph(caplog) -> None:
     layer = relinear.HDPL(rank=4, blocks=2).build(8, 8)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     assert logged_by(caplog, lambda: compiled(torch.randn(3, 8))) == []
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "pivoted_low_rank", "monarch", "block_hadamard", "hdpl", "transponder"])
+def test_a_layer_in_bfloat16_breaks_no_compiled_graph(kind: str) -> None:
+    """Nothing is asked of the processor in a graph: that reads files, which cannot be traced."""
+    layer = relinear.contract.operator.OperatorConfig.read(kind).build(64, 64).bfloat16()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert compiled(torch.randn(3, 64, dtype=torch.bfloat16)).shape == (3, 64)
+
+
+def test_gradients_of_many_rows_in_bfloat16_are_summed_in_float32() -> None:
+    """Sums over portions of rows would be rounded at each one: 2 % of the bias's gradient."""
+    layer = relinear.Transponder(rank=2).build(16, 512, bias=True).bfloat16()
+    x, upstream = torch.randn(65536, 16).bfloat16(), (torch.rand(65536, 512) * 0.1 + 0.5).bfloat16()
+    exact = copy.deepcopy(layer).float()
+    layer(x).backward(upstream)
+    exact(x.float()).backward(upstream.float())
+    for name in ("weight", "bias"):
+        want = getattr(exact.base, name).grad
+        assert (getattr(layer.base, name).grad.float() - want).norm() < 3e-3 * want.norm(), name
 
 
 @pytest.mark.parametrize(("asked", "told"), [("kernels", True), ("forms", True), ("", False)])

@@ -58,7 +58,8 @@ class ParameterCache:
             return None
         if state is None:
             # taken before the computation, so that a change during it is noticed
-            state = self._state = self._slots(), [self._source(p) for p in self._owner.parameters()], {}
+            tensors = (*self._owner.parameters(), *self._owner.buffers())
+            state = self._state = self._slots(), [self._source(tensor) for tensor in tensors], {}
         device_type = next(self._owner.parameters()).device.type
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, enabled=False):
             value = state[2][key] = compute()
@@ -73,8 +74,9 @@ class ParameterCache:
         return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
 
     def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return (dictionary, name, occupant) for every parameter and submodule; occupants may be None."""
-        slots = (slot for module in self._owner.modules() for slot in (module._parameters, module._modules))
+        """Return (dictionary, name, occupant) for every parameter, buffer and submodule; occupants may be None."""
+        modules = self._owner.modules()
+        slots = (slot for m in modules for slot in (m._parameters, m._buffers, m._modules))
         return [(slot, name, occupant) for slot in slots for name, occupant in slot.items()]
 
     def _source(self, parameter: Tensor) -> tuple:

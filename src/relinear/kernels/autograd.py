@@ -193,6 +193,17 @@ def was_changed(ctx: Any) -> bool:
     return ctx.counter is not None and ctx.counter._version != ctx.version
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Add left right to ``total``, or overwrite it if ``first``; in one pass over memory if dtypes agree.
+
+    A float32 ``total`` keeps a sum over portions of half-precision rows from being rounded at every portion.
+    """
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=0 if first else 1)
+    else:
+        (total.copy_ if first else total.add_)(left @ right)
+
+
 def row_portions(x: Tensor, size: int = PORTION_BYTES) -> list[slice]:
     """Split the rows of x (N, M) into slices of about ``size`` bytes; into one slice if x is empty or not on a CPU."""
     rows, columns = x.shape

@@ -11,6 +11,7 @@ from torch import Tensor
 from relinear.functional import ccl as reference
 from relinear.kernels import autograd, native
 from relinear.kernels.autograd import (
+    add_product,
     differentiable_as,
     lowered,
     row_portions,
@@ -120,14 +121,6 @@ def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
     return y
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Add left right to ``total``, or overwrite it if ``first``; in one pass over memory if dtypes agree."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, beta=0 if first else 1)
-    else:
-        (total.copy_ if first else total.add_)(left @ right)
-
-
 class _GatedLinear(torch.autograd.Function):
     """Differentiate ``_forward``; saves inputs and output, and recomputes the gates."""
 
@@ -153,8 +146,8 @@ class _GatedLinear(torch.autograd.Function):
             native.kernels().gate_backward(to_value, to_logits, to_biases, y[rows], upstream, gate_bias.contiguous())
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
-            _add_product(to_mix, to_value.T, h[rows], rows.start == 0)
-            _add_product(to_weight, to_logits.T, features[rows], rows.start == 0)
+            add_product(to_mix, to_value.T, h[rows], rows.start == 0)
+            add_product(to_weight, to_logits.T, features[rows], rows.start == 0)
 
         for rows in row_portions(y, autograd.BACKWARD_PORTION):
             add(rows)

@@ -42,6 +42,8 @@ class Dense:
 
     def inference(self, operator: Any, x: Tensor) -> Tensor | None:
         """Call ``dense_inference`` unless the operator is too large to be dense for any number of tokens."""
+        if operator.parameter_cache is None or torch.compiler.is_compiling():
+            return None  # before the processor is asked, which torch.compile cannot trace
         sizes = self._of(x.dtype)
         if not sizes or operator.in_features * operator.out_features > sizes[0][1] ** 2:
             return None

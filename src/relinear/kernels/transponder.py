@@ -14,6 +14,7 @@ from torch import Tensor
 from relinear.functional import transponder as reference
 from relinear.kernels import autograd, native, triton
 from relinear.kernels.autograd import (
+    add_product,
     differentiable_as,
     lowered,
     row_portions,
@@ -57,7 +58,10 @@ class _ModulatedLinear(torch.autograd.Function):
         hidden, up = torch.sigmoid(u.float()), channel.T.contiguous()
         # twice the scalar gate, as the channel gate has a factor of 2 of its own
         twice = hidden.new_full((len(x), 1), 2.0) if scalar is None else (hidden @ scalar.T).sigmoid_().mul_(4)
-        to_x, to_weight, to_bias = torch.empty_like(x), torch.empty_like(weight), weight.new_zeros(weight.shape[0])
+        portions = row_portions(y, autograd.BACKWARD_PORTION)
+        summed = torch.float32 if len(portions) > 1 else weight.dtype
+        to_x, to_weight = torch.empty_like(x), torch.empty_like(weight, dtype=summed)
+        to_bias = torch.zeros(weight.shape[0], dtype=torch.float32)
         to_hidden, to_up, total = torch.empty_like(hidden), torch.zeros_like(up), torch.empty_like(twice)
 
         def add(rows: slice) -> None:  # a function, so that a portion's tensors are freed before the next
@@ -67,11 +71,11 @@ class _ModulatedLinear(torch.autograd.Function):
             if need[0]:
                 torch.mm(to_z, weight, out=to_x[rows])
             if need[1]:
-                to_weight.addmm_(to_z.T, x[rows], beta=min(1, rows.start))  # the first product overwrites
+                add_product(to_weight, to_z.T, x[rows], rows.start == 0)
             if need[2]:
                 to_bias.add_(to_z.sum(0))
 
-        for rows in row_portions(y, autograd.BACKWARD_PORTION):
+        for rows in portions:
             add(rows)
         to_scalar = None
         if scalar is not None:
@@ -79,6 +83,7 @@ class _ModulatedLinear(torch.autograd.Function):
             to_hidden.addmm_(logits, scalar)
             to_scalar = logits.T @ hidden
         to_u = (to_hidden * hidden * (1 - hidden)).to(u.dtype)
+        to_weight, to_bias = to_weight.to(weight.dtype), to_bias.to(weight.dtype)
         gradients = to_x.addmm_(to_u, down), to_weight, to_bias, to_u.T @ x, to_up.T, to_scalar
         return tuple(gradient if needed else None for gradient, needed in zip(gradients, need, strict=True))
 
