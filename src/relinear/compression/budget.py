@@ -137,24 +137,6 @@ class Budget:
         """Return JSON values."""
         return {"what": self.what, "unit": self.unit, "limit": self.limit, "whole": self.whole}
 
-    def check(self, modules: Mapping[str, nn.Module], entries: Sequence[OperatorConfig]) -> None:
-        """Raise ValueError if no choice among the candidates meets the budget; it names the least possible budget.
-
-        Args:
-            modules: the layers that may be replaced, by name.
-            entries: what they may become.
-        """
-        smallest = 0.0
-        for name, module in modules.items():
-            configs = [config for entry in entries for config in entry.candidates(*linear_features(module))]
-            costs = [self.cost(name, config) for config in [None, *configs]]
-            smallest += min(cost for cost in costs if cost is not None)
-        if smallest > self.limit:
-            raise ValueError(
-                f"{self.what} cannot be met: the smallest that these layers and candidates allow is "
-                f"{self.setting(smallest)}; ask for that or more, replace more layers, or give other candidates"
-            )
-
 
 # At half precision
 

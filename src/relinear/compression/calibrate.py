@@ -305,10 +305,15 @@ class Calibration:
         """
         draws = torch.Generator(self.parts[0].device).manual_seed(self.seed)
         head, inputs = self.model.get_output_embeddings(), dict[str, Tensor]()
+        heads = [] if head is None else [("inputs", head)]
         variances: Any = 0.0
+
+        def seen(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+            _add(inputs, name, args[0])
+
         for ids, states in zip(self.parts, self.streams.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
-            with frozen_parameters(self.model), watching_inputs(head, inputs), torch.enable_grad():
+            with frozen_parameters(self.model), forward_hooks_on(heads, seen), torch.enable_grad():
                 for at, piece, logits, labels in self.layers.next_tokens(states, ids):
                     losses.append(float(F.cross_entropy(logits.detach(), labels, reduction="sum")))
                     probabilities = logits.detach().softmax(-1)
@@ -379,14 +384,6 @@ class Calibration:
                 output = self.layers.layer(index, states)
                 (grad,) = torch.autograd.grad(output, states, gradient)
             yield grad
-
-
-@contextlib.contextmanager
-def watching_inputs(module: nn.Module | None, sums: dict[str, Tensor]) -> Iterator[None]:
-    """Sum the second moment of the inputs of ``module`` within the block, as ``sums["inputs"]``."""
-    watched_modules = [] if module is None else [("inputs", module)]
-    with forward_hooks_on(watched_modules, lambda name, _, args, output: _add(sums, name, args[0])):
-        yield
 
 
 @contextlib.contextmanager

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.budget import (
-    Budget,
-    Candidate,
-    allocate,
-)
+from relinear.compression.budget import Budget, Candidate, allocate
 from relinear.compression.calibrate import Calibration, Statistics
 from relinear.compression.plan import CompressPlan, LayerPlan, check_fittable
 from relinear.compression.readers import READERS
@@ -63,7 +59,15 @@ class SearchSpace:
                 raise ValueError(
                     f"candidates: {entry} stores integers, which a count of {budget.unit} leaves out: give bits or size"
                 )
-        budget.check(modules, self.entries)
+        least = 0.0
+        for name in modules:
+            configs = itertools.chain([None], *self._menu(name, budget).values())
+            least += min(cost for config in configs if (cost := budget.cost(name, config)) is not None)
+        if least > budget.limit:
+            raise ValueError(
+                f"{budget.what} cannot be met: the smallest that these layers and candidates allow is "
+                f"{budget.setting(least)}; ask for that or more, replace more layers, or give other candidates"
+            )
 
     def load_plan(self, path: str | Path, budget: Budget) -> CompressPlan:
         """Return a plan from a file. Raises ValueError if it is not a plan for this model and these layers."""
@@ -144,8 +148,8 @@ def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budg
     return sum(math.inf if cost is None else cost for cost in costs)
 
 
-def fit_layers(task: Task, layer_plan: CompressPlan, calibration: Calibration) -> dict[str, Tensor]:
-    """Return the states of a plan's operators, fitted to their layers under the original's moments.
+def fit_layers_(task: Task, layer_plan: CompressPlan, calibration: Calibration) -> None:
+    """Put a plan's operators into the model, fitted to their layers under the original's moments.
 
     This is the last use of the calibration: its states are removed from the disk.
     """
@@ -160,11 +164,7 @@ def fit_layers(task: Task, layer_plan: CompressPlan, calibration: Calibration) -
         return flat_states(fitted)
 
     operators = {name: config.to_dict() for name, config in layer_plan.replaced.items()}
-    return calibration.map_layers("fit", _cache_key(operators), fits, last=True)
-
-
-def replace_layers_(task: Task, layer_plan: CompressPlan, states: Mapping[str, Tensor]) -> None:
-    """Put the operators of a plan into the model and load their ``states``."""
+    states = calibration.map_layers("fit", _cache_key(operators), fits, last=True)
     if layer_plan.replaced:
         replace_with_states_(task.model, plan(task.model, dict(layer_plan.replaced)).replacements, states)
 

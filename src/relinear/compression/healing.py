@@ -23,6 +23,7 @@ from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.hf.modes import eval_mode
+from relinear.system.progress import Progress
 from relinear.training.distill import against
 from relinear.training.fitting import fit_in_folder, remove_checkpoints
 from relinear.training.settings import FitSettings
@@ -91,6 +92,11 @@ def heal(
         raise ValueError("healing trains the operators, and the plan has none; leave out heal_tokens")
     if not (steps := len(blocks) // options.heal_batch):
         raise ValueError(f"healing takes at least {options.heal_batch} blocks, got {len(blocks)}")
+
+    def report(progress: Progress) -> None:
+        if progress.stage in ("train", "save"):
+            on_progress("heal", progress.done, progress.total)
+
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
         chosen = {name: getattr(options, name) for name in ("heal_learning_rate", "batch_size", "seed")}
         mark = fingerprint(model, blocks, [fingerprint(teacher, blocks, [], {})], chosen)
@@ -101,7 +107,12 @@ def heal(
         for _, operator in named_operators(model):
             operator.requires_grad_(True)
         if not (healed := place / "healed.safetensors").is_file():
-            _train(model, teacher, blocks, steps, options, place, on_progress)
+            samples = [{"input_ids": row, "labels": row} for row in blocks]
+            fitting = _fit_settings(options, steps, next(model.parameters()).device)
+            with eval_mode(model), torch.enable_grad():
+                fit_in_folder(
+                    model, samples, fitting, objective=against(teacher, model), out_dir=place, on_progress=report
+                )
             save_tensors(healed, {name: p for name, p in model.named_parameters() if p.requires_grad})
         for name, value in load_tensors(healed)[0].items():
             model.get_parameter(name).copy_(value)
@@ -131,17 +142,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
-@torch.enable_grad()
-def _train(
-    model: Any,
-    teacher: Any,
-    blocks: Tensor,
-    steps: int,
-    options: CompressSettings,
-    folder: Path,
-    on_progress: Callable[[str, int, int], None],
-) -> None:
-    fit_settings = FitSettings(
+def _fit_settings(options: CompressSettings, steps: int, device: torch.device) -> FitSettings:
+    return FitSettings(
         steps=steps,
         batch_size=options.batch_size,
         accumulation=options.heal_batch // options.batch_size,
@@ -150,22 +152,7 @@ def _train(
         min_lr_ratio=0.0,
         weight_decay=0.0,
         seed=options.seed,
-        device="cpu" if next(model.parameters()).device.type == "cpu" else "auto",
+        device="cpu" if device.type == "cpu" else "auto",
         log_every=min(10, max(1, steps // SAVED)),
         save_every=max(1, steps // SAVED),
     )
-
-    def report_progress(progress: Any) -> None:
-        if progress.stage in ("train", "save"):
-            on_progress("heal", progress.done, progress.total)
-
-    samples = [{"input_ids": row, "labels": row} for row in blocks]
-    with eval_mode(model):
-        fit_in_folder(
-            model,
-            samples,
-            fit_settings,
-            objective=against(teacher, model),
-            out_dir=folder,
-            on_progress=report_progress,
-        )

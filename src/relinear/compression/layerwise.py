@@ -86,7 +86,7 @@ class LayerByLayer:
             self._output = None if first is None else first[1]
 
         def hand_on(*args: Any, **kwargs: Any) -> Any:
-            hidden, args, kwargs = _without_hidden(args, kwargs)
+            hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
             calls.append((args, kwargs))
             entered.append(hidden)
             return self._as_output(hidden)
@@ -122,12 +122,8 @@ class LayerByLayer:
 
     def layer(self, index: int, hidden: Tensor) -> Tensor:
         """Return the output of layer ``index`` for hidden states (B, T, D) of a shape that ``embed`` has seen."""
-        return self.run(self.layers[index], index, hidden)
-
-    def run(self, layer: nn.Module, index: int, hidden: Tensor) -> Tensor:
-        """Return the same for another ``layer`` in place of that at ``index``."""
         args, kwargs = self._calls[tuple(hidden.shape[:2])][index]
-        output = layer(hidden, *args, **kwargs)
+        output = self.layers[index](hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple | list) else output
 
     def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -167,10 +163,3 @@ class LayerByLayer:
     def _as_output(self, hidden: Tensor) -> Any:
         """Return a layer's output with its hidden states replaced by ``hidden``."""
         return type(self._output)([hidden, *self._output[1:]]) if isinstance(self._output, tuple | list) else hidden
-
-
-def _without_hidden(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
-    if args:
-        return args[0], args[1:], dict(kwargs)
-    remaining = dict(kwargs)
-    return remaining.pop("hidden_states"), (), remaining

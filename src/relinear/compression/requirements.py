@@ -11,7 +11,7 @@ import torch
 from relinear.compression.candidates import SearchSpace
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.run import replaceable
-from relinear.compression.settings import CompressSettings
+from relinear.compression.settings import BUDGETS, CompressSettings
 from relinear.compression.task import Task
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts
@@ -53,7 +53,7 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
     evaluated += settings.evaluate * settings.passages * 64
     passes = _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * evaluated + _HEALED * settings.heal_tokens
     original = 2 * table.parameters
-    budget = next(f"{name} {value}" for name in ("keep", "bits", "size") if (value := getattr(settings, name)))
+    budget = next(f"{name} {value}" for name in BUDGETS if (value := getattr(settings, name)))
     return {
         "runs": f"1, to {budget} for {settings.reader}",
         "parameters": f"{table.parameters:,} ({table.flops_per_token:,} FLOPs per token)",

@@ -14,10 +14,10 @@ from torch import nn
 
 from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
 from relinear.compression.calibrate import Calibration
-from relinear.compression.candidates import SearchSpace, fit_layers, replace_layers_
+from relinear.compression.candidates import SearchSpace, fit_layers_
 from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere, with_sampled_text
-from relinear.compression.evaluation import Observation, compared, observe
+from relinear.compression.evaluation import compared, observe
 from relinear.compression.healing import HealReport, heal, original_copy
 from relinear.compression.plan import CompressPlan
 from relinear.compression.readers import READERS, budget_of
@@ -260,30 +260,23 @@ class _Job:
         self, corpus: Corpus, calibration: Calibration, plan: CompressPlan
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Apply the plan and heal; compare the result with the original if the settings say so."""
-        original = self._observe("original", corpus)
+        settings, progress = self.settings, self.task.on_progress
+        observed = partial(observe, self.model, corpus.evaluation, corpus.elsewhere, settings.passages)
+        original = observed(partial(progress, "original")) if settings.evaluate else None
         self._lap("original")
-        teacher = original_copy(self.model) if self.settings.heal_tokens else None
-        replace_layers_(self.task, plan, fit_layers(self.task, plan, calibration))
+        teacher = original_copy(self.model) if settings.heal_tokens else None
+        fit_layers_(self.task, plan, calibration)
         self._lap("fit")
         healing = None
         if teacher is not None:
-            folder, progress = self.folder, self.task.on_progress
             healing = heal(
-                self.model, teacher, corpus.further, settings=self.settings, folder=folder, on_progress=progress
+                self.model, teacher, corpus.further, settings=settings, folder=self.folder, on_progress=progress
             )
             self._lap("heal")
-        if self.settings.by_bytes:
+        if settings.by_bytes:
             round_to_half_(self.model)  # what is evaluated is what is saved
-        compressed = self._observe("evaluation", corpus)
-        if original is None or compressed is None:
+        if original is None:
             return healing, None
+        compressed = observed(partial(progress, "evaluation"))
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen)
-
-    def _observe(self, phase: str, corpus: Corpus) -> Observation | None:
-        """Evaluate the model in its current state; None if evaluation is off."""
-        settings = self.settings
-        if not settings.evaluate:
-            return None
-        on_step = partial(self.task.on_progress, phase)
-        return observe(self.model, corpus.evaluation, corpus.elsewhere, settings.passages, on_step)

@@ -13,6 +13,8 @@ from relinear.distill.settings import check_whole_blocks
 
 #: bits of a weight where no budget is given: the least that every reader stores with its scales
 BITS = 4.5
+#: settings of which one is given
+BUDGETS = ("keep", "bits", "size")
 
 
 class CompressSettings(Settings):
@@ -71,12 +73,9 @@ class CompressSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _a_budget(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        options = dict(values)
-        if all(options.get(budget) is None for budget in ("keep", "bits", "size")):
-            options["bits"] = BITS
-        return options
+        if isinstance(values, Mapping) and all(values.get(budget) is None for budget in BUDGETS):
+            return {**values, "bits": BITS}
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> CompressSettings:
@@ -90,7 +89,7 @@ class CompressSettings(Settings):
         return self
 
     def _check_budget(self) -> None:
-        budgets = [name for name in ("keep", "bits", "size") if getattr(self, name) is not None]
+        budgets = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(budgets) > 1:
             raise ValueError(f"{' and '.join(budgets)} are {len(budgets)} budgets: give one of them")
         if self.reader != "relinear" and not self.by_bytes:
