@@ -92,14 +92,14 @@ def test_moments_are_those_of_the_whole_model_at_labels_that_it_draws(kind: str,
 
 def test_calibration_holds_the_states_of_one_batch_however_many_there_are(tmp_path, monkeypatch) -> None:
     states, alive = [], []
-    run = layerwise.LayerByLayer.run
+    run = layerwise.LayerByLayer.layer
 
-    def counted(self, layer, index, hidden):
-        states.extend((weakref.ref(hidden), weakref.ref(after := run(self, layer, index, hidden))))
+    def counted(self, index, hidden):
+        states.extend((weakref.ref(hidden), weakref.ref(after := run(self, index, hidden))))
         alive.append(len({id(tensor) for ref in states if (tensor := ref()) is not None}))
         return after
 
-    monkeypatch.setattr(layerwise.LayerByLayer, "run", counted)
+    monkeypatch.setattr(layerwise.LayerByLayer, "layer", counted)
     most = []
     for count in (3, 12):
         model = tiny()
