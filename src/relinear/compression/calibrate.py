@@ -3,8 +3,9 @@
 Forward, the hidden states between layers go to disk, and in the end the gradient of the last of them. Backward, each
 layer is run again with gradients; its moments are summed and yielded, and the gradient before the layer is stored.
 Memory holds the model, one layer's activations for one batch, and that layer's moments, which are never written. The
-disk holds states of at most twice the model's bytes. Planning goes backward once, fitting once more. Files are renamed
-into place when they are whole, so that a killed calibration goes on from its layer, to the same bits.
+disk holds states of at most twice the model's bytes, if tokens are few. Planning goes backward once, fitting once
+more. Files are renamed into place when they are whole, so that a killed calibration goes on from its layer, to the
+same bits.
 """
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
@@ -157,6 +158,21 @@ def _write_or_check_fingerprint(folder: Path, key: str) -> None:
         )
 
 
+def states_on_disk(layers: int, stream: int, model_bytes: int) -> tuple[int, int]:
+    """Return how many layers' states, of ``stream`` bytes each, are kept, and the most bytes of states on disk.
+
+    As many as twice the model's bytes allow, but at least the square root of ``layers``. Beside them are the states
+    between two that are kept, and those of three layers that are at work.
+    """
+
+    def on_disk(count: int) -> int:
+        return (count + math.ceil(layers / count) + 3) * stream
+
+    counts = range(layers, math.isqrt(layers), -1)
+    count = next((n for n in counts if on_disk(n) <= 2 * model_bytes), math.isqrt(layers))
+    return count, on_disk(count)
+
+
 class Calibration:
     """Compute the moments of ``targets`` over ``blocks``, anew on every call.
 
@@ -255,13 +271,9 @@ class Calibration:
             self._find_loss()
 
     def _layers_kept(self, stream: int) -> frozenset[int]:
-        """Return the layers whose states, of ``stream`` bytes each, are kept: at most twice the model's bytes on disk.
-
-        Beside them are the states between two that stay, and those of three layers that are at work.
-        """
-        limit, total = 2 * stored_bytes(self.model) // stream, len(self.layers)
-        counts = range(total, math.isqrt(total), -1)
-        count = next((n for n in counts if n + math.ceil(total / n) + 3 <= limit), math.isqrt(total))
+        """Return the layers whose states, of ``stream`` bytes each, are kept."""
+        total = len(self.layers)
+        count, _ = states_on_disk(total, stream, stored_bytes(self.model))
         return frozenset(total * at // count for at in range(count))
 
     @torch.no_grad()

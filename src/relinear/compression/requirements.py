@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from relinear.compression.calibrate import states_on_disk
 from relinear.compression.candidates import SearchSpace
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.run import replaceable
@@ -52,12 +53,14 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
     evaluated = settings.evaluation_blocks * settings.sequence_length
     evaluated += settings.evaluate * settings.passages * 64
     passes = _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * evaluated + _HEALED * settings.heal_tokens
-    original = 2 * table.parameters
+    original, text = 2 * table.parameters, model.config.get_text_config()
+    stream = settings.tokens * text.hidden_size * next(model.parameters()).element_size()
+    _, states = states_on_disk(text.num_hidden_layers, stream, original)
     budget = next(f"{name} {value}" for name in BUDGETS if (value := getattr(settings, name)))
     return {
         "runs": f"1, to {budget} for {settings.reader}",
         "parameters": f"{table.parameters:,} ({table.flops_per_token:,} FLOPs per token)",
         "tokens": f"{settings.tokens:,} to calibrate, {settings.heal_tokens:,} to heal, {evaluated:,} to evaluate",
         "time": f"{duration(passes * pace)}, by a pass timed now",
-        "disk": f"about {3 * original / 1e6:,.0f} MB while it runs, at most {original / 1e6:,.0f} MB after",
+        "disk": f"about {(states + original) / 1e6:,.0f} MB while it runs, at most {original / 1e6:,.0f} MB after",
     }
