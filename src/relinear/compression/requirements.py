@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from relinear.compression.budget import stored_bytes
 from relinear.compression.calibrate import states_on_disk
 from relinear.compression.candidates import SearchSpace
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.run import replaceable
 from relinear.compression.settings import BUDGETS, CompressSettings
 from relinear.compression.task import Task
+from relinear.hf.model_layout import decoder_layers
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts
 from relinear.surgery.summary import summary
@@ -53,9 +55,9 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
     evaluated = settings.evaluation_blocks * settings.sequence_length
     evaluated += settings.evaluate * settings.passages * 64
     passes = _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * evaluated + _HEALED * settings.heal_tokens
-    original, text = 2 * table.parameters, model.config.get_text_config()
-    stream = settings.tokens * text.hidden_size * next(model.parameters()).element_size()
-    _, states = states_on_disk(text.num_hidden_layers, stream, original)
+    original = 2 * table.parameters
+    stream = settings.tokens * model.config.get_text_config().hidden_size * next(model.parameters()).element_size()
+    _, states = states_on_disk(len(decoder_layers(model)), stream, stored_bytes(model))
     budget = next(f"{name} {value}" for name in BUDGETS if (value := getattr(settings, name)))
     return {
         "runs": f"1, to {budget} for {settings.reader}",

@@ -21,8 +21,9 @@ FUSED_FORWARDS: dict[str, Callable[[nn.Module], Callable[..., Any] | None]] = {}
 class ParameterCache:
     """Cache values computed from a module's parameters, which must not change (``relinear.for_inference_``).
 
-    The cache empties itself when a parameter was replaced, moved, added, or changed in place under torch's version
-    counter, or when a submodule was replaced. It does not notice writes through ``.data`` and by fused optimisers.
+    The cache empties itself when a parameter or buffer was replaced, moved, added, or changed in place under torch's
+    version counter, or when a submodule was replaced. It does not notice writes through ``.data`` and by fused
+    optimisers.
 
     Several threads may read and fill it.
 

@@ -42,12 +42,12 @@ class Dense:
 
     def inference(self, operator: Any, x: Tensor) -> Tensor | None:
         """Call ``dense_inference`` unless the operator is too large to be dense for any number of tokens."""
-        if operator.parameter_cache is None or torch.compiler.is_compiling():
-            return None  # before the processor is asked, which torch.compile cannot trace
+        if not _is_applicable(operator, x):
+            return None
         sizes = self._of(x.dtype)
         if not sizes or operator.in_features * operator.out_features > sizes[0][1] ** 2:
             return None
-        return dense_inference(operator, x, self.in_inference)
+        return _cached_product(operator, x, self.in_inference)
 
 
 def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
@@ -61,9 +61,17 @@ def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
         x: (..., in_features).
         prefers: returns for in_features, out_features, dtype and number of tokens whether dense is faster.
     """
+    return _cached_product(operator, x, prefers) if _is_applicable(operator, x) else None
+
+
+def _is_applicable(operator: Any, x: Tensor) -> bool:
+    """Return whether a cached matrix may be used; asked before the processor is, which compilers cannot trace."""
+    unused = operator.parameter_cache is None or operator.training or torch.is_grad_enabled()
+    return not unused and not torch.compiler.is_compiling() and x.is_cpu
+
+
+def _cached_product(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
     cache = operator.parameter_cache
-    if cache is None or operator.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cpu:
-        return None
     # numbers rounded up to a power of two, so that few decisions are made
     key = x.numel().bit_length(), x.dtype
 
