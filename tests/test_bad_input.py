@@ -19,7 +19,7 @@ from relinear.compare.folder import comparison_folder
 from relinear.compare.recipe import apply_overrides, parse_overrides, read_yaml
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownSettingError
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.contract.setting_text import parse_setting
 from relinear.data import DataSettings, iter_texts
@@ -36,7 +36,7 @@ LONGEST_MESSAGE = 2_000
 
 def brief(value):
     """A test's name for one of its values."""
-    return shown(value)[:24]
+    return quoted(value)[:24]
 
 
 def refused(function, *words, error=ValueError):
@@ -240,8 +240,8 @@ def test_what_is_no_setting(setting):
 
 def test_what_is_shown_is_short():
     for value in (LONG, [LONG] * 100, dict.fromkeys(range(100), LONG), torch.zeros(10_000), 10**4000):
-        assert len(shown(value)) < 500
-    assert shown("short") == "'short'"
+        assert len(quoted(value)) < 500
+    assert quoted("short") == "'short'"
 
 
 def test_long_names_among_the_known_ones_are_cut():
@@ -499,7 +499,7 @@ def test_a_model_without_latents_is_refused_at_the_call():
 def test_what_is_no_corpus(data, tmp_path):
     short = {"tokens": 256, "sequence_length": 32}
     model = make_tiny_llama()
-    words = ["data must be texts", shown(data)]
+    words = ["data must be texts", quoted(data)]
     unchanged(model, lambda model: relinear.distill_(model, {"q_proj": LOW}, data), *words)
     unchanged(model, lambda model: relinear.compress(model, data, keep=0.8, settings=short), *words)
 
@@ -519,7 +519,7 @@ class Nameless(OperatorConfig):
 
 @pytest.mark.parametrize("given", ["x", None, LOW, int, nn.Linear], ids=brief)
 def test_what_cannot_be_registered(given):
-    refused(lambda: relinear.register(given), "register takes a class of settings", shown(given))
+    refused(lambda: relinear.register(given), "register takes a class of settings", quoted(given))
     refused(lambda: relinear.register(Nameless), "Nameless", "kind")
 
 
@@ -557,7 +557,7 @@ def test_a_size_by_its_other_name_is_checked_too():
 def test_a_cgt_of_another_config(model, config):
     given = config()
     given = given.config if isinstance(given, nn.Module) else given
-    said = shown(given) if given in (None, "x") else type(given).__name__
+    said = quoted(given) if given in (None, "x") else type(given).__name__
     refused(lambda: model(given), model.__name__, "relinear.CGTConfig", said)
 
 

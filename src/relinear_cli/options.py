@@ -116,7 +116,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     Raises:
         ValueError: if a text has not this form, or a pattern comes twice.
     """
-    from relinear.contract.messages import shown
+    from relinear.contract.messages import quoted
     from relinear.contract.setting_text import parse_setting
 
     mapping: dict[str, dict[str, Any] | None] = {}
@@ -128,7 +128,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
         )
         pattern, setting = ("all-linear", text) if bare else (head, rest)
         if pattern in mapping:
-            raise ValueError(f"pattern {shown(pattern)} is given twice")
+            raise ValueError(f"pattern {quoted(pattern)} is given twice")
         mapping[pattern] = None if setting.strip().lower() in ("none", "dense") else parse_setting(setting)
     return mapping
 
@@ -146,7 +146,7 @@ def parse_layers(text: str | None) -> list[int] | None:
     Raises:
         ValueError: if a part is neither a number nor a range.
     """
-    from relinear.contract.messages import shown
+    from relinear.contract.messages import quoted
 
     if text is None:
         return None
@@ -155,7 +155,7 @@ def parse_layers(text: str | None) -> list[int] | None:
         match = re.fullmatch(r"(-?\d{1,4})(?:-(\d{1,4}))?", part.strip())
         layers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not layers:  # also a range from its end
-            setting = f"--layers {shown(text)}: {shown(part.strip())}"
+            setting = f"--layers {quoted(text)}: {quoted(part.strip())}"
             raise ValueError(f"{setting} is neither a number nor a range like 4-11")
         indices += layers
     return indices
@@ -246,12 +246,12 @@ def placement(
 
 def parse_numbers(option: str, text: str | None) -> list[int] | None:
     """Return ``"0,1,2"``, the value of ``option``, as a list; None for None. Raises ValueError for other texts."""
-    from relinear.contract.messages import shown
+    from relinear.contract.messages import quoted
 
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} {shown(text)}: write them as 0,1,2") from None
+        raise ValueError(f"{option} {quoted(text)}: write them as 0,1,2") from None
 
 
 def named_entries(settings: list[str]) -> dict[str, str]:
@@ -260,7 +260,7 @@ def named_entries(settings: list[str]) -> dict[str, str]:
     Raises:
         ValueError: if the same setting is given twice.
     """
-    from relinear.contract.messages import shown
+    from relinear.contract.messages import quoted
 
     kinds = [setting.partition(":")[0].strip() for setting in settings]
     entries: dict[str, str] = {}
@@ -268,6 +268,6 @@ def named_entries(settings: list[str]) -> dict[str, str]:
         words = re.split(r"[^A-Za-z0-9_.=+]+", setting)  # with nothing in them that a folder's name should not have
         name = kind if kinds.count(kind) == 1 else "-".join(filter(None, words))
         if name in entries:
-            raise ValueError(f"the entry {shown(setting)} is given twice")
+            raise ValueError(f"the entry {quoted(setting)} is given twice")
         entries[name] = setting
     return entries

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points, with_hooks
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 
 Values = float | Sequence[float] | Tensor
 
@@ -233,7 +233,7 @@ def _resolve(
 ) -> dict[str, list[Intervention]]:
     """Return the interventions by full names of hook points, after checking them against the points' sizes."""
     if not isinstance(interventions, Mapping):
-        raise ValueError(f"intervene takes a mapping such as {{'q_proj': Clamp(-1, 1)}}, got {shown(interventions)}")
+        raise ValueError(f"intervene takes a mapping such as {{'q_proj': Clamp(-1, 1)}}, got {quoted(interventions)}")
     inside = [name for name, point in points.items() if point.kind != OUTPUT]
     if not inside and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in interventions):
         raise ValueError(
@@ -245,10 +245,10 @@ def _resolve(
         names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]
         if not names:
             suggestion = did_you_mean(str(pattern), inside or points)
-            raise ValueError(f"no latent, gate or layer output is named {shown(pattern)}; {suggestion}")
+            raise ValueError(f"no latent, gate or layer output is named {quoted(pattern)}; {suggestion}")
         for intervention in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
             if not isinstance(intervention, Intervention):
-                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {shown(intervention)}")
+                raise ValueError(f"{pattern}: expected Clamp, Add, Patch or Inject, got {quoted(intervention)}")
             for name in names:
                 intervention.check(name, points[name].size)
                 chosen.setdefault(name, []).append(intervention)

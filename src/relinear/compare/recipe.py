@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from relinear.contract import plugins
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.system.files import read_text
 from relinear.system.text import cut
 
@@ -37,7 +37,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     values = read_value(read_text(path, _LONGEST_TEXT + 1), str(path))
     if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of settings, got {shown(values)}")
+        raise ValueError(f"{path} must hold a mapping of settings, got {quoted(values)}")
     return values
 
 
@@ -58,8 +58,8 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
         key, equals, text = assignment.partition("=")
         key = key.strip()
         if not equals or not key or not all(key.split(".")):
-            raise ValueError(f"--set {shown(assignment)}: write it as key.subkey=value, for instance train.steps=100")
-        values[key] = read_value(text, f"--set {shown(assignment)}")
+            raise ValueError(f"--set {quoted(assignment)}: write it as key.subkey=value, for instance train.steps=100")
+        values[key] = read_value(text, f"--set {quoted(assignment)}")
     return values
 
 
@@ -102,7 +102,9 @@ def _set(values: dict[str, Any], key: str, full_key: str, value: Any) -> None:
         return
     inner = values.get(head)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(f"--set {shown(full_key)}: {shown(head)} is {shown(inner)}, which has no settings of its own")
+        raise ValueError(
+            f"--set {quoted(full_key)}: {quoted(head)} is {quoted(inner)}, which has no settings of its own"
+        )
     inner = dict(inner or {})
     _set(inner, rest, full_key, value)
     values[head] = inner
@@ -122,7 +124,7 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
                 values = _without(values, key)
     changed = apply_overrides(values, changes)
     if changes and "description" not in changes:
-        listed = ", ".join(f"{k}={cut(v) if isinstance(v, str) else shown(v)}" for k, v in changes.items())
+        listed = ", ".join(f"{k}={cut(v) if isinstance(v, str) else quoted(v)}" for k, v in changes.items())
         # what a recipe says of its own entries is not true of others
         recipe = "" if "entries" in changes else f" The recipe: {values.get('description', '')}"
         changed["description"] = f"Changed on the command line: {listed}.{recipe}"

@@ -8,7 +8,7 @@ import pydantic
 
 from relinear.compare import figures
 from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Statistic
-from relinear.contract.messages import shown, validation_message
+from relinear.contract.messages import quoted, validation_message
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Panel, colours
@@ -59,7 +59,7 @@ def read_results(directory: str | Path) -> Results:
         raise ValueError(f"{error}; {advice}") from None
     version = results.get("format") if isinstance(results, dict) else None
     if isinstance(version, int) and version > FORMAT:
-        raise ValueError(f"{path} has format {shown(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
+        raise ValueError(f"{path} has format {quoted(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
     try:
         pydantic.TypeAdapter(Results).validate_python(results)
     except pydantic.ValidationError as error:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from relinear.compression.budget import size_of
 from relinear.compression.checksums import write_record
 from relinear.contract.linear_layers import is_embedding, linear_features
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_replaceable
 from relinear.contract.setting_text import parse_setting
 from relinear.surgery.summary import module_parameters
@@ -55,7 +55,7 @@ def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
         layers = dict(values["layers"])
         rows = {name: dict(layer) for name, layer in layers.items()}
     if values.get("format", FORMAT) != FORMAT or not rows:
-        what = f"format {FORMAT} is read, got {shown(values.get('format'))}" if rows else "it names no layer"
+        what = f"format {FORMAT} is read, got {quoted(values.get('format'))}" if rows else "it names no layer"
         raise ValueError(f"{path} is not a compression plan that can be applied: {what}")
     return rows
 
@@ -125,7 +125,7 @@ class CompressPlan:
         for name, layer in rows.items():
             module = modules.get(name)
             if not (is_replaceable(module) or is_embedding(module)) or isinstance(module, Operator):
-                raise ValueError(f"{path}: the model has no linear layer {shown(name)}; the plan is for another model")
+                raise ValueError(f"{path}: the model has no linear layer {quoted(name)}; the plan is for another model")
             try:
                 operator_text = layer.get("operator")
                 values = parse_setting(operator_text) if isinstance(operator_text, str) else operator_text

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.operator import named_operators
 
 _NO_LOSS = (
@@ -128,7 +128,7 @@ def without_padding(row: Mapping[str, Any], *names: str) -> list[Tensor]:
         ValueError: if an entry is missing or does not have one value per token.
     """
     if not isinstance(row, Mapping) or any(row.get(name) is None for name in names):
-        raise ValueError(f"expected a mapping with {' and '.join(names)}, got {shown(row)}")
+        raise ValueError(f"expected a mapping with {' and '.join(names)}, got {quoted(row)}")
     values = [torch.as_tensor(row[name]).flatten() for name in names]
     mask = row.get("attention_mask")
     unmasked = torch.ones_like(values[0], dtype=torch.bool) if mask is None else torch.as_tensor(mask).flatten() != 0

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from relinear.contract import plugins
-from relinear.contract.messages import did_you_mean, shown, validation_message
+from relinear.contract.messages import did_you_mean, quoted, validation_message
 from relinear.contract.setting_text import parse_setting
 
 _REGISTRY: dict[str, dict[str, type[Config]]] = {}
@@ -69,7 +69,7 @@ def register(cls: C) -> C:
         Mine(size=4)
     """
     if not (isinstance(cls, type) and issubclass(cls, Config)):
-        raise ValueError(f"register takes a class of settings (of an OperatorConfig, say), got {shown(cls)}")
+        raise ValueError(f"register takes a class of settings (of an OperatorConfig, say), got {quoted(cls)}")
     for name in ("family", "kind"):
         if not isinstance(getattr(cls, name, None), str):
             raise ValueError(f"register: {cls.__name__} has no {name}; it takes one as a class variable, a text")
@@ -101,7 +101,7 @@ class Config:
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         if args:
-            raise UnknownSettingError(f"{cls.__name__} takes its settings by name, got {shown(args[0])}")
+            raise UnknownSettingError(f"{cls.__name__} takes its settings by name, got {quoted(args[0])}")
         cls._check_names(values, cls.__name__)
         return super().__new__(cls)
 
@@ -115,7 +115,7 @@ class Config:
         names = sorted(f.name for f in dataclasses.fields(cls))
         for key in values:
             if key not in names:
-                raise UnknownSettingError(f"{owner}: unknown setting {shown(key)}; {did_you_mean(str(key), names)}")
+                raise UnknownSettingError(f"{owner}: unknown setting {quoted(key)}; {did_you_mean(str(key), names)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON values, ``kind`` first; every field is written, so defaults may change later."""
@@ -132,7 +132,7 @@ class Config:
             ValueError: on an unknown kind, an unknown key or a bad value.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {shown(values)}")
+            raise ValueError(f"a {cls.family} setting must be a mapping with a 'kind', got {quoted(values)}")
         values = dict(values)
         kind = values.pop("kind", None)
         if isinstance(kind, str) and kind not in cls.kinds():
@@ -141,7 +141,7 @@ class Config:
         if not isinstance(kind, str) or kind not in known:
             names = {**known, **plugins.entry_points(cls.family)}
             hint = f"{did_you_mean(str(kind), names)} (relinear list {cls.family}s shows all)"
-            raise UnknownKindError(f"unknown {cls.family} kind {shown(kind)}; {hint}")
+            raise UnknownKindError(f"unknown {cls.family} kind {quoted(kind)}; {hint}")
         target = known[kind]
         if not issubclass(target, cls):
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
@@ -204,7 +204,7 @@ def _decode(value: Any) -> Any:
         value = dict(value)
         family = value.pop("family", "operator")
         if not isinstance(family, str) or family not in _REGISTRY:
-            raise ValueError(f"unknown config family {shown(family)}; {did_you_mean(str(family), _REGISTRY)}")
+            raise ValueError(f"unknown config family {quoted(family)}; {did_you_mean(str(family), _REGISTRY)}")
         base = next(iter(_REGISTRY[family].values()))
         root: Any = next(c for c in reversed(base.__mro__) if getattr(c, "family", None) == family)
         return root.from_dict(value)
@@ -296,7 +296,7 @@ def layer_indices(layers: Any) -> tuple[int, ...]:
             return tuple(index for index in indices if index is not None)
         layers = items[indices.index(None)]
     hint = '; "4-11" is for --layers on the command line, here write range(4, 12)' if isinstance(layers, str) else ""
-    raise ValueError(f"layers= takes indices of decoder layers, such as 3 or [0, -1]; got {shown(layers)}{hint}")
+    raise ValueError(f"layers= takes indices of decoder layers, such as 3 or [0, -1]; got {quoted(layers)}{hint}")
 
 
 def _index(value: Any) -> int | None:

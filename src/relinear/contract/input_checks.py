@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.config import Config
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 
 
 def check_features(x: Any, width: int, layer: nn.Module) -> None:
@@ -21,7 +21,7 @@ def _refuse_features(x: Any, width: int, layer: Any) -> None:
     name, config = getattr(layer, "name_in_model", ""), getattr(layer, "config", None)
     kind = f"{type(layer).__name__}, {config}" if isinstance(config, Config) else type(layer).__name__
     if not isinstance(x, Tensor):
-        got = shown(x)
+        got = quoted(x)
     elif not x.is_floating_point():
         got = f"a tensor of {x.dtype}, shape {tuple(x.shape)}"
     else:
@@ -35,7 +35,7 @@ def check_model(model: Any, caller: str) -> None:
     if isinstance(model, nn.Module):
         return
     hint = "; load it first: relinear.from_pretrained(...)" if isinstance(model, str | bytes) else ""
-    raise ValueError(f"{caller} takes a model (an nn.Module), got {shown(model)}{hint}")
+    raise ValueError(f"{caller} takes a model (an nn.Module), got {quoted(model)}{hint}")
 
 
 def check_finite(module: nn.Module, name: str = "") -> None:

@@ -22,7 +22,7 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _MAX_CHARACTERS
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return ``repr(value)``, shortened, so that a message never repeats pages of input."""
     try:
         text = _repr.repr(value)
@@ -43,7 +43,7 @@ def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _
         difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else []
     )
     if close:
-        return f"did you mean {' or '.join(map(shown, close))}?"
+        return f"did you mean {' or '.join(map(quoted, close))}?"
     more = f" and {len(known) - limit} more" if len(known) > limit else ""
     return f"known: {cut(', '.join(known[:limit]), limit * 30)}{more}"
 
@@ -58,12 +58,12 @@ def validation_message(error: ValidationError, name: str = "") -> str:
     for fault in faults[:_MAX_FAULTS]:
         location = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
         value, limits = fault["input"], fault.get("ctx", {})
-        must_be = requirement(fault["type"], shown(value), limits)
+        must_be = requirement(fault["type"], quoted(value), limits)
         if fault["type"].startswith("missing"):
             lines.append(f"{location} is missing: give it a value")
         elif must_be is None:
             reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
-            got = "" if fault["type"] == "value_error" else f" (got {shown(value)})"
+            got = "" if fault["type"] == "value_error" else f" (got {quoted(value)})"
             lines.append(f"{location}: {reason}{got}" if location else reason + got)
         else:
             choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []

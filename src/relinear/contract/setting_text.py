@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 
 
 def parse_setting(text: str) -> dict[str, Any]:
@@ -22,13 +22,13 @@ def parse_setting(text: str) -> dict[str, Any]:
     parts = _split(rest, text) if colon else []
     if not kind.strip().isidentifier() or (colon and not parts):
         example = "write it as kind:key=value,key=value (as in hdpl:rank=128,blocks=8)"
-        raise ValueError(f"{shown(text)} is not a setting; {example}")
+        raise ValueError(f"{quoted(text)} is not a setting; {example}")
     for part in parts:
         key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not key.isidentifier() or not value:
-            raise ValueError(f"{shown(text)}: expected key=value, got {shown(part.strip())}")
+            raise ValueError(f"{quoted(text)}: expected key=value, got {quoted(part.strip())}")
         if key in setting:
-            raise ValueError(f"{shown(text)}: {shown(key)} is given twice")
+            raise ValueError(f"{quoted(text)}: {quoted(key)} is given twice")
         setting[key] = _parse_value(value)
     return setting
 
@@ -44,7 +44,7 @@ def _split(text: str, whole: str) -> list[str]:
             parts.append(text[start:index])
             start = index + 1
     if depth != 0:
-        raise ValueError(f"{shown(whole)}: brackets do not match")
+        raise ValueError(f"{quoted(whole)}: brackets do not match")
     return [part for part in (*parts, text[start:]) if part.strip() or parts]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from relinear.contract.messages import did_you_mean, shown, validation_message
+from relinear.contract.messages import did_you_mean, quoted, validation_message
 from relinear.deprecated import with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits
@@ -58,7 +58,7 @@ class Settings(BaseModel):
             values = with_new_keys(cls, values)
             unknown = [str(key) for key in values if key not in cls.model_fields]
             if unknown:
-                faults = (f"unknown setting {shown(key)}; {did_you_mean(key, cls.model_fields)}" for key in unknown)
+                faults = (f"unknown setting {quoted(key)}; {did_you_mean(key, cls.model_fields)}" for key in unknown)
                 raise ValueError("; ".join(faults))
         return values
 
@@ -72,7 +72,7 @@ class Settings(BaseModel):
         if isinstance(values, cls):
             return values
         if not isinstance(values, Mapping):
-            raise ValueError(f"{name}: expected a mapping of settings, got {shown(values)}")
+            raise ValueError(f"{name}: expected a mapping of settings, got {quoted(values)}")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:

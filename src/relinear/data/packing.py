@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
 from relinear.data.tasks import TRAINING_SAMPLES, VALIDATION_SAMPLES, Joined, MixtureTask, Samples, Task, task_of
@@ -116,7 +116,7 @@ def prepare_data(
     """
     if not isinstance(settings, DataSettings | Mapping):
         expected = "relinear.data.DataSettings(data=..., tokenizer=...) or a mapping of its fields"
-        raise ValueError(f"prepare_data takes {expected}, got {shown(settings)}")
+        raise ValueError(f"prepare_data takes {expected}, got {quoted(settings)}")
     settings = DataSettings.load(settings, "data settings")
     if (task := task_of(settings.data)) is not None:
         return _of_task(task, settings, on_progress)

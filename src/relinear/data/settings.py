@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.settings import Settings
 from relinear.data.tasks import task_of
 from relinear.data.tokenizers import check_tokenizer_name
@@ -51,5 +51,5 @@ class DataSettings(Settings):
         decided = task.defaults()
         for key, value in decided.items():
             if values.get(key, value) != value:
-                raise ValueError(f"{key} is {value!r} for this task, got {shown(values[key])}; leave it out")
+                raise ValueError(f"{key} is {value!r} for this task, got {quoted(values[key])}; leave it out")
         return decided | dict(values)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.data.chat import Conversation, as_document
 from relinear.system.private_cache import cache_folder, cached, digest, usable_folder
 from relinear.system.text import cut
@@ -277,10 +277,10 @@ def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: 
                 for value in batch[column]:
                     text = as_document(value or "")
                     if text is None:
-                        raise ValueError(f"{name}: {shown(column)} holds {shown(value)}, expected text or messages")
+                        raise ValueError(f"{name}: {quoted(column)} holds {quoted(value)}, expected text or messages")
                     yield text
         except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: {shown(column)} holds text that is not UTF-8; convert it first") from error
+            raise ValueError(f"{name}: {quoted(column)} holds text that is not UTF-8; convert it first") from error
 
     return Source(documents, [*key, settings.text_column])
 
@@ -318,11 +318,11 @@ def choose_column(
     if chosen is not None:
         if chosen not in columns:
             raise ValueError(
-                f"{where}: no column {shown(chosen)}; {did_you_mean(chosen, columns)}; all: {cut(', '.join(columns))}"
+                f"{where}: no column {quoted(chosen)}; {did_you_mean(chosen, columns)}; all: {cut(', '.join(columns))}"
             )
         if chosen not in (*texts, *chats):
             raise ValueError(
-                f"{where}: column {shown(chosen)} holds no text; columns of text: {cut(', '.join(texts)) or 'none'}"
+                f"{where}: column {quoted(chosen)} holds no text; columns of text: {cut(', '.join(texts)) or 'none'}"
             )
         return chosen
     for name, members in (("text", texts), ("messages", chats)):

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL
 from relinear.contract.config import Config, Count, NonNegative, check_value, register
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.setting_text import parse_setting
 
 SYMBOLS = "0123456789*=+-|#"
@@ -59,7 +59,7 @@ def task_of(data: Any) -> Task | None:
     kind = name.replace("-", "_")
     if kind not in Task.kinds():
         known = [kind.replace("_", "-") for kind in Task.kinds()]
-        raise ValueError(f"unknown task {shown(name)}; {did_you_mean(name, known)}")
+        raise ValueError(f"unknown task {quoted(name)}; {did_you_mean(name, known)}")
     return Task.from_dict(parse_setting(f"{kind}{colon}{rest}"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.data.chat import Closed, encodable, render_conversations
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS
@@ -145,7 +145,7 @@ def _why_none(name: str) -> str:
 
 def _no_tokenizer(name: str, reason: str) -> ValueError:
     return ValueError(
-        f"cannot load the tokenizer {shown(name)} ({reason}): it must be 'bytes', 'bpe:N', a folder that a "
+        f"cannot load the tokenizer {quoted(name)} ({reason}): it must be 'bytes', 'bpe:N', a folder that a "
         "tokenizer was saved to, or a name of the Hugging Face Hub that can be reached"
     )
 

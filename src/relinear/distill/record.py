@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import current_context
 from relinear.contract.auxiliary_losses import without_padding
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.hf.modes import forward_hooks_on
@@ -35,7 +35,7 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
         items = iter(data)
     except TypeError:
         raise ValueError(
-            f"data must be texts, token tensors or mappings with input_ids, one after another, got {shown(data)}"
+            f"data must be texts, token tensors or mappings with input_ids, one after another, got {quoted(data)}"
         ) from None
     first = next(items, None)
     if first is None:
@@ -47,7 +47,7 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
         for item in chained:
             document = as_document(item)
             if document is None:
-                raise ValueError(f"data began with text or messages, and goes on with {shown(item)}; give one kind")
+                raise ValueError(f"data began with text or messages, and goes on with {quoted(item)}; give one kind")
             yield document
         return
     for item in chained:
@@ -58,7 +58,7 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
             row = {name: torch.as_tensor(row[name]) for name in ("input_ids", "attention_mask") if name in row}
         except (RuntimeError, TypeError, ValueError):
             kinds = "token ids are whole numbers, a conversation a list of {'role', 'content'}"
-            raise ValueError(f"data must hold texts, conversations or token ids, got {shown(item)}; {kinds}") from None
+            raise ValueError(f"data must hold texts, conversations or token ids, got {quoted(item)}; {kinds}") from None
         yield without_padding(row, "input_ids")[0].tolist()
 
 

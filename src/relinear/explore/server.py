@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import ConfigDict, StrictFloat, ValidationError, validate_call
 
-from relinear.contract.messages import shown, validation_message
+from relinear.contract.messages import quoted, validation_message
 from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import Subject
@@ -30,7 +30,7 @@ def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: S
     """Call a subject's function with a request's values, each converted to the type of its parameter."""
     number = str(values.get("model", 0))
     if number not in map(str, range(len(subjects))):
-        raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {shown(number)}")
+        raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {quoted(number)}")
     checked = validate_call(config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
     try:
         arguments = {name: value for name, value in values.items() if name != "model"}
@@ -133,10 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
             name = ""
         hosts = self.server.hosts
         if not (_is_address(name) if hosts is None else name in hosts):
-            raise _Refused(403, f"this server does not answer for the host {shown(host)}")
+            raise _Refused(403, f"this server does not answer for the host {quoted(host)}")
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{host}":
-            raise _Refused(403, f"this server does not answer pages of {shown(origin)}")
+            raise _Refused(403, f"this server does not answer pages of {quoted(origin)}")
 
     def _body(self) -> Mapping[str, Any]:
         if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.auxiliary_losses import install_aux_hooks
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.operator import named_operators
 from relinear.contract.plugins import packages_of
 from relinear.hf.attachments import attachments
@@ -60,7 +60,7 @@ def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
     remaining = dict(values)
     auto_map = remaining.pop("auto_map", None) or {}
     if not isinstance(auto_map, Mapping):
-        raise ValueError(f"config.json: auto_map must be an object, got {shown(auto_map)}")
+        raise ValueError(f"config.json: auto_map must be an object, got {quoted(auto_map)}")
     auto_map = {key: value for key, value in auto_map.items() if not str(value).startswith(LOADER)}
     return remaining | ({"auto_map": auto_map} if auto_map else {})
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 
 #: model names from before the Hub required an owner
 _WITHOUT_OWNER = frozenset(
@@ -34,7 +34,7 @@ def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any 
     known = list(presets)
     if not isinstance(name, str) or not name.strip() or len(name) > 4096 or "\0" in name:
         kinds = "a preset, a directory or a name of the Hub" if known else "a directory or a name of the Hub"
-        raise ValueError(f"a model is named by {kinds}, got {shown(name)}")
+        raise ValueError(f"a model is named by {kinds}, got {quoted(name)}")
     path = Path(name).expanduser()
     if exists(path):
         if not path.is_dir():
@@ -46,8 +46,8 @@ def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any 
         return "hub"
     suggestion, kind = (f"; {did_you_mean(name, known)}", "neither a preset nor a") if known else ("", "not a")
     raise ValueError(
-        f"unknown model {shown(name)}{suggestion} (It is {kind} directory here. Names of the Hugging Face Hub have the "
-        "form owner/name.)"
+        f"unknown model {quoted(name)}{suggestion} (It is {kind} directory here. Names of the Hugging Face Hub have "
+        "the form owner/name.)"
     )
 
 
@@ -83,4 +83,4 @@ def missing_directory(name: str) -> str:
     folders = [child.name for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
     folders.sort(key=lambda folder_name: (folder_name.startswith("."), folder_name))
     near = did_you_mean(missing_name, folders, limit=8) if folders else "it has no directories"
-    return f"{shown(name)[1:-1]}: no such directory; {folder.resolve()} has no {shown(missing_name)}; {near}"
+    return f"{quoted(name)[1:-1]}: no such directory; {folder.resolve()} has no {quoted(missing_name)}; {near}"

@@ -10,7 +10,7 @@ import torch
 
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.linear_layers import linear_features
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import is_replaceable
 from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import sync_record
@@ -116,7 +116,7 @@ def preset_names() -> tuple[str, ...]:
 
 def _preset(name: str) -> _Preset:
     if not isinstance(name, str) or name not in _PRESETS:
-        raise ValueError(f"unknown preset {shown(name)}; {did_you_mean(str(name), _PRESETS)}")
+        raise ValueError(f"unknown preset {quoted(name)}; {did_you_mean(str(name), _PRESETS)}")
     return _PRESETS[name]
 
 
@@ -138,12 +138,12 @@ def preset_config(name: str, **overrides: Any) -> Any:
     settings = preset.settings | _NO_TOKENS
     for key, value in overrides.items():
         if key not in known:
-            raise ValueError(f"preset {name!r}: unknown config field {shown(key)}; {did_you_mean(key, sorted(known))}")
+            raise ValueError(f"preset {name!r}: unknown config field {quoted(key)}; {did_you_mean(key, sorted(known))}")
         field = reference.attribute_map.get(key, key)
         if key != field and field in overrides:
             raise ValueError(f"preset {name!r}: {key!r} and {field!r} are the same field; give one of them")
         if isinstance(value, int | float) and not abs(value) <= (_MOST_LAYERS if "layer" in field else _LARGEST):
-            raise ValueError(f"preset {name!r}: {key}={shown(value)} is a size that no model has")
+            raise ValueError(f"preset {name!r}: {key}={quoted(value)} is a size that no model has")
         settings[field] = value
     try:
         return AutoConfig.for_model(preset.model_type, **settings)
@@ -152,7 +152,7 @@ def preset_config(name: str, **overrides: Any) -> Any:
 
 
 def _not_built(name: str, overrides: dict[str, Any], error: Exception) -> ValueError:
-    stated = ", ".join(f"{key}={shown(value)}" for key, value in overrides.items())
+    stated = ", ".join(f"{key}={quoted(value)}" for key, value in overrides.items())
     return ValueError(f"preset {name!r} cannot be built with {cut(stated)}: {cut(str(error), 1_000)}")
 
 

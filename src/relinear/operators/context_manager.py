@@ -17,7 +17,7 @@ from relinear.activations.shared_context import ContextOwner, check_carries_cont
 from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.contract.input_checks import check_features
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.hf.model_layout import is_checkpointing
 from relinear.hf.vocabulary import check_table_fits
 from relinear.kernels.context_manager import linear_recurrence
@@ -197,7 +197,7 @@ class SharedContext(ContextOwner):
             check_features(source, self.projection.in_features, self)
             return self.projection(source)
         if not isinstance(source, Tensor) or source.is_floating_point() or source.is_complex():
-            got = source.dtype if isinstance(source, Tensor) else shown(source)
+            got = source.dtype if isinstance(source, Tensor) else quoted(source)
             raise ValueError(f"{type(self).__name__}, {self.config}: expected token ids (integers), got {got}")
         return self.embedding(source)
 

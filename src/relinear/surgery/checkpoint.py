@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.hf.config_record import (
     FORMAT_VERSION,
     LOADER,
@@ -127,14 +127,14 @@ def check_files(directory: Path) -> None:
         raise FileNotFoundError(f"{directory}: no config.json there, so no model to load")
     config = read_json(path)
     if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold an object, got {shown(config)}")
+        raise ValueError(f"{path} must hold an object, got {quoted(config)}")
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     tensors, layers = stored_specs([directory / name for name in weights]), config.get("num_hidden_layers")
     # every model builds this number of layers, for hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(
-            f"{path}: num_hidden_layers={shown(layers)}, but {len(tensors):,} tensors; restore it from a copy"
+            f"{path}: num_hidden_layers={quoted(layers)}, but {len(tensors):,} tensors; restore it from a copy"
         )
 
 
@@ -233,7 +233,7 @@ def _check_saving(model: Any, directory: Any) -> None:
             "safetensors.torch.save_model"
         )
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
-        raise ValueError(f"save_pretrained takes the directory to write, got {shown(directory)}")
+        raise ValueError(f"save_pretrained takes the directory to write, got {quoted(directory)}")
 
 
 def _special_tokens(holder: Any, model: Any, tokenizer: Any) -> dict[str, int]:

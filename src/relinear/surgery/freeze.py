@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from relinear.contract.input_checks import check_model
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.surgery.patterns import listed, matches
 
 
@@ -42,7 +42,7 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
                 name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None
             ]
             parts = {name.rpartition(".")[2] for name in known if not name.rpartition(".")[2].isdigit()}
-            raise ValueError(f"pattern {shown(pattern)} names no parameters; {did_you_mean(pattern, sorted(parts))}")
+            raise ValueError(f"pattern {quoted(pattern)} names no parameters; {did_you_mean(pattern, sorted(parts))}")
         chosen |= matched
     if not chosen:
         raise ValueError("train_only_ needs at least one pattern")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 
 ALL_LINEAR = "all-linear"
 _PLAIN = re.compile(r"[\w.\-]+")
@@ -26,18 +26,18 @@ def check_patterns(patterns: Iterable[Any]) -> None:
     """Raise ValueError for a pattern that is not text, is empty, or is not a valid regular expression."""
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"a pattern must be a non-empty string, got {shown(pattern)}")
+            raise ValueError(f"a pattern must be a non-empty string, got {quoted(pattern)}")
         if pattern != ALL_LINEAR and not is_plain(pattern):
             try:
                 re.compile(pattern)
             except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(f"pattern {shown(pattern)} is not a valid regular expression: {error}") from error
+                raise ValueError(f"pattern {quoted(pattern)} is not a valid regular expression: {error}") from error
 
 
 def listed(patterns: Any, expected: str) -> list[str]:
     """Return one or several patterns as a checked list; raise ValueError with the text ``expected`` for other types."""
     if not isinstance(patterns, Iterable):
-        raise ValueError(f"{expected}, got {shown(patterns)}")
+        raise ValueError(f"{expected}, got {quoted(patterns)}")
     names = [patterns] if isinstance(patterns, str) else list(patterns)
     check_patterns(names)
     return names
@@ -56,4 +56,4 @@ def patterns_of(names: Iterable[str], excluded: Iterable[str]) -> list[str]:
 
 def no_match(pattern: str, close: Iterable[str]) -> ValueError:
     """Return the error for a pattern that matches no module, with the nearest names."""
-    return ValueError(f"pattern {shown(pattern)} matches no module; nearest: {', '.join(close)}")
+    return ValueError(f"pattern {quoted(pattern)} matches no module; nearest: {', '.join(close)}")

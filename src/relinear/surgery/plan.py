@@ -13,7 +13,7 @@ from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import check_choice
 from relinear.contract.input_checks import check_finite, check_model
 from relinear.contract.linear_layers import linear_features
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.attachments import apply_attachment_
@@ -133,7 +133,7 @@ def plan(
     check_model(model, "surgery (plan, replace_)")
     check_choice("init", init, ("fresh", "from_weight"))
     if not isinstance(mapping, Mapping) or not mapping:
-        raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {shown(mapping)}")
+        raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {quoted(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
     refuse_quantized(model)
     targets, left = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
@@ -156,7 +156,7 @@ def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[
     lost = [r.name for r in replaced if not isinstance(r.target.module, Operator)]
     if init == "fresh" and name and lost:
         yield (
-            f"init='fresh' discards the trained weights of {len(lost)} layers of {shown(name)} (such as {lost[0]}): "
+            f"init='fresh' discards the trained weights of {len(lost)} layers of {quoted(name)} (such as {lost[0]}): "
             "the model has to be trained again. init='from_weight' fits operators to the weights, if they can be; "
             "relinear.distill_ and relinear.compress fit operators to the layers' outputs"
         )
@@ -175,13 +175,13 @@ def _operator_config(pattern: Any, setting: Any) -> OperatorConfig | None:
         return None
     if not isinstance(setting, OperatorConfig | str):
         raise ValueError(
-            f"{shown(pattern)} must map to an operator config (relinear.LowRank(rank=8)), the same as text "
-            f"('low_rank:rank=8'), or None; not {shown(setting)}"
+            f"{quoted(pattern)} must map to an operator config (relinear.LowRank(rank=8)), the same as text "
+            f"('low_rank:rank=8'), or None; not {quoted(setting)}"
         )
     try:
         return OperatorConfig.read(setting)
     except ValueError as error:
-        raise ValueError(f"{shown(pattern)}: {error}") from None
+        raise ValueError(f"{quoted(pattern)}: {error}") from None
 
 
 def replace_(
@@ -238,7 +238,7 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     """
     check_model(model, "attach_")
     if not isinstance(attachment, AttachmentConfig | str):
-        raise ValueError(f"expected an attachment such as relinear.ContextManager(), got {shown(attachment)}")
+        raise ValueError(f"expected an attachment such as relinear.ContextManager(), got {quoted(attachment)}")
     attachment = AttachmentConfig.read(attachment)
     refuse_quantized(model)
     apply_attachment_(model, attachment)

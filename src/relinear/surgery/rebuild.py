@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import UnknownKindError
 from relinear.contract.linear_layers import is_embedding
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import OperatorConfig, is_replaceable, named_operators
 from relinear.hf.attachments import apply_attachment_, attachments
 from relinear.hf.config_record import FORMAT_VERSION, METHOD, sync_record
@@ -39,16 +39,16 @@ def check_record(values: Mapping[str, Any]) -> None:
     """Raise ValueError unless ``values`` is a record of operators and attachments that this version can read."""
     missing, unknown = _KEYS - set(values), set(values) - _KEYS - {"packages", "packed"}
     if unknown:
-        raise ValueError(f"relinear checkpoint: unknown keys {shown(sorted(unknown))}; known: {sorted(_KEYS)}")
+        raise ValueError(f"relinear checkpoint: unknown keys {quoted(sorted(unknown))}; known: {sorted(_KEYS)}")
     if missing:
         raise ValueError(f"relinear checkpoint: missing keys {sorted(missing)} in quantization_config")
     version, operators, attached = (values[key] for key in ("format_version", "operators", "attachments"))
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:  # True is an int to Python
-        raise ValueError(f"relinear checkpoint: format {shown(version)}; this version reads 1 to {FORMAT_VERSION}")
+        raise ValueError(f"relinear checkpoint: format {quoted(version)}; this version reads 1 to {FORMAT_VERSION}")
     if not isinstance(operators, Mapping) or not isinstance(attached, list | tuple):
         raise ValueError("relinear checkpoint: 'operators' must be a mapping and 'attachments' a list")
     if (packed := values.get("packed")) not in (None, *(packed_record(bits) for bits in range(2, 9))):
-        raise ValueError(f"relinear checkpoint: packed must be like {packed_record(4)}, got {shown(packed)}")
+        raise ValueError(f"relinear checkpoint: packed must be like {packed_record(4)}, got {quoted(packed)}")
     try:
         for setting in operators.values():
             OperatorConfig.from_dict(setting)
@@ -85,7 +85,7 @@ def _needed(packages: Any) -> str:
         facts = {key: str(value) for key, value in origin.items()} if isinstance(origin, Mapping) else {}
         package = facts.get("package")
         source = f"{package} {facts.get('version', '')}".strip() if package else f"the module {facts.get('module')}"
-        lines.append(f"{shown(kind)} is of {source}")
+        lines.append(f"{quoted(kind)} is of {source}")
     return (
         f". It was saved with operators of other packages: {', '.join(lines)}. Install them, or name their modules in "
         "RELINEAR_IMPORT or with relinear --import"
@@ -175,7 +175,7 @@ def _layer_of(model: Any, name: str) -> nn.Module | None:
         return None
     known = [key for key, module in model.named_modules() if is_replaceable(module)]
     raise ValueError(
-        f"the checkpoint has an operator at {shown(name)}, but {type(model).__name__} has no linear layer there; "
+        f"the checkpoint has an operator at {quoted(name)}, but {type(model).__name__} has no linear layer there; "
         f"{did_you_mean(name, known)}"
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.hf.config_record import LOADER, METHOD, record_in_config, without_loader
 from relinear.system.files import write_text
 
@@ -65,7 +65,7 @@ class SavedConfig(PreTrainedConfig):
         base = values.pop(_BASE_TYPE, values.get("model_type"))
         if not isinstance(base, str) or base == METHOD or base not in CONFIG_MAPPING:
             raise ValueError(
-                f"config.json gives {shown(base)} as {_BASE_TYPE}, unknown to this transformers; upgrade it"
+                f"config.json gives {quoted(base)} as {_BASE_TYPE}, unknown to this transformers; upgrade it"
             )
         config = CONFIG_MAPPING[base].from_dict(values | {"model_type": base}, **kwargs)
         if values.get("model_type") == METHOD and not values.get("quantization_config"):

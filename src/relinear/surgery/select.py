@@ -11,7 +11,7 @@ from torch import nn
 
 from relinear.contract.config import layer_indices
 from relinear.contract.linear_layers import is_embedding
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
@@ -127,7 +127,7 @@ def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> Val
     hit = next((name for name in modules if matches(pattern, name)), None) if pattern != ALL_LINEAR else None
     if hit is not None:
         return ValueError(
-            f"pattern {shown(pattern)} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
+            f"pattern {quoted(pattern)} matches {hit!r}, a {type(modules[hit]).__name__}, which cannot be replaced: "
             "only nn.Linear, GPT-2's Conv1D and relinear operators can (not their subclasses)"
         )
     linear = sorted({part for name, module in modules.items() if is_replaceable(module) for part in _suffixes(name)})
@@ -171,7 +171,7 @@ def select_targets(
         if not any(matches(pattern, name) for name in all_names):
             raise ValueError(f"exclude= {_no_match(pattern, targets.values())}")
     if filter_fn is not None and not callable(filter_fn):
-        raise ValueError(f"filter_fn must be a function of (module, name), got {shown(filter_fn)}")
+        raise ValueError(f"filter_fn must be a function of (module, name), got {quoted(filter_fn)}")
     wanted_layers = _check_layers(model, layers, (name for _, names in targets.values() for name in names))
     find = layer_finder(model)
     used: set[str] = set()

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from relinear.activations.latent_recording import Latent, LatentDistribution, observe
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.training.settings import FitSettings
@@ -74,7 +74,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
                 raise
             break
         if not isinstance(row, dict) or not all(isinstance(row.get(key), int) for key in ("step", "tokens")):
-            raise ValueError(f"{path}, line {number} is not a row of metrics: {shown(row)}")
+            raise ValueError(f"{path}, line {number} is not a row of metrics: {quoted(row)}")
         rows.append(row)
     return rows
 
@@ -302,7 +302,7 @@ def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:
     ):
         content = files.read_json(path)
         if content["format"] != 1:
-            raise ValueError(f"format {shown(content['format'])}")
+            raise ValueError(f"format {quoted(content['format'])}")
         return {name: _sums(latent["sums"]) for name, latent in dict(content["latents"]).items()}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
 from relinear.contract.config import register
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.hf.modes import eval_mode
 from relinear.models.presets import locate_model, model_folder
@@ -48,7 +48,7 @@ class Distill(ObjectiveConfig):
             ValueError: if teacher and model have different vocabularies.
         """
         teacher = from_pretrained(model_folder(self.teacher)).eval().requires_grad_(False)
-        return against(teacher, model, self.temperature, self.cross_entropy, name=f" {shown(self.teacher)}")
+        return against(teacher, model, self.temperature, self.cross_entropy, name=f" {quoted(self.teacher)}")
 
 
 def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: float = 0, name: str = "") -> Objective:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from transformers import AutoConfig, GPT2Config
 
 from relinear.contract.config import Count, IntRange, UnknownSettingError, check_choice, check_value
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.hf.config_record import without_loader
 
 #: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
@@ -100,7 +100,7 @@ class CGTConfig(GPT2Config):
     def __post_init__(self, **kwargs: Any) -> None:
         for key in self._unknown(kwargs):
             fields = sorted(field.name for field in dataclasses.fields(type(self)))  # type: ignore[arg-type]
-            raise UnknownSettingError(f"CGTConfig: unknown setting {shown(key)}; {did_you_mean(key, fields)}")
+            raise UnknownSettingError(f"CGTConfig: unknown setting {quoted(key)}; {did_you_mean(key, fields)}")
         for key in [key for key in kwargs if key in self.attribute_map]:
             setattr(self, key, kwargs.pop(key))  # before the checks, which know the fields by one name
         for name in ("n_layer", "n_embd", "n_head", "context_size", "context_heads", "rank", "templates"):

@@ -20,7 +20,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import UnknownSettingError
-from relinear.contract.messages import did_you_mean, shown
+from relinear.contract.messages import did_you_mean, quoted
 from relinear.functional.cgt import moving_average
 from relinear.hf.modes import eval_mode
 from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig
@@ -71,7 +71,7 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
 
     def __init__(self, config: CGTConfig, *args: Any, **kwargs: Any):
         if not isinstance(config, CGTConfig):
-            got = type(config).__name__ if isinstance(config, PreTrainedConfig) else shown(config)
+            got = type(config).__name__ if isinstance(config, PreTrainedConfig) else quoted(config)
             raise ValueError(f"{type(self).__name__} takes a relinear.CGTConfig, got {got}")
         super().__init__(config, *args, **kwargs)
 
@@ -480,7 +480,7 @@ def _check_arguments(kwargs: dict[str, Any]) -> None:
             owners = [owner for owner, names in takes.items() if name in names]
             known = {argument for names in takes.values() for argument in names} - {"self", "kwargs"}
             hint = f"it is one of {owners[0]}" if owners else did_you_mean(name, sorted(known))
-            raise UnknownSettingError(f"this CGT takes no argument {shown(name)}; {hint}")
+            raise UnknownSettingError(f"this CGT takes no argument {quoted(name)}; {hint}")
 
 
 def _with_head(outputs: CGTOutput, loss: Tensor | None, logits: Tensor) -> CGTOutput:

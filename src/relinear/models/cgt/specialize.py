@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from relinear.contract.folding import to_stock_layer
-from relinear.contract.messages import shown
+from relinear.contract.messages import quoted
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attachments import attachments
 from relinear.models.cgt.config import CGTRegressionConfig
@@ -107,7 +107,7 @@ def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
     try:
         values = torch.as_tensor(value, device=model.device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be numbers, got {shown(value)}; encode a text with the tokenizer") from error
+        raise ValueError(f"{name} must be numbers, got {quoted(value)}; encode a text with the tokenizer") from error
     if context is None and isinstance(model, CGTForRegression):
         vectors = values[None] if values.ndim == 2 else values
         if vectors.ndim != 3 or len(vectors) != 1 or not 1 <= vectors.shape[1] <= model.config.n_positions:
@@ -125,7 +125,7 @@ def _context(model: Any, prefix_ids: Any, context: Any) -> Tensor:
         return values.reshape(-1)
     whole = not values.is_floating_point() and values.dtype != torch.bool
     if not whole or not 0 <= values.min() <= values.max() < config.vocab_size:
-        raise ValueError(f"prefix_ids must be whole numbers below vocab_size={config.vocab_size}, got {shown(value)}")
+        raise ValueError(f"prefix_ids must be whole numbers below vocab_size={config.vocab_size}, got {quoted(value)}")
     if size > config.n_positions:
         raise ValueError(f"the prefix has {size} tokens, the model reads at most n_positions={config.n_positions}")
     return model.context(values.reshape(1, -1).long())[0, -1]
