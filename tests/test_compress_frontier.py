@@ -85,7 +85,14 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     for repeated, more in ((0.16, "16% of 4-grams (the original 15%)"), (0.15, "itself no more than the original")):
         alike = dataclasses.replace(report, evaluation=found | {"repeated": repeated}).verdict
         assert alike.endswith(f"repeats {more}")
-    assert ", +0.00 nats on text" in dataclasses.replace(report, evaluation=found | {"nats": -0.001}).verdict
+    for nats, interval, said in (
+        (-0.001, 0.0004, ", -0.001 nats on text like yours, "),
+        (0.018, None, ", +0.02 nats on text like yours, "),
+        (-0.001, 0.003, ", no difference in loss detected on text like yours (95 % interval -0.004 to +0.002 nats), "),
+        (0.0003, None, ", no difference in loss detected on text like yours, "),
+    ):
+        measured = found | {"nats": nats, "interval": interval}
+        assert said in dataclasses.replace(report, evaluation=measured).verdict
     worse = dataclasses.replace(report, evaluation=found | {"repeated": 0.48}).verdict
     assert worse.startswith("Its greedy text repeats itself (48% of 4-grams, the original's 15%): ")
     assert "off by more than half" in " ".join(

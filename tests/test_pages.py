@@ -133,7 +133,7 @@ def test_the_best_is_marked_where_its_interval_excludes_the_next(tmp_path) -> No
     table = results_table(comparison(tmp_path, single, 0.5))
     assert [row.best for row in table.rows] == [False] * 4
     assert list(table.head[:4]) == ["entry", "validation loss, nats per byte", "gap to dense", "parameters"]
-    assert "perplexity a byte" in table.head
+    assert "perplexity per byte" in table.head
     assert [row.shown[2].text for row in table.rows] == ["–", "-2.000", "-1.000", "-2.500"]
     gap = next(row.shown[2].text for row in results_table(comparison(tmp_path, apart)).rows if row.shown[0].text == "a")
     assert gap == "-2.000 [-2.000, -2.000]"  # over seeds, as in the verdict
@@ -235,7 +235,7 @@ def test_the_verdict_says_how_sure_it_is(tmp_path) -> None:
 
 def test_a_line_of_counting_never_squeezes_the_curves() -> None:
     runs = [{"curve": [{"step": n, "tokens": n, "validation_loss": 3 - n / 10} for n in range(6)]}]
-    entry = {"name": "a", "runs": runs}
+    entry = {"name": "a", "runs": runs, "settings": {}}
     for counted, seen in ((2.4, 2.4), (0.5, None), (9.0, None)):
         (panel,) = figures.curves([entry], {"a": "#000000"}, {"order": 5, "validation_loss": counted})
         (guide,) = panel.guides
@@ -243,6 +243,22 @@ def test_a_line_of_counting_never_squeezes_the_curves() -> None:
         assert low <= guide.y <= high
         assert high - low < 1
         assert guide.y == seen or ("below" if counted < 1 else "above") in guide.text
+
+
+def test_a_caption_names_the_grey_line_only_where_one_is_drawn(tmp_path) -> None:
+    values = with_new_columns(json.loads((COMPARISON / "results.json").read_text()))
+    for parameters in (100, 300):  # the best one is the smallest: it beats all others
+        entries = [
+            entry | {"speed": None, "parameters": size, "flops_per_token": size, "validation_loss": loss}
+            for entry, size, value in zip(values["entries"], (200, parameters), (3.0, 2.0), strict=False)
+            for loss in [{"mean": value, "std": None, "values": [value]}]
+        ]
+        (tmp_path / "results.json").write_text(json.dumps(values | {"entries": entries, "reference": None}))
+        captions = [block.description for block in results_section(tmp_path).blocks if isinstance(block, Chart)]
+        front = next(caption for caption in captions if "against parameters" in caption)
+        assert ("grey line" in front) == (parameters == 300)
+        (panel,) = {panel.y.title for panel in figures.pareto(entries, {e["name"]: "#000000" for e in entries})}
+        assert panel == "validation loss (nats per byte)"
 
 
 def pages_of_records(folder: Path) -> list[Path]:

@@ -138,13 +138,14 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
         spots.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
-    position = Axis(title="position")
+    position, method = Axis(title="position"), numbers["embedding"]
+    plane = Axis(title=f"{method}, first dimension"), Axis(title=f"{method}, second dimension")
     products = "Dot products of normalised y; texts of two sources are joined in the middle."
     charts = {
         "cgt_products": (products, Panel([heat], position, position)),
         "cgt_spectrum": ("Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(title="power", log=True))),
         "cgt_trace": ("The components of y that vary most in one text.", Panel(trace, position, Axis(title="value"))),
-        "cgt_sources": (f"y at the ends of texts, by {numbers['embedding']}.", Panel(spots)),
+        "cgt_sources": (f"y at the ends of texts, by {method}.", Panel(spots, *plane)),
     }
     page_blocks: list[Block] = [Table(["measure", "value"], rows)]
     return page_blocks + [Chart(text, panel, stem=stem, inline=True) for stem, (text, panel) in charts.items()]

@@ -144,7 +144,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         means = [sum(gaps[i : i + width]) / width for i in range(max(1, len(gaps) - width + 1))]
         places = [i + width / 2 for i in range(len(means))]
         shown.append(Series(name=kind, colour=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
-    side = Axis(title="loss less that with y computed (nats)")
+    side = Axis(title="gap to computed y (nats per token)")
     panel = Panel(shown, Axis(title="position in the second half"), side, [Guide(y=0)])
     page_blocks: list[Block] = [
         Table(["y", *(f"{place}, nats" for place in PLACES)], rows),

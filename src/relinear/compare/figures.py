@@ -15,7 +15,15 @@ from relinear.system.grouped import grouped
 
 Entry = EntryResult
 Colours = Mapping[str, str]
-LOSS = "validation loss (nats)"
+
+
+def loss_unit(train: Mapping[str, Any]) -> str:
+    """Return the unit of losses under settings of training: nats per byte if tokens are bytes, else per token."""
+    return f"nats per {'byte' if (train.get('data') or {}).get('tokenizer') == 'bytes' else 'token'}"
+
+
+def _loss_axis(entries: Sequence[Entry], bounds: tuple[float, float] | None = None) -> Axis:
+    return Axis(title=f"validation loss ({loss_unit(entries[0]['settings'])})", bounds=bounds)
 
 
 def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
@@ -50,13 +58,13 @@ def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = Non
             edge, where = (0, "below ↓") if counted < low else (1, "above ↑")
             guides = [Guide(y=_wider(low, high)[edge], text=f"{text} {where}")]
     last = max(series.x[-1] for series in shown)
-    return [Panel(shown, _tokens("training tokens", last), Axis(title=LOSS, bounds=_wider(low, high)), guides)]
+    return [Panel(shown, _tokens("training tokens", last), _loss_axis(entries, _wider(low, high)), guides)]
 
 
 def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     """Return the validation loss against parameters, FLOPs per token and, where measured, time a token: a panel each.
 
-    A grey line joins the entries that no other beats in both.
+    A grey line joins the entries that no other beats in both, if there are several.
     """
     measures = {
         "parameters": {e["name"]: e["parameters"] for e in entries},
@@ -70,9 +78,9 @@ def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
             continue
         spots = [(xs[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in shown]
         x, y = zip(*(spots[i] for i in pareto_front(spots)), strict=True)
-        front = Series(name="front", colour=GUIDE, x=x, y=y, mode="steps", legend=False)
+        front = [Series(name="front", colour=GUIDE, x=x, y=y, mode="steps", legend=False)] * (len(x) > 1)
         points = [_spot(entry, palette, number, xs[entry["name"]], title) for number, entry in shown]
-        panels.append(Panel([front, *points], Axis(title=title), Axis(title=LOSS)))
+        panels.append(Panel([*front, *points], Axis(title=title), _loss_axis(entries)))
     return panels
 
 
@@ -132,7 +140,7 @@ def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     rates = sorted({abscissa for series in shown for abscissa in series.x})
     ticks = {rate: f"{rate:.2g}" for rate in rates}
     bottom = Axis(title="learning rate", log=True, ticks=ticks)
-    return [Panel(shown, bottom, Axis(title=LOSS))] if len(rates) > 1 else []
+    return [Panel(shown, bottom, _loss_axis(entries))] if len(rates) > 1 else []
 
 
 def _chosen_trials(record: Tuning) -> list[Trial]:
@@ -162,7 +170,7 @@ def budgets(
         line = _line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}")
         shown.append(line if whole else dataclasses.replace(line, hollow=True))
     bottom = Axis(title="training tokens, each with a whole schedule", log=True, ticks={v: _short(v) for v in x})
-    return [Panel(shown, bottom, Axis(title=f"validation loss less {reference}'s"), [Guide(y=0)])]
+    return [Panel(shown, bottom, Axis(title=f"gap to {reference} ({loss_unit(entries[0]['settings'])})"), [Guide(y=0)])]
 
 
 def file_sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget]) -> list[Panel]:
@@ -180,16 +188,16 @@ def file_sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Bud
     ticks = {float(size["bytes"]): _short(size["bytes"]) for size in budgets}
     bottom = Axis(title="bytes of the file of weights", log=True, ticks=ticks)
     sides = (
-        (losses, Axis(title=LOSS)),
+        (losses, _loss_axis(entries)),
         (bits, Axis(title="bits of a weight", ticks={float(n): str(n) for n in range(2, 9)}, bounds=(1.8, 8.2))),
     )
     return [Panel(shown, bottom, side) for shown, side in sides if shown]
 
 
-def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str]) -> list[Panel]:
+def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str], unit: str) -> list[Panel]:
     """Return the panels of ``scale.json``: loss against training FLOPs and time, with every entry's power law.
 
-    ``axes``: what it is against -> its title.
+    ``axes``: what it is against -> its title. ``unit``: of the loss.
     """
     palette = colours([entry["name"] for entry in entries])
     panels = []
@@ -204,7 +212,7 @@ def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str]) -> li
             shown.append(Series(**known, y=y, texts=texts, mode="points"))
             law = [math.exp(entry[axis]["fit"]["log_a"]) * abscissa ** -entry[axis]["fit"]["b"] for abscissa in x]
             shown.append(Series(**known, y=law, mode="plain", legend=False))
-        panels.append(Panel(shown, Axis(title=title, log=True), Axis(title=LOSS)))
+        panels.append(Panel(shown, Axis(title=title, log=True), Axis(title=f"validation loss ({unit})")))
     return panels
 
 

@@ -11,7 +11,7 @@ from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Stat
 from relinear.contract.messages import quoted, validation_message
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
-from relinear.pages.figures import Panel, colours
+from relinear.pages.figures import Panel, Series, colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, picture_of, what_ran
@@ -32,12 +32,13 @@ FORMAT = 1
 # stem of the figure -> what it shows
 _FIGURES = {
     "curves": "Validation loss against training tokens, one line per entry: the mean of seeds and their range.",
-    "pareto": "Validation loss against {}, one point per entry; those on the grey line are beaten by no other in both.",
+    "pareto": "Validation loss against {}, one point per entry.",
     "speeds": "Tokens per second over the reference's, right of 1 faster: training (dots), inference (open diamonds).",
     "budgets": "Gap to the reference against the budget, one line per entry, with 95 % intervals.",
     "sizes": "{}: mean over seeds and their range of the stored models, then the bits that each entry chose.",
     "tuning": "Validation loss of the tuning runs against the learning rate, one line per entry.",
 }
+_FRONT = " The grey line joins the entries that no other beats in both."
 
 
 def read_results(directory: str | Path) -> Results:
@@ -142,14 +143,14 @@ def verdict(results: Results) -> str:
         times, quantity = _ratio_of_sizes(base, first, results), _size(base, results)[1]
         flaws.append(f"{base['name']} has {times:.2g} times the {quantity}")
     who, relation = f"{first['name']} is", f"{'ahead of' if gap > 0 else 'behind'} {base['name']}"
-    unit = _unit(results)
-    by = f"by {abs(gap):.3f} nats per {unit}"
+    unit = figures.loss_unit(entries[0]["settings"])
+    by = f"by {abs(gap):.3f} {unit}"
     if half is None or not alike:
         text = f"Illustration only: {', '.join(flaws)}. Here {who} {relation} {by}."
     elif abs(gap) <= half:
         low, high = -gap - half, -gap + half
         text = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
-        text += f"Their gap is {-gap:+z.3f} nats per {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
+        text += f"Their gap is {-gap:+z.3f} {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
     else:
         text = f"{who} {relation} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
         text += f" With {flaws[0]}." if flaws else ""
@@ -172,12 +173,6 @@ def _ratio_of_sizes(first: EntryResult, second: EntryResult, results: Results) -
 
 def _alike(first: EntryResult, second: EntryResult, results: Results) -> bool:
     return 0.95 < _ratio_of_sizes(first, second, results) < 1.05
-
-
-def _unit(results: Results) -> str:
-    """Return the unit of losses and perplexities."""
-    trained = results["entries"][0]["settings"].get("data") or {}
-    return "byte" if trained.get("tokenizer") == "bytes" else "token"
 
 
 def _changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,8 +206,9 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
         save_panels(panels, stem)
     image, inline = picture_of(stem), len(panels) > 1
     return [
-        Chart(text.format(panel.x.title), panel, image if index == 0 else None, height, inline)
+        Chart(text.format(panel.x.title) + front * _FRONT, panel, image if index == 0 else None, height, inline)
         for index, panel in enumerate(panels)
+        for front in [any(isinstance(series, Series) and series.mode == "steps" for series in panel.shown)]
     ]
 
 
@@ -226,8 +222,12 @@ def results_table(results: Results) -> Table:
     leader, *followers = [entry for entry in ranked if base is None or _alike(entry, base, results)]
     lead, half = _paired(leader, followers[0]) if followers else (0.0, None)
     to = reference or (base and len(entries) > 1 and base["name"])
-    stored, unit = any(entry.get("stored") for entry in entries), _unit(results)
-    of_loss, of_gap, of_perplexity = f"validation loss, nats per {unit}", f"gap to {to}", f"perplexity a {unit}"
+    stored, unit = any(entry.get("stored") for entry in entries), figures.loss_unit(entries[0]["settings"])
+    of_loss, of_gap, of_perplexity = (
+        f"validation loss, {unit}",
+        f"gap to {to}",
+        f"perplexity {unit.removeprefix('nats ')}",
+    )
     dense = [value for value, _ in _costs(base, number)] if base else [None, None]
 
     def gap(entry: EntryResult) -> Cell:
@@ -322,7 +322,8 @@ def scale_section(directory: str | Path) -> Section:
     entries = results["entries"]
     palette = colours([entry["name"] for entry in entries])
     text = "Loss against {}: a point per size, and every entry's power law."
-    live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES), text)
+    unit = figures.loss_unit((results.get("recipe") or {}).get("train") or {})
+    live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES, unit), text)
     crossed = sum(": cross " in verdict for verdict in results["verdicts"])
     blocks: list[Block] = [
         Text(f"{crossed} of {len(results['verdicts'])} pairs of lines cross within the sizes tried.", lead=True),

@@ -67,8 +67,8 @@ class CompressReport:
             nats = self.plan.nats
             return ", ".join([*facts, "nothing measured" if nats is None else f"{nats:+z.2f} nats predicted"])
         evaluation = self.evaluation
-        facts.append(f"{evaluation['nats']:+z.2f} nats on text like yours")
-        facts += [f"{other['nats']:+z.2f} on {name}" for name, other in evaluation["elsewhere"].items()]
+        facts.append(_loss_change(evaluation, "text like yours"))
+        facts += [_loss_change(other, name) for name, other in evaluation["elsewhere"].items()]
         before, after = evaluation["repeated_before"], evaluation["repeated"]
         if before is None:
             return ", ".join(facts)
@@ -120,6 +120,15 @@ class CompressReport:
         if self.evaluation is not None:
             lines.append(_evaluation_table(self.evaluation))
         return "\n".join([*lines, *self.remarks])
+
+
+def _loss_change(evaluation: Mapping[str, Any], where: str) -> str:
+    """Return by how much the loss on ``where`` rose, or that no rise or fall was detected."""
+    nats, margin = evaluation["nats"], evaluation["interval"]
+    if abs(nats) > (margin or 0.0) and abs(nats) >= 5e-4:
+        return f"{nats:+.{2 if abs(nats) >= 5e-3 else 3}f} nats on {where}"
+    ends = "" if margin is None else f" (95 % interval {nats - margin:+.2g} to {nats + margin:+.2g} nats)"
+    return f"no difference in loss detected on {where}{ends}"
 
 
 def _evaluation_table(evaluation: Mapping[str, Any]) -> str:

@@ -76,7 +76,7 @@ class DistillReport:
 
 def distill_section(report: Mapping[str, Any]) -> Section:
     """Return a page's blocks for ``report``, the values of report.json."""
-    error = "KL (nats)" if report["loss"] == "kl" else "error"
+    error = "KL (nats per token)" if report["loss"] == "kl" else "error"
     layers = report["layers"]
     blocks: list[Block] = []
     before, after = report.get("perplexity_before"), report.get("perplexity")  # older reports have neither
@@ -102,7 +102,7 @@ def distill_section(report: Mapping[str, Any]) -> Section:
 
 def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
     """Return a row per layer, for the page and for printing, with joint errors if layers were trained together."""
-    error, rows = "KL (nats)" if loss == "kl" else "error", []
+    error, rows = "KL (nats per token)" if loss == "kl" else "error", []
     errors = {"start_error": f"start {error}", "error": error, "cosine": "cosine"}
     if any(fit.get("joint_error") is not None for fit in layers):
         errors |= {"joint_start_error": "start joint error", "joint_error": "joint error"}
