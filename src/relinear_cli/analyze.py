@@ -19,13 +19,13 @@ _ROWS = 12
 
 def command(
     model: str = typer.Argument(help="Directory of a saved model.", metavar="MODEL"),
-    data: str = typer.Option("stdlib", help="Text to look at: `stdlib`, a file or folder, a Hub name, or a task."),
+    data: str = typer.Option("stdlib", help="Text to analyze: `stdlib`, a file or folder, a Hub name, or a task."),
     out: Path = typer.Option(Path("runs/analyze"), help="Directory for JSON and figures."),
-    only: str | None = typer.Option(None, help="Such as gates,top_tokens; by default all that apply."),
+    only: str | None = typer.Option(None, help="Analyses, such as gates,top_tokens; by default all that apply."),
     control: str | None = typer.Option(None, help="A second model with the same tokenizer, for comparison."),
     tokenizer: Tokenizer = None,
     text_column: TextColumn = None,
-    sequences: int = typer.Option(64, min=1, help="Sequences to look at."),
+    sequences: int = typer.Option(64, min=1, help="Sequences to read."),
     length: int = typer.Option(64, min=2, help="Tokens in each."),
     overwrite: Overwrite = False,
 ) -> None:

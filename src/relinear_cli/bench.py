@@ -21,12 +21,14 @@ _SHAPES = "2048->2048, 512->2048, 512->1376"
 def command(
     out: Path = typer.Option(Path("runs/bench"), help="Directory for bench.json and bench.png."),
     operators: list[str] | None = typer.Option(
-        None, "--operator", "-o", metavar="KIND:KEY=VALUE", help="By default every kind."
+        None, "--operator", "-o", metavar="KIND:KEY=VALUE", help="Operators to time; by default all."
     ),
     model: str | None = typer.Option(
         None, "--model", "-m", help="A preset: time whole models, eager and in fp32 by default."
     ),
-    passes: str | None = typer.Option(None, metavar=_PASSES, help="Models have the last three, else all."),
+    passes: str | None = typer.Option(
+        None, metavar=_PASSES, help="What to time; by default all, with --model the last three."
+    ),
     sequence_length: int = typer.Option(512, min=2, help="Tokens per sequence, with --model."),
     batch_size: int = typer.Option(1, min=1, help="Sequences per training step, with --model."),
     inference_batches: str | None = typer.Option(
@@ -39,10 +41,10 @@ def command(
         None, metavar="<eager|compiled>,...", help="How layers run.", show_default="eager,compiled"
     ),
     rounds: int | None = typer.Option(
-        None, min=1, metavar="N", help="How often each contender takes its turn.", show_default="11"
+        None, min=1, metavar="N", help="How often each layer is timed.", show_default="11"
     ),
     repeats: int | None = typer.Option(
-        None, min=1, metavar="N", help="Runs of the whole bench, for how figures vary.", show_default="1"
+        None, min=1, metavar="N", help="Runs of the whole bench, to see how figures vary.", show_default="1"
     ),
     threads: options.Threads = None,
     overrides: options.Overrides = None,

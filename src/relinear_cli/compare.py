@@ -10,16 +10,14 @@ from relinear_cli import options
 
 def command(
     recipe: str | None = typer.Option(None, help="A YAML file, or a name such as `quick`."),
-    plan: Path | None = typer.Option(
-        None, exists=True, help="A comparison written down before it runs; it takes no other settings."
-    ),
+    plan: Path | None = typer.Option(None, exists=True, help="A preregistered comparison; it takes no other settings."),
     operators: list[str] | None = typer.Option(
-        None, "--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; repeat it."
+        None, "--operator", "-o", metavar="KIND:KEY=VALUE", help="An entry, or `dense`; may be repeated."
     ),
     match: Literal["width", "parameters", "flops", "bytes"] | None = typer.Option(
         None,
         metavar="<width | parameters | flops | bytes>",
-        help="What is made equal: `width` leaves sizes alone; else operators are resized, and dense by its width.",
+        help="What to make equal: `width` keeps sizes; the others resize operators, and dense by its width.",
         show_default="width",
     ),
     size: str | None = typer.Option(
@@ -34,7 +32,7 @@ def command(
     steps: int | None = typer.Option(
         None, min=1, help="Optimiser steps, in place of the recipe's budget.", show_default="1000"
     ),
-    seeds: str | None = typer.Option(None, help="A run of every entry for each.", show_default="0"),
+    seeds: str | None = typer.Option(None, help="Every entry runs once per seed.", show_default="0"),
     tune: bool = typer.Option(False, "--tune", help="Give each entry its own learning rate."),
     out: Path = typer.Option(Path("runs/compare"), help="Directory of the comparison."),
     overwrite: options.Overwrite = False,

@@ -7,7 +7,7 @@ import typer
 
 from relinear_cli import options
 
-_DATA = "Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name; several times: as many tokens of each."
+_DATA = "Corpus to calibrate on: `stdlib`, a file or folder, or a Hub name; several times: equally many tokens of each."
 Corpora = Annotated[list[str] | None, typer.Option(help=_DATA, show_default="stdlib")]
 
 
@@ -41,7 +41,7 @@ def command(
     plan: Path | None = typer.Option(None, exists=True, help="A plan to apply, such as an edited DIR/plan.json."),
     plan_only: bool = typer.Option(False, "--plan-only", help="Calibrate, print what layers would become, and stop."),
     evaluate_on: list[str] | None = typer.Option(
-        None, help="Other data to evaluate the result on, given like --data; several times."
+        None, help="Other data to evaluate the result on, given like --data; may be repeated."
     ),
     evaluate: bool | None = typer.Option(None, help="Compare the result with the original.", show_default="--evaluate"),
     overwrite: options.Overwrite = False,
@@ -51,7 +51,7 @@ def command(
 ) -> None:
     """Make a pretrained model smaller: measure its layers on text, decide what each becomes, fit them, save.
 
-    Predictions are kept in DIR/calibration, so that another budget plans at once. If it is killed, start the
+    Predictions are kept in DIR/calibration, so that planning another budget is quick. If it is killed, start the
     command again: it resumes. The model is saved in DIR/model; --for adds a file for its program.
 
     **Example:** `relinear compress models/smollm2 --for llama.cpp --size 90MB --data stdlib --out runs/compress`

@@ -11,7 +11,7 @@ from relinear_cli import options
 def command(
     model: options.PretrainedModel,
     replace: list[str] = typer.Option(
-        ..., "--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="What becomes which operator."
+        ..., "--replace", "-r", metavar="PATTERN=KIND:KEY=VALUE", help="Layers, and the operator that replaces them."
     ),
     data: str = typer.Option(help="Corpus: `stdlib`, a file or folder, or a Hub name."),
     out: Path = typer.Option(Path("runs/distill"), help="Directory of the result."),

@@ -19,9 +19,9 @@ _Finding = tuple[str, str, str]
 
 
 def command() -> None:
-    """Look at this installation: packages, processor, compiler, kernels, GPU, operators of other packages.
+    """Check this installation: packages, processor, compiler, kernels, GPU, operators of other packages.
 
-    A line each, with what to do; the exit status is 1 where something fails.
+    Prints a line per check, with what to do. The exit status is 1 if a check fails.
 
     **Example:** `relinear doctor`
     """

@@ -19,8 +19,8 @@ def command(
     lambada: Path | None = typer.Option(None, help="JSON lines with a `text`, for the task lambada."),
     sequence_length: int | None = typer.Option(None, min=2, help="Window of perplexity, else the run's."),
     stride: int | None = typer.Option(None, min=1, help="Step of the window; by default its length."),
-    max_tokens: int | None = typer.Option(None, min=1, help="Use the first tokens only."),
-    limit: int | None = typer.Option(None, min=1, help="Use the first examples of each task only."),
+    max_tokens: int | None = typer.Option(None, min=1, help="Evaluate at most this many tokens."),
+    limit: int | None = typer.Option(None, min=1, help="At most this many examples per task."),
     batch_size: int = typer.Option(8, min=1, max=2**20, help="Sequences in a forward pass."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON in place of lines."),
 ) -> None:

@@ -15,7 +15,7 @@ def command(
     ),
     data: str = typer.Option("stdlib", help="Texts: `stdlib`, a file or folder, or a Hub name."),
     text_column: TextColumn = None,
-    sequences: int = typer.Option(256, min=1, help="Texts to look at."),
+    sequences: int = typer.Option(256, min=1, help="Texts to read."),
     length: int = typer.Option(64, min=2, help="Tokens in each."),
     hook_points: str | None = typer.Option(
         None,
@@ -27,7 +27,7 @@ def command(
     static: Path | None = typer.Option(None, help="Write one file that can be mailed, and serve nothing."),
     effects: int = typer.Option(100, min=0, help="Units in that file whose effect is measured."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Rename an existing file of that name."),
-    host: str = typer.Option("127.0.0.1", help="Address to listen on; any other lets others run the model."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; another one lets others run the model."),
     port: int = typer.Option(0, min=0, max=65535, help="0 takes a free one."),
 ) -> None:
     """Show a model's gates, modulators or latents on text in the browser, and change them.

@@ -26,7 +26,7 @@ def command(
     ),
     name: str | None = typer.Argument(None, metavar="[NAME]", help="Show the settings of this one."),
 ) -> None:
-    """List what can be named on the command line and in recipes, and the settings of one.
+    """List the names that the command line and recipes know, or the settings of one.
 
     **Example:** `relinear list operators hdpl`
     """

@@ -32,7 +32,7 @@ def command(
     kind: Literal["linear", "nonlinear", "routed"] = typer.Option(
         "linear", help="Kind of operator; a routed one sends tokens to experts."
     ),
-    out: Path | None = typer.Option(None, help="The folder to make; NAME by default."),
+    out: Path | None = typer.Option(None, help="The folder to create; by default NAME."),
 ) -> None:
     """Write a package with an operator of your own: the operator, its tests, its entry point. They pass as written.
 

@@ -20,7 +20,7 @@ Replace = Annotated[
 ReplaceLayers = Annotated[str | None, typer.Option(help="For --replace, such as 0,4-11; by default all.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over; existing results in --out are renamed.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what it takes (runs, parameters, tokens, time, disk), and stop.")
+    bool, typer.Option("--dry-run", help="Print the cost (runs, parameters, tokens, time, disk) and stop.")
 ]
 Exclude = Annotated[list[str] | None, typer.Option(help="Pattern of layers to leave alone.")]
 PretrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a saved model, or a Hub name.")]
@@ -32,9 +32,7 @@ _SPLITS = "<train | validation | test | all>"  # blanks: it is folded at them
 Split = Annotated[
     Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Split of the corpus.")
 ]
-Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, metavar="N", help="CPU threads.", show_default="as torch has it")
-]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, metavar="N", help="CPU threads.", show_default="torch's")]
 TrainingModel = Annotated[
     str | None, typer.Option(help="A preset, the directory of a saved model, or a Hub name.", show_default="tiny")
 ]
@@ -49,20 +47,18 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, by its name in a recipe; may be repeated."),
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, max=4096, help="Runs at once.", show_default="one a core; jobs: 256")
+    int | None, typer.Option(min=1, max=4096, help="Parallel runs.", show_default="one per core; jobs: 256")
 ]
 Executor = Annotated[
     str | None,
-    typer.Option(
-        help="`slurm`, or the address of a scheduler of Dask: `tcp://HOST:8786`.", show_default="this machine"
-    ),
+    typer.Option(help="`slurm`, or the address of a Dask scheduler: `tcp://HOST:8786`.", show_default="this machine"),
 ]
 Slurm = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help="A parameter of submitit, such as timeout_min=240; repeat it.",
-        show_default="as submitit has them",
+        help="A parameter of submitit, such as timeout_min=240; may be repeated.",
+        show_default="submitit's",
     ),
 ]
 

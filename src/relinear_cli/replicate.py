@@ -26,9 +26,7 @@ def command(
     evaluate_on: str | None = typer.Option(
         None, help="A second text, for `rotor`.", show_default="PyTorch's documentation"
     ),
-    seeds: str | None = typer.Option(
-        None, help="A run of every entry for each, such as 0,1,2.", show_default="the paper's"
-    ),
+    seeds: str | None = typer.Option(None, help="Every entry runs once per seed: 0,1,2.", show_default="the paper's"),
     out: Path | None = typer.Option(None, help="Directory of the results.", show_default="runs/PAPER"),
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,

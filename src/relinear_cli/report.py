@@ -17,14 +17,16 @@ def command(
         metavar="RUN...", exists=True, help="Directories of compare, train, compress, distill, bench or analyze."
     ),
     out: Path | None = typer.Option(None, help="Directory of report.html, or an .html file; by default RUN, or here."),
-    analyze: bool = typer.Option(
-        False, "--analyze", help="First look into the trained models of RUN, one of every entry."
-    ),
+    analyze: bool = typer.Option(False, "--analyze", help="Also analyze the trained models of RUN, one per entry."),
     csv: Path | None = typer.Option(
-        None, "--csv", metavar="FILE", help="Also the table in numbers, and FILE-curves.", show_default="none"
+        None, "--csv", metavar="FILE", help="Also write the table, and the curves to FILE-curves.", show_default="none"
     ),
     latex: Path | None = typer.Option(
-        None, "--latex", metavar="FILE", help="Also the table with its intervals, for booktabs.", show_default="none"
+        None,
+        "--latex",
+        metavar="FILE",
+        help="Also write the table with its intervals, for booktabs.",
+        show_default="none",
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Rename existing files instead of stopping."),
 ) -> None:

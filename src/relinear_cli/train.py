@@ -32,7 +32,7 @@ def command(
     ),
     learning_rate: float | None = typer.Option(None, help="The peak of the schedule.", show_default="0.001"),
     compile: options.Compile = None,
-    seed: int | None = typer.Option(None, help="Of initialisation, data and noise.", show_default="0"),
+    seed: int | None = typer.Option(None, help="Seed of initialisation, data and noise.", show_default="0"),
     threads: options.Threads = None,
     overrides: options.Overrides = None,
     overwrite: options.Overwrite = False,
