@@ -79,7 +79,7 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     assert str(report).startswith(report.verdict)
     share = f"{report.bytes / report.bytes_before:.2f}"
     assert f"{share} of the bytes, " in report.verdict
-    assert " nats on text like yours, " in report.verdict
+    assert " on text like yours" in report.verdict
     assert " on <other> text" in report.verdict
     found = report.evaluation | {"repeated_before": 0.15, "repeated": 0.16}
     for repeated, more in ((0.16, "16% of 4-grams (the original 15%)"), (0.15, "itself no more than the original")):
