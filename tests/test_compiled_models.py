@@ -25,7 +25,7 @@ from relinear.models import heads  # noqa: F401  registers its kind
 from relinear.models.cgt.objective import CGTObjective
 from relinear.surgery.layer_bias import LayerBias
 from relinear.training import FitSettings, fit
-from relinear.training.fitting import checkpointing, compiled
+from relinear.training.fitting import compiled, set_gradient_checkpointing
 from relinear.training.settings import TrainSettings
 from tiny_models import make_cgt
 from train_helpers import DATA, Tokens
@@ -128,7 +128,7 @@ def steps(model, run, after_each, lowered=False):
 def check_steps(name, how, checkpointed, tolerance, lowered=False, **options):
     graphs, model = Graphs(), MODELS[name]().train()
     if checkpointed:
-        checkpointing(model, True)
+        set_gradient_checkpointing(model, True)
     expected = steps(twin := copy.deepcopy(model), twin, lambda: None, lowered)
     with how(model, **options) as run:
         got = steps(model, run, graphs.count, lowered)

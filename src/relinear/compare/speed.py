@@ -12,7 +12,7 @@ from relinear.compare.schema import Speed
 from relinear.contract.inference import for_inference_
 from relinear.system.machine import describe_machine, on_threads
 from relinear.system.timing import Timing, interleave
-from relinear.training.fitting import checkpointing, compiled, training_device, training_dtype
+from relinear.training.fitting import compiled, set_gradient_checkpointing, training_device, training_dtype
 from relinear.training.optim import build_optimizer
 from relinear.training.run import build_model
 from relinear.training.settings import TrainSettings
@@ -52,7 +52,7 @@ def _calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[s
     if settings.dtype == "pure_bfloat16":
         model.to(torch.bfloat16)
     if settings.gradient_checkpointing:
-        checkpointing(model, True)
+        set_gradient_checkpointing(model, True)
     model.config.use_cache = False
     dtype = training_dtype(settings, device)
     lowered = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype

@@ -24,7 +24,7 @@ from relinear.compression.settings import CompressSettings
 from relinear.contract.auxiliary_losses import named_operators
 from relinear.hf.modes import eval_mode
 from relinear.system.progress import Progress
-from relinear.training.distill import against
+from relinear.training.distill import objective_with_teacher
 from relinear.training.fitting import fit_in_folder, remove_checkpoints
 from relinear.training.settings import FitSettings
 
@@ -111,7 +111,12 @@ def heal(
             fitting = _fit_settings(options, steps, next(model.parameters()).device)
             with eval_mode(model), torch.enable_grad():
                 fit_in_folder(
-                    model, samples, fitting, objective=against(teacher, model), out_dir=place, on_progress=report
+                    model,
+                    samples,
+                    fitting,
+                    objective=objective_with_teacher(teacher, model),
+                    out_dir=place,
+                    on_progress=report,
                 )
             save_tensors(healed, {name: p for name, p in model.named_parameters() if p.requires_grad})
         for name, value in load_tensors(healed)[0].items():

@@ -1,4 +1,4 @@
-"""Train with transformers' Trainer and our callbacks, groups and schedules: ``train`` runs, ``fit`` models."""
+"""Train on top of transformers' Trainer: ``train`` runs one training from its settings, ``fit`` trains a model."""
 
 from relinear.system.progress import Progress
 from relinear.training.callbacks import LatentMoments, read_metrics, read_moments

@@ -1,4 +1,4 @@
-"""Record and show a run's progress: metrics.jsonl, progress, throughput, moments of latents."""
+"""Trainer callbacks: write metrics.jsonl, report progress and throughput, stop on SIGTERM, track latents' moments."""
 
 # Legend: R latent size
 
@@ -25,45 +25,47 @@ from relinear.training.settings import FitSettings
 
 
 class StopOnTerminate(TrainerCallback):
-    """End training after the step in which ``ask`` was called, with a checkpoint. All ranks agree."""
+    """Save a checkpoint and end training after the step in which ``request`` was called; all ranks stop together."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
-        self._asked = False
-        #: whether training was ended
+        self._requested = False
+        #: whether this callback ended training
         self.stopped = False
 
-    def ask(self, *_: Any) -> None:
-        """Handle SIGTERM."""
-        self._asked = True
+    def request(self, *_: Any) -> None:
+        """Ask for the stop; takes the arguments of a signal handler."""
+        self._requested = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.world_size > 1:  # a signal reaches the ranks in different steps
-            if self._asked:
+        if args.world_size > 1:  # a signal may reach the ranks during different steps
+            if self._requested:
                 self._accelerator.set_trigger()
-            self._asked = self._accelerator.check_trigger()
-        if self._asked and state.global_step < state.max_steps:
+            self._requested = self._accelerator.check_trigger()
+        if self._requested and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
 
 
 def pace(rows: Sequence[Mapping[str, Any]], settings: FitSettings, step: int = 0) -> tuple[float, float] | None:
-    """Return the seconds of a whole run, and those after ``step``; None before steps were timed.
+    """Estimate the seconds of a whole run, and those that remain after ``step``; None before steps were timed.
 
-    Steps and evaluations are counted at their own speeds, which ``rows`` of metrics.jsonl tell.
+    Steps and evaluations count with their times in ``rows`` of metrics.jsonl.
     """
     timed = [row for row in rows if row.get("tokens_per_second")]
     if not timed:
         return None
-    of_step = timed[-1]["tokens"] / timed[-1]["step"] / statistics.median(row["tokens_per_second"] for row in timed)
+    seconds_per_step = (
+        timed[-1]["tokens"] / timed[-1]["step"] / statistics.median(row["tokens_per_second"] for row in timed)
+    )
     evaluated = [row["seconds"] for row in rows if "perplexity" in row]
-    of_evaluation = statistics.mean(evaluated) if evaluated else 0.0
+    seconds_per_evaluation = statistics.mean(evaluated) if evaluated else 0.0
     evaluations = 1 + math.ceil(settings.steps / (settings.eval_every or settings.steps))
-    whole = of_step * settings.steps + of_evaluation * evaluations
-    return whole, max(0.0, whole - of_step * step - of_evaluation * len(evaluated))
+    whole = seconds_per_step * settings.steps + seconds_per_evaluation * evaluations
+    return whole, max(0.0, whole - seconds_per_step * step - seconds_per_evaluation * len(evaluated))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a ``metrics.jsonl`` without a truncated last line. Raises ValueError on a damaged file."""
+    """Return the rows of a ``metrics.jsonl``; drop a truncated last line. Raises ValueError for a damaged file."""
     path = Path(path)
     lines, rows = files.read_text(path).splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
@@ -80,15 +82,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class RunLog(TrainerCallback):
-    """Write ``metrics.jsonl``, keep the same rows in ``rows``, and call ``on_progress``.
+    """Write ``metrics.jsonl``, collect the same rows in ``rows``, and call ``on_progress``.
 
     Training rows: step, loss, cross_entropy, aux/*, metric/*, learning_rate, grad_norm, tokens, tokens_per_second.
     Validation rows: step, validation_loss, perplexity, tokens. Tokens per second are those of the steps between two
-    logs, without evaluations, checkpoints and the first two steps of a process, where compilation happens.
+    logs, without evaluations, checkpoints and the first two steps of a process, which compile.
 
     Args:
         trainer: a ``RelinearTrainer``.
-        path: of the file; None writes none.
+        path: of ``metrics.jsonl``; None writes no file.
         on_progress: called after every step, evaluation and checkpoint.
     """
 
@@ -101,24 +103,24 @@ class RunLog(TrainerCallback):
         self.rates: list[float] = []
         self._trainer, self._on_progress = trainer, on_progress or no_progress  # None was the default before
         self._steps = 0
-        #: when steps began to be timed, and the tokens until then
-        self._since: tuple[float, int] | None = None
+        #: when timing last started, and the tokens seen until then
+        self._timing_started: tuple[float, int] | None = None
         self._last: dict[str, Any] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the median over the run, which a pause of the machine does not change."""
+        """Return the median over the run; a pause of the machine does not change it."""
         return statistics.median(self.rates) if self.rates else None
 
     def rewind(self, step: int) -> None:
-        """Keep the rows up to ``step``, the checkpoint that the run continues from; -1 keeps none."""
+        """Drop the rows after ``step``, the checkpoint from which the run resumes; -1 drops all."""
         if self.path is None:
             return
         self.rows = [row for row in read_metrics(self.path) if row["step"] <= step]
         files.write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
 
-    def check_there(self) -> None:
-        """Raise FileNotFoundError if the run's directory is gone: it must not end successfully in a new one."""
+    def check_folder_exists(self) -> None:
+        """Raise FileNotFoundError if the run's directory is gone: the run must not go on in a new, empty one."""
         if self.path is not None and not self.path.exists():
             message = "the directory of the run was removed or became unreachable during the run"
             raise FileNotFoundError(errno.ENOENT, message, str(self.path.parent))
@@ -126,35 +128,35 @@ class RunLog(TrainerCallback):
     def report(self, stage: str, step: int) -> None:
         """Call ``on_progress`` for a step; ``stage`` is the work just done or about to start."""
         settings = self._trainer.settings
-        known = pace(self.rows, settings, step)
+        estimate = pace(self.rows, settings, step)
         text = "preparing" if stage == "prepare" else "training"
-        seconds_left: Any = {"seconds_left": None if known is None else known[1]}
+        seconds_left: Any = {"seconds_left": None if estimate is None else estimate[1]}
         self._on_progress(Progress(text, step, settings.steps, stage, **self._last, **seconds_left))
 
     def report_batch(self, batch: int, batches: int) -> None:
         """Call ``on_progress`` for a batch of a long evaluation."""
         self._on_progress(Progress("evaluating", batch, batches, "evaluating", **self._last))
 
-    def _time_from_here(self) -> None:
+    def _restart_timing(self) -> None:
         if self._steps >= self.warmup:
-            self._since = time.perf_counter(), self._trainer.tokens_seen
+            self._timing_started = time.perf_counter(), self._trainer.tokens_seen
 
-    def _rate(self) -> float | None:
+    def _measured_rate(self) -> float | None:
         """Return tokens per second since timing last started; None while warming up."""
-        if self._since is None or self._trainer.tokens_seen == self._since[1]:
+        if self._timing_started is None or self._trainer.tokens_seen == self._timing_started[1]:
             return None
-        rate = (self._trainer.tokens_seen - self._since[1]) / (time.perf_counter() - self._since[0])
+        rate = (self._trainer.tokens_seen - self._timing_started[1]) / (time.perf_counter() - self._timing_started[0])
         self.rates.append(rate)
         return rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps += 1
         if self._steps == self.warmup:
-            self._time_from_here()
+            self._restart_timing()
         if control.should_save or control.should_training_stop:
             if state.is_world_process_zero:
-                self.check_there()
-            control.should_log = True  # so that averages of a resumed run cover the same steps
+                self.check_folder_exists()
+            control.should_log = True  # so that a resumed run averages over the same steps
         if state.is_world_process_zero and not control.should_log:
             self.report("train", state.global_step)
 
@@ -163,7 +165,7 @@ class RunLog(TrainerCallback):
         if "loss" in logs:
             skipped = ("epoch", "step")
             row |= {k: v for k, v in logs.items() if k not in skipped and isinstance(v, int | float)}
-            row |= {"tokens": self._trainer.tokens_seen, "tokens_per_second": self._rate()}
+            row |= {"tokens": self._trainer.tokens_seen, "tokens_per_second": self._measured_rate()}
         elif "eval_loss" in logs:
             row |= {"validation_loss": logs["eval_loss"], "perplexity": logs["eval_perplexity"]}
             row |= {"tokens": self._trainer.tokens_seen, "seconds": logs["eval_seconds"]}
@@ -174,16 +176,16 @@ class RunLog(TrainerCallback):
         if state.is_world_process_zero:
             self.rows.append(row)
             if self.path is not None:
-                self.check_there()
+                self.check_folder_exists()
                 with files.os_errors_named(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             self.report("train" if "loss" in logs else "evaluate", state.global_step)
-        self._time_from_here()
+        self._restart_timing()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.report("save", state.global_step)
-        self._time_from_here()
+        self._restart_timing()
 
 
 # Running moments of latents
@@ -196,13 +198,13 @@ _SUMS = ("tokens", "mu", "mu_squared", "variance")
 class LatentMoments(TrainerCallback):
     """Keep the running mean and standard deviation of every latent: of the mixture of N(mu, sigma^2) over tokens.
 
-    Sums over tokens are discounted by ``decay`` a step that is looked at, so that the moments follow the training.
-    Written to ``latent_moments.json`` in every checkpoint (and read from there on resume) and, at the end, in the run's
-    directory; ``moments()`` gives them in between. With several ranks, those of the first rank's tokens.
+    Each observed step multiplies the earlier sums by ``decay``, so that the moments follow the training. They are
+    written to ``latent_moments.json`` in every checkpoint (and read from there on resume) and, at the end, in the run's
+    directory; ``moments()`` returns them in between. With several ranks only the first rank's tokens count.
 
     Args:
         every: steps between two observations (which compute nothing extra; a compiled model has a second graph).
-        decay: discount of what was seen before, for each such step; 1 weighs the whole run equally.
+        decay: weight of the earlier observations, for each new one; 1 weighs the whole run equally.
 
     Raises:
         ValueError: if ``every`` is below 1 or ``decay`` outside of (0, 1].
@@ -218,14 +220,14 @@ class LatentMoments(TrainerCallback):
             raise ValueError(f"every must be at least 1 and decay in (0, 1], got every={every}, decay={decay}")
         self.every, self.decay = every, decay
         self._sums: dict[str, dict[str, Tensor]] = {}
-        self._block: AbstractContextManager | None = None
+        self._observing: AbstractContextManager | None = None
 
     def moments(self) -> dict[str, LatentDistribution]:
         """Return the mean and standard deviation (R,) by operator name, in float64 on the CPU."""
         return {name: _distribution(sums) for name, sums in self._sums.items()}
 
     @torch.no_grad()
-    def _see(self, name: str, latent: Latent) -> None:
+    def _observe_latent(self, name: str, latent: Latent) -> None:
         mu, sigma = (t.detach().flatten(0, -2).double() for t in (latent.mu, latent.sigma))
         new = (torch.tensor(len(mu), dtype=torch.float64), mu.sum(0), mu.square().sum(0), sigma.square().sum(0))
         old = self._sums.get(name, dict.fromkeys(_SUMS, 0.0))
@@ -237,15 +239,15 @@ class LatentMoments(TrainerCallback):
             self._sums = _read_sums(saved)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0 and self._block is None:
+        if state.global_step % self.every == 0 and self._observing is None:
             self._sums = {n: {k: v * self.decay for k, v in sums.items()} for n, sums in self._sums.items()}
-            self._block = observe(model, self._see)
-            self._block.__enter__()
+            self._observing = observe(model, self._observe_latent)
+            self._observing.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._block is not None:
-            self._block.__exit__(None, None, None)
-            self._block = None
+        if self._observing is not None:
+            self._observing.__exit__(None, None, None)
+            self._observing = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -256,7 +258,7 @@ class LatentMoments(TrainerCallback):
         self.on_step_end(args, state, control)
         if state.is_world_process_zero:
             folder = Path(args.output_dir)
-            # relinear's own runs give transformers a folder of checkpoints below the run's directory.
+            # In runs of relinear the output_dir of transformers is the run's folder "checkpoints".
             self._write((folder.parent if folder.name == "checkpoints" else folder) / FILE)
 
     def _write(self, path: Path) -> None:
@@ -275,8 +277,8 @@ def read_moments(path: str | Path) -> dict[str, LatentDistribution]:
         path: the file, or the run's directory that holds it.
 
     Raises:
-        ValueError: if the file is no such file.
-        FileNotFoundError: if there is none.
+        ValueError: if ``LatentMoments`` did not write the file.
+        FileNotFoundError: if there is no file.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (8, 32))
@@ -298,7 +300,7 @@ def _distribution(sums: dict[str, Tensor]) -> LatentDistribution:
 
 def _read_sums(path: Path) -> dict[str, dict[str, Tensor]]:
     with files.damaged_file_errors(
-        path, "not a file of latent moments of this version", "give another, or train again"
+        path, "not a file of latent moments of this version", "choose another, or train again"
     ):
         content = files.read_json(path)
         if content["format"] != 1:

@@ -1,4 +1,4 @@
-"""Train a student on a teacher's logits (``distill``)."""
+"""Define the ``distill`` objective, which trains a student on a teacher's logits."""
 
 # Legend: B batch, T tokens, V vocabulary
 
@@ -22,13 +22,13 @@ from relinear.surgery.checkpoint import from_pretrained
 class Distill(ObjectiveConfig):
     """Minimise w CE + (1 - w) tau^2 KL(teacher || model), the KL at temperature tau, over the tokens that count.
 
-    Auxiliary losses of the model's operators are added as in any other run. The teacher is in evaluation mode, takes no
-    gradient and is not saved with the run; it must embed the same vocabulary.
+    Auxiliary losses of the model's operators are added as in any other run. The teacher is in evaluation mode, gets no
+    gradient and is not saved with the run; it must have the same vocabulary.
 
     Args:
-        teacher: a directory with a model (or of a run that left one), or a Hub name.
-        temperature: tau; logits are divided by it. The square keeps the gradient's scale.
-        cross_entropy: w, the share of the ordinary loss; 0 leaves it out.
+        teacher: the directory of a model or of a run that saved one, or a Hub name.
+        temperature: tau; logits are divided by it. The factor tau^2 keeps the gradient's scale.
+        cross_entropy: w, the weight of the ordinary loss; 0 omits it.
     """
 
     kind: ClassVar[str] = "distill"
@@ -38,25 +38,29 @@ class Distill(ObjectiveConfig):
     cross_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def check(self) -> None:
-        """Raise ValueError or OSError if there is no such teacher."""
+        """Raise ValueError or OSError if the teacher does not exist."""
         locate_model(self.teacher, presets=False)
 
     def prepare(self, model: nn.Module) -> Objective:
-        """Return the loss against the teacher, which is loaded here and moved to the model's device at its first batch.
+        """Load the teacher and return the loss against it; the first batch moves it to the model's device.
 
         Raises:
             ValueError: if teacher and model have different vocabularies.
         """
         teacher = from_pretrained(model_folder(self.teacher)).eval().requires_grad_(False)
-        return against(teacher, model, self.temperature, self.cross_entropy, name=f" {quoted(self.teacher)}")
+        return objective_with_teacher(
+            teacher, model, self.temperature, self.cross_entropy, name=f" {quoted(self.teacher)}"
+        )
 
 
-def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: float = 0, name: str = "") -> Objective:
+def objective_with_teacher(
+    teacher: Any, model: Any, temperature: float = 1, cross_entropy: float = 0, name: str = ""
+) -> Objective:
     """Return the objective of ``Distill`` for a teacher in memory, which may share parameters with ``model``.
 
     Args:
-        teacher: put into evaluation mode for each batch; no gradient runs through it.
-        model: what is trained.
+        teacher: put into evaluation mode for each batch; no gradient flows through it.
+        model: the model to train.
         temperature, cross_entropy: as for ``Distill``.
         name: of the teacher, for messages.
 
@@ -71,7 +75,7 @@ def against(teacher: Any, model: Any, temperature: float = 1, cross_entropy: flo
 
 
 class _AgainstTeacher:
-    """Hold the objective and its teacher; not a module, so the teacher is neither trained nor saved with the model."""
+    """Compute the loss against a teacher; not a module, so the teacher is neither trained nor saved with the model."""
 
     def __init__(self, teacher: Any, temperature: float, cross_entropy: float) -> None:
         self.teacher, self.temperature, self.cross_entropy = teacher, temperature, cross_entropy
@@ -85,15 +89,15 @@ class _AgainstTeacher:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         with torch.no_grad(), eval_mode(self.teacher):
             teacher_logits = self.teacher(**inputs, use_cache=False).logits
-        share, aux = self.cross_entropy, list(aux_losses(model).values())
-        added = torch.stack([term.to(output.loss) for term in aux]).sum() if aux else output.loss.new_zeros(())
+        weight, aux = self.cross_entropy, list(aux_losses(model).values())
+        auxiliary = torch.stack([term.to(output.loss) for term in aux]).sum() if aux else output.loss.new_zeros(())
         kl = divergence(output.logits, teacher_logits, labels, self.temperature)
-        terms = {"ce": share * (output.loss - added), "kl": (1 - share) * kl}
-        return terms["ce"] + terms["kl"] + added, terms, output
+        terms = {"ce": weight * (output.loss - auxiliary), "kl": (1 - weight) * kl}
+        return terms["ce"] + terms["kl"] + auxiliary, terms, output
 
 
 def divergence(logits: Tensor, target_logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return tau^2 KL(softmax(wanted / tau) || softmax(logits / tau)), averaged over the labels that count.
+    """Return tau^2 KL(softmax(target / tau) || softmax(logits / tau)), averaged over the labels that count.
 
     Args:
         logits, target_logits: (B, T, V).

@@ -1,4 +1,4 @@
-"""Train any model on any data: the function behind ``relinear train``."""
+"""Train a model in place (``fit``), with checkpoints, resuming, metrics and compilation."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ FILES = ("metrics.jsonl", "checkpoints", BLOCK_LOSSES, "latent_moments.json")
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
 MAY_DIFFER: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 
-# transformers' Trainer takes seconds to import and is imported by the functions that need it: the room imports this
-# file at once, because a function of the same name as its file cannot be imported on first use.
+# transformers' Trainer takes seconds to import, so the functions that need it import it: ``relinear.training`` imports
+# this module at once.
 
 
 class NonFiniteLossError(ValueError):
-    """Raised if the loss or a weight becomes NaN or infinite, or if the loss explodes."""
+    """Raised when the loss or a weight becomes NaN or infinite, or when the loss explodes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """Hold the result of a run.
+    """Hold the result of a training run.
 
-    validation_loss, perplexity: at the end, nats for a token and its exponential; None without validation data.
+    validation_loss, perplexity: at the end, in nats per token and its exponential; None without validation data.
     initial_perplexity: before the first step.
     parameters, flops_per_token: of the model (forward pass, linear layers and attached parts).
-    tokens_per_second: of training steps, the first ones, evaluations and checkpoints left out.
+    tokens_per_second: of training steps, without the first ones, evaluations and checkpoints.
     peak_memory_bytes: the most memory in use during training (of the process, or of the GPU).
     aux: the auxiliary terms of the loss and the operators' measurements in the last row, by name.
     steps: optimiser steps done.
-    out_dir: where metrics.jsonl, run.json and model/ are; None if nothing was kept.
+    out_dir: where metrics.jsonl, run.json and model/ are; None if nothing was written.
     curve: the rows of metrics.jsonl.
-    stored: of a model that was stored in a few bits, whose loss is the result's: its ``bits``, the ``bytes`` of its
-        file of weights, and ``loss_before``, the validation loss before it was stored.
+    stored: for a model that was stored in a few bits: its ``bits``, the ``bytes`` of its file of weights, and
+        ``loss_before``, the validation loss before it was stored. ``validation_loss`` is that of the stored model.
     """
 
     validation_loss: float | None
@@ -79,12 +79,12 @@ class TrainResult:
     @classmethod
     def of_rows(cls, rows: Sequence[dict[str, Any]], **fields: Any) -> TrainResult:
         """Return the result from rows of metrics.jsonl; ``fields`` adds what the rows do not have."""
-        held_out = [row for row in rows if "perplexity" in row]
+        evaluations = [row for row in rows if "perplexity" in row]
         last: dict[str, Any] = next((row for row in reversed(rows) if "loss" in row), {})
         return cls(
-            validation_loss=held_out[-1]["validation_loss"] if held_out else None,
-            perplexity=held_out[-1]["perplexity"] if held_out else None,
-            initial_perplexity=held_out[0]["perplexity"] if held_out and held_out[0]["step"] == 0 else None,
+            validation_loss=evaluations[-1]["validation_loss"] if evaluations else None,
+            perplexity=evaluations[-1]["perplexity"] if evaluations else None,
+            initial_perplexity=evaluations[0]["perplexity"] if evaluations and evaluations[0]["step"] == 0 else None,
             aux={key: value for key, value in last.items() if key.startswith(("aux/", "metric/"))},
             curve=list(rows),
             **fields,
@@ -128,7 +128,7 @@ def training_dtype(settings: FitSettings, device: torch.device) -> torch.dtype:
 
 
 @contextlib.contextmanager
-def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
+def _set_up_for_training(model: Any, settings: FitSettings) -> Iterator[None]:
     """Set threads, precision, checkpointing and compilation of the model for training, and restore them afterwards."""
     from transformers.utils import logging
 
@@ -138,13 +138,13 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
     if settings.dtype == "pure_bfloat16":
         model.to(torch.bfloat16)
     if settings.gradient_checkpointing:
-        checkpointing(model, True)
+        set_gradient_checkpointing(model, True)
     try:
         with on_threads(settings.threads), training_modes_restored(model), compiled(model, settings.compile):
             yield
     finally:
         if settings.gradient_checkpointing:
-            checkpointing(model, False)
+            set_gradient_checkpointing(model, False)
         if use_cache is not None:
             model.config.use_cache = use_cache  # Trainer turns it off, which would make generation slow
         if bars:
@@ -153,15 +153,15 @@ def _prepared(model: Any, settings: FitSettings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[None]:
-    """Run ``model`` through torch.compile within a ``with`` block: its decoder layers and its loss, else all of it.
+    """Compile decoder layers and the loss within a ``with`` block; the whole model if it has no such layers.
 
-    Layers of one kind share one compilation: this is ready several times sooner than the whole model would be, and as
-    fast. Modules are compiled in place, so names in checkpoints stay as they are.
+    Layers of the same class share one compilation, which takes several times less than that of the whole model and runs
+    as fast. Modules are compiled in place, so names in checkpoints do not change.
 
     Args:
         model: any model.
-        mode: as ``FitSettings.compile``; False does nothing. Before each step of "reduce-overhead"
-            ``torch.compiler.cudagraph_mark_step_begin`` is to be called.
+        mode: as ``FitSettings.compile``; False does nothing. With "reduce-overhead" the caller calls
+            ``torch.compiler.cudagraph_mark_step_begin`` before each step.
         options: for torch.compile.
     """
     if not mode:
@@ -172,14 +172,14 @@ def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[No
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     config: Any = torch._dynamo.config
-    # At the default of 8, code that meets its ninth shape or mode silently runs uncompiled.
+    # At the default limit of 8, a ninth shape or mode of the same code silently runs uncompiled.
     changes: dict[str, Any] = {"recompile_limit": max(config.recompile_limit, 64)}
-    # What operators record of a forward (auxiliary losses, metrics) is read before the backward, so checkpointing
-    # need not record it again; without this, layers that record anything run uncompiled under checkpointing.
+    # Operators record auxiliary losses and metrics in the forward pass, and they are read before the backward pass, so
+    # checkpointing need not record them again. Without this option, layers that record run uncompiled under it.
     if hasattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         changes["skip_fwd_side_effects_in_bwd_under_checkpoint"] = True
     modules: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] or [model]
-    own_loss = "_loss_function" in vars(model)
+    had_custom_loss = "_loss_function" in vars(model)
     loss = model.loss_function if modules != [model] and hasattr(model, "loss_function") else None
     for module in modules:
         module.compile(**options)
@@ -191,15 +191,15 @@ def compiled(model: Any, mode: bool | str = True, **options: Any) -> Iterator[No
     finally:
         for module in modules:
             module._compiled_call_impl = None
-        if own_loss and loss is not None:
+        if had_custom_loss and loss is not None:
             model.loss_function = loss
         elif loss is not None:
             del model._loss_function
 
 
-def checkpointing(model: Any, on: bool) -> None:
-    """Turn gradient checkpointing on or off. Raises ValueError for a model that has none."""
-    # Reentrant checkpointing would cut auxiliary losses off from their parameters.
+def set_gradient_checkpointing(model: Any, on: bool) -> None:
+    """Turn gradient checkpointing on or off. Raises ValueError for a model without it."""
+    # With reentrant checkpointing no gradient would flow from auxiliary losses to their parameters.
     for prefix in ("activation", "gradient"):
         method = getattr(model, f"{prefix}_checkpointing_{'enable' if on else 'disable'}", None)
         if method is not None:
@@ -223,7 +223,7 @@ def fit(
 ) -> TrainResult:
     """Train ``model`` in place.
 
-    Called again with the same settings and ``out_dir``, it resumes from the last checkpoint there.
+    A second call with the same settings and ``out_dir`` resumes from the last checkpoint there.
 
     Args:
         model: any module that returns ``loss`` (in a dict-like output, or first in a tuple) for a batch, as Hugging
@@ -231,27 +231,27 @@ def fit(
         data: what ``prepare_data`` returns, a pair (train, validation), or a training dataset; map-style datasets of
             samples such as ``{"input_ids": (T,), "labels": (T,)}``.
         settings: how to train; the defaults of ``FitSettings`` if None.
-        objective: what is minimised in place of the model's own loss: what ``ObjectiveConfig.prepare(model)`` gives, or
-            any function (model, batch) -> (loss, its weighted terms by name, the model's output).
-        out_dir: where fit.json (the settings), metrics.jsonl, checkpoints and block_losses.npy (a language model's loss
-            on every validation sample at the end, in order) go; nothing is kept if None.
-        overwrite: start over, and rename what is in the way in ``out_dir``: ``checkpoints`` becomes
+        objective: minimised in place of the model's own loss: what ``ObjectiveConfig.prepare(model)`` returns, or any
+            function (model, batch) -> (loss, its weighted terms by name, the model's output).
+        out_dir: for fit.json (the settings), metrics.jsonl, checkpoints and block_losses.npy (a language model's loss
+            on every validation sample at the end, in order); None writes nothing.
+        overwrite: start over; earlier results in ``out_dir`` are renamed: ``checkpoints`` becomes
             ``checkpoints.<time>``.
         resume: deprecated; ``resume=False`` is ``overwrite=True``.
         callbacks: further transformers callbacks.
         on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
-        collate: makes a batch of a list of samples; stacks tensors by default.
+        collate: makes a batch from a list of samples; stacks tensors by default.
 
     Returns:
-        The result; ``model`` is left trained, in the mode it came in.
+        The result. ``model`` is then trained, and in training or evaluation mode as before.
 
     Raises:
-        ValueError: if data or settings do not fit the model; if ``out_dir`` holds a fit with other settings, or files
-            of others under names that are written; if a part of the checkpoint to resume from is missing or changed
-            (before anything has changed).
-        NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite, or grows a hundredfold; it names the
-            last good checkpoint.
-        Terminated: (a KeyboardInterrupt) after a SIGTERM, with ``out_dir``, once the step under way is saved.
+        ValueError: if data or settings do not fit the model; if ``out_dir`` has a fit with other settings, or other
+            programs' files under the names that ``fit`` writes; if a part of the checkpoint to resume from is missing
+            or changed (before anything has changed).
+        NonFiniteLossError: (a ValueError) if the loss becomes NaN or infinite, or grows a hundredfold; the message
+            names the last good checkpoint.
+        Terminated: (a KeyboardInterrupt) after a SIGTERM, if there is an ``out_dir``, once the current step is saved.
 
     Examples:
         >>> from relinear.training import FitSettings
@@ -262,15 +262,15 @@ def fit(
     """
     settings, overwrite = settings or FitSettings(), overwriting(overwrite, resume)
     _datasets(data)
-    opened: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    run_context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     folder: RunFolder | None = None
     if out_dir is not None and is_first_rank():
         values = settings.model_dump(mode="json")
         folder = RunFolder(out_dir, "fit", "fit.json", FILES, may_differ=MAY_DIFFER)
         if not overwrite and (record := folder.read()) is not None:
             allow_other_ranks_(folder, record, values)
-        opened = folder.open(values, overwrite=overwrite)
-    with opened:
+        run_context = folder.open(values, overwrite=overwrite)
+    with run_context:
         if folder is not None:
             folder.write(ranks=rank_count())
         return fit_in_folder(
@@ -300,14 +300,14 @@ def allow_other_ranks_(folder: RunFolder, record: Mapping[str, Any], settings: M
     before, ranks = folder.settings_of(record), record.get("ranks", rank_count())
     if ranks == rank_count() or not isinstance(ranks, int) or not isinstance(before, Mapping):
         return
-    then, here = (
+    expected, actual = (
         values["batch_size"] * values["accumulation"] * count
         for values, count in ((before, ranks), (settings, rank_count()))
     )
-    if then != here:
+    if expected != actual:
         raise ValueError(
-            f"{folder.path} holds a run of {ranks} ranks with {then} sequences in a step, and this would be "
-            f"{rank_count()} with {here}; change batch_size or accumulation to make it {then}"
+            f"{folder.path} holds a run of {ranks} ranks with {expected} sequences in a step, and this would be "
+            f"{rank_count()} with {actual}; change batch_size or accumulation to make it {expected}"
         )
     folder.may_differ = (*folder.may_differ, "batch_size", "accumulation")
 
@@ -324,7 +324,7 @@ def fit_in_folder(
     on_progress: ProgressCallback = no_progress,
     collate: Callable | None = None,
 ) -> TrainResult:
-    """Run ``fit`` in a folder that the caller has locked; without ``resume`` the folder is empty."""
+    """Run ``fit`` in a folder that the caller has locked, and has emptied unless ``resume``."""
     from relinear.training.callbacks import RunLog, StopOnTerminate
     from relinear.training.trainer import RelinearTrainer
 
@@ -333,7 +333,7 @@ def fit_in_folder(
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
         if out_dir is None and settings.save_every is None:
             settings = settings.updated(save_every=0)
-        stack.enter_context(_prepared(model, settings))
+        stack.enter_context(_set_up_for_training(model, settings))
         trainer = RelinearTrainer(
             model if objective is None else GuidedTraining(model, objective),
             settings,
@@ -350,18 +350,18 @@ def fit_in_folder(
         trainer.add_callback(stop)
         trainer.add_callback(log)
         if out_dir is not None:
-            stack.enter_context(on_terminate(stop.ask))
+            stack.enter_context(on_terminate(stop.request))
         return _train_and_summarise(model, trainer, log, stop, resume)
 
 
 def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) -> float:
-    """Return the validation loss of ``model`` as at the end of a run; write the losses by block to ``out_dir``."""
+    """Return the validation loss of ``model`` as at the end of a run; write the loss of every block to ``out_dir``."""
     from relinear.training.trainer import RelinearTrainer
 
     losses = out_dir / BLOCK_LOSSES
-    with _prepared(model, settings.updated(compile=False)):
+    with _set_up_for_training(model, settings.updated(compile=False)):
         trainer = RelinearTrainer(model, settings, *_datasets(data), out_dir / "checkpoints", block_losses=losses)
-        trainer.state.global_step = settings.steps  # at the end, all of the validation text counts
+        trainer.state.global_step = settings.steps  # the last evaluation reads the whole validation text
         return trainer.evaluate()["eval_loss"]
 
 
@@ -370,10 +370,10 @@ def remove_checkpoints(folder: Path, keep: str = "") -> None:
 
     Checkpoints are the folders with a manifest, and the hidden folders of unfinished writes and removals.
     """
-    ours = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
+    complete = [path.parent for path in folder.glob(f"checkpoint-*/{MANIFEST}")]
     hidden = [part for part in folder.glob(".*") if re.fullmatch(r"\.checkpoint-\d+|\.partial", part.name)]
-    for part in (part for part in (*ours, *hidden) if part.name != keep):
-        with contextlib.suppress(OSError):  # hidden first: a partly removed folder is no checkpoint
+    for part in (part for part in (*complete, *hidden) if part.name != keep):
+        with contextlib.suppress(OSError):  # hide it first: a partly removed folder is not a checkpoint
             part = part.rename(folder / f".{part.name.lstrip('.')}")
         shutil.rmtree(part, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -387,14 +387,14 @@ def _train_and_summarise(
 
     from relinear.training.trainer import check_checkpoint, last_checkpoint
 
-    checkpoints = trainer.home
+    checkpoints = trainer.checkpoints_folder
     checkpoint = last_checkpoint(checkpoints) if resume else None
     if checkpoint is not None and trainer.is_world_process_zero():
         check_checkpoint(checkpoint)
     step = -1 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     if trainer.is_world_process_zero():
         log.rewind(step)
-    # the first rank's alone are rewound, and all must call the same loss an explosion
+    # only the first rank reads the earlier rows, and all ranks must compare with the same first loss
     first_loss = broadcast_object_list([next((row["loss"] for row in log.rows if "loss" in row), None)])[0]
     trainer.start_from(max(step, 0), max((row["tokens"] for row in log.rows), default=0), first_loss)
     has_validation = trainer.eval_dataset is not None

@@ -1,4 +1,4 @@
-"""Build parameter groups by parameter role, Adam, schedules, and muP's initialisation."""
+"""Build the optimiser, its parameter groups and the learning-rate schedule; scale initial weights for muP."""
 
 import math
 from typing import Any, Literal
@@ -20,9 +20,9 @@ from relinear.training.settings import FitSettings
 def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     """Return the role of every trainable parameter, by its first name in ``model``.
 
-    Modules with ``param_roles()`` (operators, attached parts) answer for themselves, outermost first. Of the rest,
-    matrices of linear layers decay; embeddings (also where the output head shares their weight), norms, biases and
-    other vectors do not. An untied output head is the readout.
+    Modules with ``param_roles()`` (operators, attached parts) define the roles of their own parameters; the outermost
+    module wins. Of the rest, matrices of linear layers have weight decay; embeddings (also where the output head shares
+    their weight), norms, biases and other vectors have none. An untied output head is the readout.
     """
     roles: dict[Tensor, ParamRole] = {}
     for module in model.modules():
@@ -33,28 +33,28 @@ def parameter_roles(model: nn.Module) -> dict[str, ParamRole]:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             roles.setdefault(module.weight, ParamRole(None, weight_decay=False))
-    stated, head = DeclaredFans(model), inner_output_head(model)
+    declared_fans, head = DeclaredFans(model), inner_output_head(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            role = stated.role(parameter, transposed=is_conv1d(module))  # which stores (in, out)
+            role = declared_fans.role(parameter, transposed=is_conv1d(module))  # Conv1D stores (in, out)
             readout = module is head and parameter.ndim > 1
             roles.setdefault(parameter, role._replace(readout=True, fan_out_scales=False) if readout else role)
     return {name: roles[p] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def inner_output_head(model: nn.Module) -> nn.Module | None:
-    """Return ``output_head`` of the language model that ``model`` is or contains; None if there is none."""
-    named = (module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None)))
-    return next(map(output_head, named), None)
+    """Return the ``output_head`` of the language model that ``model`` is or contains; None if there is none."""
+    candidates = (module for module in model.modules() if callable(getattr(module, "get_output_embeddings", None)))
+    return next(map(output_head, candidates), None)
 
 
 def width_ratio(model: nn.Module, settings: FitSettings) -> float:
-    """Return the width of the Hugging Face model that ``model`` is or holds, over the parametrisation's base width.
+    """Return the width of the Hugging Face model that ``model`` is or contains, divided by the base width of muP.
 
     With the standard parametrisation it is 1.
 
     Raises:
-        ValueError: if the width cannot be known.
+        ValueError: if no config in the model gives the width.
     """
     if settings.parametrization == "standard":
         return 1.0
@@ -64,16 +64,16 @@ def width_ratio(model: nn.Module, settings: FitSettings) -> float:
         if isinstance(width := getattr(text, "hidden_size", None), int):
             return width / settings.parametrization_base_width
     raise ValueError(
-        f"parametrization='mup' needs a config with hidden_size, and {type(model).__name__} holds no Hugging Face "
+        f"parametrization='mup' needs a config with hidden_size, and {type(model).__name__} contains no Hugging Face "
         "model with one; use parametrization='standard'"
     )
 
 
 def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, Any]]:
-    """Return groups for a torch optimiser: one for each pair of learning rate and weight decay.
+    """Return parameter groups for a torch optimiser: one for each pair of learning rate and weight decay.
 
-    With ``parametrization="mup"`` the rate of every matrix falls with its fan-in as ``ParamRole.lr_scale`` says. The
-    decay per step, rate times decay, stays the same.
+    With ``parametrization="mup"`` ``ParamRole.lr_scale`` lowers the rate of every matrix with its fan-in. The decay per
+    step (rate times decay) stays the same.
 
     Raises:
         ValueError: if the model has nothing to train, or a tied head without the multiplier that "mup" needs.
@@ -83,17 +83,18 @@ def parameter_groups(model: nn.Module, settings: FitSettings) -> list[dict[str, 
         check_readout(model, ratio)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     parameters = dict(model.named_parameters())
-    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} if settings.decay_embeddings else set()
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    also_decayed = embeddings if settings.decay_embeddings else set()
     for name, role in parameter_roles(model).items():
         rate = settings.learning_rate * role.lr_multiplier
         if settings.fan_in_base is not None and role.fan_in is not None and role.fan_in_scales:
             rate *= settings.fan_in_base / role.fan_in
-        decay = settings.weight_decay if role.weight_decay or parameters[name] in tables else 0.0
+        decay = settings.weight_decay if role.weight_decay or parameters[name] in also_decayed else 0.0
         factor = role.lr_scale(ratio)
         rate, decay = rate * factor, decay / factor
         groups.setdefault((rate, decay), []).append(parameters[name])
     if not groups:
-        raise ValueError("the model has no trainable parameters; call model.requires_grad_(True) on what should learn")
+        raise ValueError("the model has no trainable parameters; call requires_grad_(True) on modules to train")
     return [{"params": members, "lr": rate, "weight_decay": decay} for (rate, decay), members in groups.items()]
 
 
@@ -101,12 +102,12 @@ def check_readout(model: nn.Module, ratio: float) -> None:
     """Raise ValueError if the output head shares the embedding's weight and its logits are not scaled.
 
     Args:
-        model: that is, or holds, the language model.
-        ratio: its width over the base width.
+        model: is or contains the language model.
+        ratio: its width divided by the base width.
     """
     head = inner_output_head(model)
-    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    if head is None or getattr(head, "weight", None) not in tables or hasattr(head, SCALE):
+    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    if head is None or getattr(head, "weight", None) not in embeddings or hasattr(head, SCALE):
         return
     raise ValueError(
         f"parametrization='mup' with a tied output head needs relinear.models.ReadoutScale(factor={1 / ratio:g}) "
@@ -115,33 +116,34 @@ def check_readout(model: nn.Module, ratio: float) -> None:
 
 
 def build_optimizer(model: nn.Module, settings: FitSettings) -> torch.optim.Optimizer:
-    """Return AdamW or Adam over ``parameter_groups``, in torch's fused form if possible."""
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[settings.optimizer]
+    """Return AdamW or Adam over ``parameter_groups``, in torch's fused implementation if possible."""
+    optimizer = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[settings.optimizer]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
     groups = parameter_groups(model, settings)
-    return kind(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=fused)
+    return optimizer(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=fused)
 
 
 def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
-    """Return the schedule of the learning rate; every group keeps its ratio to the base rate.
+    """Return the learning-rate schedule; every group keeps its ratio to the base rate.
 
     - cosine: linear warm-up, then half a cosine down to ``min_lr_ratio`` of the peak (transformers).
-    - onecycle: torch's OneCycleLR (from 1/25 of the peak up over ``warmup``, down to 1/250,000), beta1 left alone.
-    - noam: linear warm-up to the peak, then peak * sqrt(warmup / step); the scale of Vaswani et al. (2017) is in
-      ``learning_rate``, which is the peak here.
+    - onecycle: torch's OneCycleLR (from 1/25 of the peak up over ``warmup``, down to 1/250,000) with constant beta1.
+    - noam: linear warm-up to the peak, then peak * sqrt(warmup / step). ``learning_rate`` is the peak, so it includes
+      the factor of Vaswani et al. (2017).
     - constant: linear warm-up, then the peak.
     """
     from transformers import optimization
 
     if settings.schedule == "onecycle":
-        # torch divides by the length of each part, and without a rise begins below the peak: both are the peak at once
-        rise = 1 - 1e-6 if settings.warmup <= 1 or settings.steps == 1 else settings.warmup
+        # Without warm-up the first step is to be at the peak. With pct_start=0 torch would make it lower, and with a
+        # warm-up of exactly one step it would divide by zero, so the warm-up is just below one step.
+        warmup = 1 - 1e-6 if settings.warmup <= 1 or settings.steps == 1 else settings.warmup
         steps = max(settings.steps, 2)
         return OneCycleLR(
             optimizer,
             max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=steps,
-            pct_start=rise / steps,
+            pct_start=warmup / steps,
             cycle_momentum=False,
         )
     if settings.schedule == "noam":
@@ -157,17 +159,17 @@ def build_schedule(optimizer: Any, settings: FitSettings) -> LRScheduler:
 
 
 @torch.no_grad()
-def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "config") -> None:
-    """Scale the initial weights of a stock model, before attachments and operators are added.
+def scale_stock_(model: Any, ratio: float, model_init: Literal["config", "torch"] = "config") -> None:
+    """Scale the initial weights of a stock model for muP, before attachments and operators are added.
 
-    Matrices as ``ParamRole.init_std_scale`` says; embeddings, norms and biases stay as at the base width. An
+    Matrices are scaled by ``ParamRole.init_std_scale``; embeddings, norms and biases stay as at the base width. An
     output head that shares the embedding's weight keeps it too, and gets ``ReadoutScale(factor=1 / ratio)``.
 
     Args:
-        model: a fresh Hugging Face model.
-        ratio: its width over the base width; at 1 nothing changes.
-        start: how it was drawn, as ``TrainSettings.model_init``: at one standard deviation for all widths,
-            or within 1 / sqrt(fan-in), biases and embeddings too.
+        model: a newly initialised Hugging Face model.
+        ratio: its width divided by the base width; at 1 nothing changes.
+        model_init: how its weights were drawn, as in ``TrainSettings``: "config" uses one standard deviation for all
+            widths; "torch" draws within 1 / sqrt(fan-in), biases and embeddings too.
     """
     if ratio == 1:
         return
@@ -175,9 +177,9 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
     tied = head is not None and head.weight is table.weight
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():
-        initialized = role._replace(init_law="constant" if start == "config" else "fan_in")
+        initialized = role._replace(init_law="constant" if model_init == "config" else "fan_in")
         parameters[name].mul_(initialized.init_std_scale(ratio))
-    if start == "torch":
+    if model_init == "torch":
         biases = [m.bias for m in model.modules() if is_replaceable(m) and m.bias is not None]
         for parameter in [*biases, *([table.weight] if head is not None else [])]:
             parameter.mul_(math.sqrt(ratio))
@@ -187,12 +189,12 @@ def scale_stock_(model: Any, ratio: float, start: Literal["config", "torch"] = "
 
 @torch.no_grad()
 def scale_added_(model: Any, ratio: float, stock: set[Tensor], *, fitted: bool = False) -> None:
-    """Scale the initial weights of attachments and operators.
+    """Scale the initial weights of attachments and operators for muP.
 
     Args:
-        model: with all its parts in place.
-        ratio: its width over the base width; at 1 nothing changes.
-        stock: the parameters that it had before.
+        model: with its attachments and operators in place.
+        ratio: its width divided by the base width; at 1 nothing changes.
+        stock: the model's parameters before attachments and operators were added.
         fitted: whether operators were fitted to the weights that they replace; these are then not scaled.
     """
     if ratio == 1:

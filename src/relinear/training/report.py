@@ -1,4 +1,4 @@
-"""Build the page of one training run from run.json and metrics.jsonl."""
+"""Build the report page of one training run from its run.json and metrics.jsonl."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from relinear.training.callbacks import read_metrics
 
 
 def run_section(directory: Path) -> Section:
-    """Return what a page says of the run in ``directory``. Raises ValueError for damaged files."""
+    """Return the page's section about the run in ``directory``. Raises ValueError for damaged files."""
     record = read_values(directory / "run.json")
     settings = record["settings"]
     metrics = directory / "metrics.jsonl"
@@ -23,7 +23,7 @@ def run_section(directory: Path) -> Section:
             x, y = zip(*points, strict=True)
             curves.append(Series(name=name, colour=PALETTE[number], number=number, x=x, y=y))
     result = record["result"] if isinstance(record.get("result"), dict) else {}
-    blocks: list[Block] = [Text(_verdict(record, result, rows[-1]["tokens"] if rows else 0), lead=True)]
+    blocks: list[Block] = [Text(_summary_sentence(record, result, rows[-1]["tokens"] if rows else 0), lead=True)]
     if curves:
         panel = Panel(curves, Axis(title="training tokens"), Axis(title="loss (nats per token)"))
         blocks.append(Chart("Loss against training tokens.", panel))
@@ -37,7 +37,7 @@ def run_section(directory: Path) -> Section:
 
 
 def result_facts(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return the numbers of a run's result, auxiliary ones too, by name."""
+    """Return the numbers of a run's result as text, by name, auxiliary losses included."""
     numbers = {key: v for key, v in {**result, **result.get("aux", {})}.items() if type(v) in (int, float)}
     return {
         name.removesuffix("_bytes").replace("_", " "): in_words(name, v) if name.endswith("_bytes") else f"{v:,.6g}"
@@ -45,12 +45,12 @@ def result_facts(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _verdict(record: Mapping[str, Any], result: Mapping[str, Any], tokens: int) -> str:
+def _summary_sentence(record: Mapping[str, Any], result: Mapping[str, Any], tokens: int) -> str:
     if result.get("validation_loss") is None:
         return f"The run is {record.get('status', 'unfinished')}, after {tokens:,} tokens."
     before = result.get("initial_perplexity")
-    fell = f", from {before:,.1f} before the first step" if before else ""
+    improvement = f", from {before:,.1f} before the first step" if before else ""
     return (
         f"A validation loss of {result['validation_loss']:.3f} after {tokens:,} tokens: "
-        f"perplexity {result['perplexity']:,.2f}{fell}."
+        f"perplexity {result['perplexity']:,.2f}{improvement}."
     )

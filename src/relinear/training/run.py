@@ -1,4 +1,4 @@
-"""Run a training from its settings: model, surgery, data, training, and a directory of results."""
+"""Run one training from its settings (``train``): build the model, prepare data, fit, and write a results folder."""
 
 import dataclasses
 import math
@@ -42,8 +42,8 @@ from relinear.training.optim import check_readout, scale_added_, scale_stock_, w
 from relinear.training.settings import TrainSettings
 
 RUN = "run.json"
-#: what to do where a directory's record is of no use
-_ELSEWHERE = "give another directory, or overwrite this one"
+#: advice in errors about a damaged record
+_ADVICE = "choose another directory, or overwrite this one"
 
 
 def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
@@ -51,8 +51,8 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
 
     Args:
         settings: of the run.
-        vocab_size: of the tokenizer: a preset is built with it (unless ``model_overrides`` says otherwise), any other
-            model is held against it. None keeps the preset's own.
+        vocab_size: of the tokenizer: a preset is built with it (unless ``model_overrides`` has another), any other
+            model is checked against it. None keeps the preset's.
 
     Raises:
         ValueError: if the model is unknown, too small for the data, or cannot take an operator or an attachment.
@@ -87,7 +87,7 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
         return model
     if settings.model_overrides or settings.model_init != "config":
         setting = "model_overrides" if settings.model_overrides else f"model_init={settings.model_init!r}"
-        raise ValueError(f"{setting} is for presets, and {name!r} is none; {did_you_mean(name, preset_names())}")
+        raise ValueError(f"{setting} needs a preset, and {name!r} is none; {did_you_mean(name, preset_names())}")
     model = checkpoint.from_pretrained(name)
     return model if settings.dtype == "pure_bfloat16" else model.float()
 
@@ -106,33 +106,33 @@ def _check_memory(model: Any) -> None:
 
 
 def _check_model_matches_data(model: Any, settings: TrainSettings, vocab_size: int | None) -> None:
-    table = model.get_input_embeddings()  # None if a model reads vectors
-    entries = 0 if table is None else table.num_embeddings
-    if (task := task_of(settings.data.data)) is not None and isinstance(task, RegressionTask) != (table is None):
+    embedding = model.get_input_embeddings()  # None if a model reads vectors
+    entries = 0 if embedding is None else embedding.num_embeddings
+    if (task := task_of(settings.data.data)) is not None and isinstance(task, RegressionTask) != (embedding is None):
         raise ValueError(f"{settings.data.data!r} and model {settings.model!r}: one has tokens, the other vectors")
     if vocab_size is not None and vocab_size > entries:
         raise ValueError(
             f"the tokenizer {settings.data.tokenizer!r} has {vocab_size} entries, model {settings.model!r} embeds "
-            f"{entries}; use the model's own tokenizer, or (for a preset) model_overrides: vocab_size"
+            f"{entries}; use the model's tokenizer, or (for a preset) model_overrides: vocab_size"
         )
     check_length_fits(settings.data.sequence_length, model)
 
 
 def read_result(out_dir: str | Path) -> TrainResult | None:
-    """Read the result of a run that has ended from its directory; None if there is none (yet)."""
+    """Read the result of a finished run from its directory; None if the run has not finished."""
     out_dir = Path(out_dir)
     record = _read_record(out_dir)
     if record is None or record.get("status") != "done":
         return None
     curve = read_metrics(out_dir / "metrics.jsonl")
-    with damaged_file_errors(out_dir / RUN, "the record of a run whose result is damaged", _ELSEWHERE):
+    with damaged_file_errors(out_dir / RUN, "the record of a run whose result is damaged", _ADVICE):
         return TrainResult(**record["result"] | {"out_dir": out_dir, "curve": curve})
 
 
 def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, torch.Tensor] | None:
-    """Return a run's initial values by name, drawn again from its seed.
+    """Draw a run's initial values again from its seed and return them by name.
 
-    None if its record has no digest of them, and where what is drawn here has another.
+    None if the run's record has no digest of them, or if the values drawn here have another digest.
     """
     record = _read_record(Path(out_dir)) or {}
     digest = (record.get("model") or {}).get("initial_sha256")
@@ -140,13 +140,13 @@ def initial_values(out_dir: str | Path, vocab_size: int | None) -> dict[str, tor
         return None
     try:
         values = build_model(TrainSettings.load(record["settings"]), vocab_size).state_dict()
-    except (ValueError, OSError):  # a pretrained model that is no longer where it was
+    except (ValueError, OSError):  # a pretrained model that was moved or removed
         return None
     return values if tensor_digest(values) == digest else None
 
 
 def read_final_loss(out_dir: str | Path) -> float | None:
-    """Read the validation loss of a run that has ended, infinite if it diverged; None if it has not ended."""
+    """Read the validation loss of a finished run, infinite if it diverged; None if it has not finished."""
     record = _read_record(Path(out_dir))
     if record is not None and record.get("diverged"):
         return math.inf
@@ -158,15 +158,15 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
     path = out_dir / RUN
     if not path.exists():
         return None
-    with damaged_file_errors(path, "not a record of a run", _ELSEWHERE):
+    with damaged_file_errors(path, "not a record of a run", _ADVICE):
         record = read_json(path)
         return record | {"settings": dict(**record["settings"])}
 
 
 def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = False) -> RunFolder:
-    """Return the folder of a run. How ranks share the sequences of a step may change when a run resumes.
+    """Return the folder of a run, which a resumed run may share among another number of ranks.
 
-    Raises ValueError if the ranks would have other sequences in a step.
+    Raises ValueError if the number of sequences per step would change.
     """
     folder = RunFolder(
         out_dir,
@@ -192,18 +192,18 @@ def train(
     callbacks: Iterable[TrainerCallback] = (),
     on_progress: ProgressCallback = no_progress,
 ) -> TrainResult:
-    """Train one model by its settings and leave its results in ``out_dir``.
+    """Train one model from its settings and write the results to ``out_dir``.
 
     ``out_dir`` gets ``run.json`` (settings, machine, model, data, status, result), ``metrics.jsonl``,
     ``block_losses.npy`` (the loss of every validation block at the end), the trained model with its tokenizer in
-    ``model/``, and checkpoints during the run. Started again with the same settings, a run
-    that was killed continues from its last checkpoint to exactly the same result (on one thread, to the last bit), and
-    one that had ended returns its result.
+    ``model/``, and checkpoints during the run. Called again with the same settings, it resumes a killed run from its
+    last checkpoint and reaches exactly the same result (on one thread, to the last bit). A finished run returns its
+    result at once.
 
     Args:
         settings: ``TrainSettings`` or a mapping of them.
-        out_dir: directory of the run, made if need be.
-        overwrite: start over, and rename what is in the way in ``out_dir``: ``model`` becomes ``model.<time>``.
+        out_dir: directory of the run, created if it does not exist.
+        overwrite: start over; earlier results in ``out_dir`` are renamed: ``model`` becomes ``model.<time>``.
         resume: deprecated; ``resume=False`` is ``overwrite=True``.
         callbacks: further transformers callbacks.
         on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
@@ -212,9 +212,9 @@ def train(
         The run's result: losses in nats per token, tokens per second, memory in bytes.
 
     Raises:
-        ValueError: for settings that are wrong or do not fit each other, before anything is written; for a directory
-            that holds another run or files of others under the run's names, or in which another process is at work;
-            ``NonFiniteLossError`` if the loss becomes NaN or explodes.
+        ValueError: for wrong settings, before anything is written; if ``out_dir`` has another run, or other programs'
+            files under the run's names, or if another process works in it; ``NonFiniteLossError`` if the loss becomes
+            NaN or explodes.
         OSError: if ``out_dir`` cannot be written.
 
     Examples:
@@ -225,17 +225,17 @@ def train(
     """
     settings, out_dir = TrainSettings.load(settings), Path(out_dir)
     overwrite, first = overwriting(overwrite, resume), is_first_rank()
-    folder, stated = run_folder(out_dir, settings, overwrite), settings.model_dump(mode="json")
+    folder, values = run_folder(out_dir, settings, overwrite), settings.model_dump(mode="json")
     if overwrite and os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
-        raise ValueError(f"{settings.model}, which the run starts from, would be renamed; give another directory")
-    if folder.check(stated, overwrite=overwrite) and (ended := read_result(out_dir)):
-        return ended
+        raise ValueError(f"{settings.model}, which the run starts from, would be renamed; choose another directory")
+    if folder.check(values, overwrite=overwrite) and (finished := read_result(out_dir)):
+        return finished
     open_corpus(settings.data)
     if settings.minimised is not None:
         settings.minimised.check()
     if settings.bits is not None and rank_count() > 1:
-        raise ValueError("bits are for runs of one process: train on one, or store the model by save_pretrained(bits=)")
-    if locate_model(settings.model) == "preset":  # before data are read, which may take long
+        raise ValueError("bits needs a run of one process: train on one, or use save_pretrained(bits=) afterwards")
+    if locate_model(settings.model) == "preset":  # checked before reading the data, which may take long
         with torch.device("meta"):
             _check_memory(build_model(settings))
     data = prepare_data(settings.data)
@@ -256,9 +256,9 @@ def train(
 
     if not first:
         return run()
-    with folder.open(stated, overwrite=overwrite) as record:
-        if record and (ended := read_result(out_dir)):  # by another process since
-            return ended
+    with folder.open(values, overwrite=overwrite) as record:
+        if record and (finished := read_result(out_dir)):  # another process finished it meanwhile
+            return finished
         facts = run_facts(model, data)
         folder.write(**facts)
         try:
@@ -268,8 +268,8 @@ def train(
             folder.write(**facts | {"status": "failed", "error": str(error), "diverged": diverged})
             raise
         if settings.bits is not None:
-            with tempfile.TemporaryDirectory() as passing:
-                target = folder.take("model") if settings.save_model else Path(passing)
+            with tempfile.TemporaryDirectory() as temporary:
+                target = folder.take("model") if settings.save_model else Path(temporary)
                 result = _store_in_bits(model, data, settings, result, target)
         elif settings.save_model:
             checkpoint.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
@@ -279,12 +279,12 @@ def train(
         return result
 
 
-#: training sequences, spread over the text, that the moments for rounding are measured on
+#: training sequences, spread over the text, for the gradient moments that rounding uses
 _SAMPLES = 64
 
 
 def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult, target: Path) -> TrainResult:
-    """Store the model in ``target`` in ``settings.bits`` bits; return ``result`` with the loss of the stored model."""
+    """Save the model in ``settings.bits`` bits to ``target``; return ``result`` with the loss of the stored model."""
     indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
     samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in indices)
     with on_threads(settings.threads):
@@ -297,7 +297,7 @@ def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: Train
 
 
 def run_facts(model: Any, data: Any) -> dict[str, Any]:
-    """Return the facts in ``run.json`` besides the settings: the initial model and its data."""
+    """Return what ``run.json`` records besides the settings: facts of the initial model and its data."""
     table = summary(model)
     counts = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
     return {

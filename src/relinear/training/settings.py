@@ -1,4 +1,4 @@
-"""Define all settings of a training run, which are checked before anything is built."""
+"""Define the settings of training and check that they fit each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Schedule = Literal["onecycle", "cosine", "noam", "constant"]
 
 
 class FitSettings(Settings):
-    """Hold settings of training that do not depend on model and data: those of ``fit``.
+    """Hold the settings of ``fit``: those of training that do not depend on model and data.
 
     Attributes:
         steps: optimiser steps.
@@ -34,23 +34,23 @@ class FitSettings(Settings):
         weight_decay: of matrices; norms, biases and embeddings have none.
         decay_embeddings: give embeddings the decay of matrices, as training code does that decays whatever has two
             dimensions; those of attached parts too.
-        betas: how fast Adam forgets gradients and their squares.
+        betas: decay rates of Adam's running means of gradients and of their squares.
         eps: of Adam.
         max_grad_norm: gradients are scaled down to this norm; 0 turns it off.
         fan_in_base: None, or the fan-in at which ``learning_rate`` holds: the rate of every matrix is then multiplied
             by ``fan_in_base / fan_in`` (maximal update parametrisation for Adam). Matrices that sum over a size which
             settings fix (a rank, the width of a context) keep the rate: it does not grow with the model.
-        parametrization: "standard", or "mup", the maximal update parametrisation for Adam: the standard deviation that
-            matrices start from and their learning rates fall with their fan-in such that a rate that is best at one
-            width is about best at others (see ``docs/training.md``). ``fit`` keeps the initialisation of the model.
+        parametrization: "standard", or "mup", the maximal update parametrisation for Adam: the initial standard
+            deviations and learning rates of matrices fall with their fan-in, so that the best rate at one width is
+            about the best at others (see ``docs/training.md``). ``fit`` keeps the initialisation of the model.
         parametrization_base_width: the width of the model (``hidden_size``) at which "mup" is the standard.
         dtype: "bfloat16" computes in bf16 with fp32 weights (autocast), "pure_bfloat16" holds weights and optimiser
             states in bf16 as well, "auto" is "bfloat16" where the processor has units for it, else "float32".
         compile: run the model through ``torch.compile``; costs a minute at first, pays off over long runs. On a GPU
             "reduce-overhead" replays each step as CUDA graphs, without the time that launching kernels takes.
         gradient_checkpointing: recompute activations in the backward pass; saves memory, costs about a third of time.
-        seed: of the model's initialisation, of the order of the data, and of the noise that the model draws. On several
-            ranks each has a stream of its own.
+        seed: of the model's initialisation, of the order of the data, and of the noise that the model draws. Each rank
+            draws different noise.
         threads: CPU threads; one makes runs repeat to the last bit, None leaves torch's choice.
         device: "auto" is the GPU if there is one.
         eval_every: steps between evaluations; 0 evaluates only before the first step and at the end.
@@ -140,13 +140,13 @@ class FitSettings(Settings):
         return max(100, self.steps // 10) if self.save_every is None else self.save_every
 
 
-def _read(family: type[Config]) -> BeforeValidator:
-    """Return a setting of ``family``, given as text or mapping, with its defaults written out; None stays None."""
+def _parsed_as(family: type[Config]) -> BeforeValidator:
+    """Return a validator that parses a config of ``family`` from text or a mapping and adds defaults; None stays."""
     return BeforeValidator(lambda value: None if value is None else family.read(value).to_dict())
 
 
 class TrainSettings(FitSettings):
-    """Hold the settings of a whole run: its model, replacements, text, and training.
+    """Hold the settings of ``train``: the model, its replacements, the text and the training.
 
     Attributes:
         model: a preset, the directory of a saved model, or a Hub name.
@@ -172,12 +172,12 @@ class TrainSettings(FitSettings):
     model: str = "tiny"
     model_overrides: dict[str, Any] = Field(default_factory=dict)
     model_init: Literal["config", "torch"] = "config"
-    operators: dict[str, Annotated[dict[str, Any] | None, _read(OperatorConfig)]] = Field(default_factory=dict)
+    operators: dict[str, Annotated[dict[str, Any] | None, _parsed_as(OperatorConfig)]] = Field(default_factory=dict)
     layers: tuple[int, ...] | None = None
     exclude: Patterns = ()
     init: Literal["fresh", "from_weight"] = "fresh"
-    attachments: tuple[Annotated[dict[str, Any], _read(AttachmentConfig)], ...] = ()
-    objective: Annotated[dict[str, Any] | None, _read(ObjectiveConfig)] = None
+    attachments: tuple[Annotated[dict[str, Any], _parsed_as(AttachmentConfig)], ...] = ()
+    objective: Annotated[dict[str, Any] | None, _parsed_as(ObjectiveConfig)] = None
     bits: Annotated[int, Field(ge=2, le=8)] | None = None
     data: DataSettings = DataSettings()
 

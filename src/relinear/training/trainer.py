@@ -1,4 +1,4 @@
-"""Extend transformers' Trainer: auxiliary losses by name, bf16, exact order of data, safe checkpoints."""
+"""Extend transformers' Trainer: auxiliary losses by name, bf16, resumable order of data, atomic checkpoints."""
 
 # Legend: B batch, T tokens
 
@@ -33,9 +33,9 @@ from relinear.training.fitting import NonFiniteLossError, remove_checkpoints, tr
 from relinear.training.optim import build_optimizer, build_schedule
 from relinear.training.settings import FitSettings
 
-_RANK_SEEDS = 2_654_435_761  # far from one rank's seed to the next: seeds that users choose are close together
-#: parts that every checkpoint has (DeepSpeed keeps its own in one folder)
-_ALWAYS = (
+_RANK_SEED_STEP = 2_654_435_761  # large, because users choose seeds that are close together
+#: parts that every checkpoint has, each as alternative names (DeepSpeed writes one folder, global_step*)
+_REQUIRED_PARTS = (
     ("optimizer*", "global_step*"),
     ("scheduler.pt", "global_step*"),
     ("trainer_state.json",),
@@ -45,18 +45,19 @@ _ALWAYS = (
 DIVERGENCE_FACTOR = 100.0
 #: seconds after which an evaluation reports its progress
 _REPORT_AFTER_S = 2.0
-_PARTIAL = ".partial"  # checkpoints are written here and renamed when they are whole
+_PARTIAL = ".partial"  # checkpoints are written here and renamed when they are complete
 
 
 class SteadySampler(Sampler[int]):
-    """Give indices for a whole run: random orders of the dataset in turn, each from ``(seed, round)`` alone.
+    """Yield the sample indices of a whole run: one shuffle of the dataset after another, each from the seed and number.
 
-    There is no epoch boundary, so every batch is full (compiled code sees one shape) and resuming is skipping.
+    Batches run across the end of a shuffle, so every batch is full (compiled code sees one shape), and a resumed run
+    only skips indices.
 
     Args:
         size: samples in the dataset.
         total: indices to yield.
-        seed: of the orders.
+        seed: of the shuffles.
     """
 
     def __init__(self, size: int, total: int, seed: int) -> None:
@@ -73,29 +74,29 @@ class SteadySampler(Sampler[int]):
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Check a checkpoint against its checksums: a run resumed from incomplete state would look like any other.
+    """Check a checkpoint against its checksums, as a run that resumes from incomplete state would look normal.
 
-    An older one without a manifest is accepted with a warning.
+    An older checkpoint without a manifest is accepted with a warning.
 
     Raises:
-        ValueError: if a part is missing or was changed, by name.
+        ValueError: if a part is missing or was changed; the message names it.
     """
     advice = "or start over with overwrite=True (--overwrite)"
     try:
-        noted = check_manifest(checkpoint)
+        manifest = check_manifest(checkpoint)
     except ValueError as error:
-        raise ValueError(f"cannot go on from {checkpoint}: {error}, {advice}") from None
-    if noted is None:
-        missing = [names[0] for names in _ALWAYS if not any(list(checkpoint.glob(name)) for name in names)]
+        raise ValueError(f"cannot resume from {checkpoint}: {error}, {advice}") from None
+    if manifest is None:
+        missing = [names[0] for names in _REQUIRED_PARTS if not any(list(checkpoint.glob(name)) for name in names)]
         if missing:
-            raise ValueError(f"cannot go on from {checkpoint}: it lacks {', '.join(missing)}; restore it, {advice}")
-        warnings.warn(f"{checkpoint} has no manifest: that its parts are whole cannot be checked", stacklevel=2)
+            raise ValueError(f"cannot resume from {checkpoint}: it lacks {', '.join(missing)}; restore it, {advice}")
+        warnings.warn(f"{checkpoint} has no manifest, so its parts cannot be checked for damage", stacklevel=2)
 
 
 def last_checkpoint(out_dir: str | Path) -> Path | None:
-    """Return the newest complete checkpoint below ``out_dir``, or None.
+    """Return the newest complete checkpoint in ``out_dir``, or None.
 
-    One without a manifest is of an earlier version, and counts only if none has one.
+    Checkpoints of an earlier version have no manifest, and count only if no checkpoint has one.
     """
     paths = [path for path in Path(out_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     return max(paths, key=lambda path: ((path / MANIFEST).is_file(), int(path.name[11:])), default=None)
@@ -123,18 +124,18 @@ def _arguments(settings: FitSettings, out_dir: Path, device: str) -> TrainingArg
         remove_unused_columns=False,
         dataloader_pin_memory=device != "cpu",
         disable_tqdm=True,
-        report_to="none",  # see _reporters
+        report_to="none",  # _reporters adds the callbacks
     )
 
 
 def _reporters(settings: FitSettings, folder: Path) -> list[TrainerCallback]:
-    """Return transformers' callbacks that ``report_to`` names; tensorboard's files go to ``folder``."""
+    """Return the transformers callbacks that ``report_to`` names; tensorboard writes to ``folder``."""
     try:
         reporters: list[Any] = [reporter() for reporter in get_reporting_integration_callbacks([*settings.report_to])]
     except RuntimeError as error:  # a package is missing
         raise ValueError(f"report_to={', '.join(settings.report_to)}: {error}") from None
     for reporter in reporters:
-        if getattr(reporter, "logging_dir", "") is None:  # it would be the working directory before the first step
+        if getattr(reporter, "logging_dir", "") is None:  # None would write to the working directory before step 1
             reporter.logging_dir = str(folder)
     return reporters
 
@@ -142,9 +143,9 @@ def _reporters(settings: FitSettings, folder: Path) -> list[TrainerCallback]:
 class RelinearTrainer(Trainer):
     """Train any model that returns a loss, with or without operators.
 
-    Beyond transformers' own it draws data in an order that a resumed run continues exactly; groups parameters by their
-    roles; computes in bf16 by autocast without copying outputs back to fp32; tracks the auxiliary terms of the loss;
-    stops at a loss that is not finite; writes checkpoints all or nothing, and no pickled arguments in them.
+    Unlike transformers' Trainer it draws data in an order that a resumed run continues exactly, groups parameters by
+    their roles, runs bf16 autocast without copying outputs back to fp32, logs the auxiliary terms of the loss, stops at
+    a loss that is not finite, and writes checkpoints atomically and without pickled arguments.
 
     Args:
         model: returns ``loss`` when it is called with a batch of the datasets.
@@ -152,7 +153,7 @@ class RelinearTrainer(Trainer):
         train_dataset, eval_dataset: map-style datasets of ``{"input_ids": (T,), "labels": (T,)}``.
         out_dir: where checkpoints go.
         callbacks: further transformers callbacks.
-        data_collator: makes a batch of samples; stacks tensors by default.
+        data_collator: makes a batch from samples; stacks tensors by default.
         block_losses: file (npy) for the loss of every validation sample at the end of training; None writes none.
     """
 
@@ -181,9 +182,9 @@ class RelinearTrainer(Trainer):
             callbacks=[*callbacks, *_reporters(settings, out_dir.parent / "tensorboard")],
         )
         self.remove_callback(PrinterCallback)
-        # Trainer counts the targets of a step by the config's loss_type, which some models (GPT-2) leave open; the loss
-        # they then fall back on shifts the labels too, and would come out smaller by 1 / T.
-        # Of a module around such a model it would know nothing at all.
+        # Trainer counts a step's targets by the config's loss_type. Some models (GPT-2) have none: the loss that they
+        # use then shifts the labels too, and Trainer would divide it by one target too many in each row.
+        # For a module that wraps such a model Trainer has no loss_type at all.
         loss = next((f for m in model.modules() if (f := getattr(m, "loss_function", None)) is not None), None)
         self._loss_shifts_labels |= getattr(loss, "_torchdynamo_orig_callable", loss) is ForCausalLMLoss
         self.settings = settings
@@ -192,22 +193,22 @@ class RelinearTrainer(Trainer):
         self._last_drain = 0
         self._first_loss: float | None = None
         self._terms: dict[str, Tensor] = {}
-        self.home = out_dir
+        self.checkpoints_folder = out_dir
         self._block_losses = block_losses
         self._plain_model: Any = model
-        self._redirect: Path | None = None
-        #: called with the batches of a long evaluation, done and in all
+        self._save_folder: Path | None = None
+        #: called during a long evaluation with the number of batches done and of all batches
         self.on_evaluating: Callable[[int, int], None] = lambda done, total: None
 
     def start_from(self, step: int, tokens: int, first_loss: float | None) -> None:
-        """Continue the counts of a checkpoint: its step, the tokens seen until then, the run's first loss."""
+        """Set the counts of a resumed run: the checkpoint's step, the tokens seen until then, the run's first loss."""
         self._last_drain, self.tokens_seen, self._first_loss = step, tokens, first_loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train with different noise (latents, dropout, drawn positions) on every rank."""
         rank = self.args.process_index
-        if rank:  # rank 0 draws as a run of one process does; a resumed run reads each rank's own state
-            set_seed((self.settings.seed + _RANK_SEEDS * rank) % 2**32)
+        if rank:  # rank 0 keeps the seed of a run of one process; a resumed run restores the state of each rank
+            set_seed((self.settings.seed + _RANK_SEED_STEP * rank) % 2**32)
         return super().train(*args, **kwargs)
 
     # Data
@@ -226,7 +227,7 @@ class RelinearTrainer(Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the schedule that the settings name."""
+        """Return the learning-rate schedule of the settings."""
         if self.lr_scheduler is None:
             self.lr_scheduler: Any = build_schedule(optimizer or self.optimizer, self.settings)
             self._created_lr_scheduler = True
@@ -235,7 +236,7 @@ class RelinearTrainer(Trainer):
     # Loss
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return the autocast to the compute dtype; accelerate's own also copies the logits back to fp32."""
+        """Return autocast to the compute dtype; accelerate's autocast would also copy the logits back to fp32."""
         if self.compute_dtype == torch.float32 or self.settings.dtype == "pure_bfloat16":
             return contextlib.nullcontext()
         return torch.autocast(self.args.device.type, dtype=self.compute_dtype)
@@ -243,7 +244,7 @@ class RelinearTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the model's loss, and record the auxiliary losses in it by name."""
+        """Return the model's loss, and sum its auxiliary losses by name for the log."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
             self._add_terms(inputs, num_items_in_batch)
@@ -251,7 +252,7 @@ class RelinearTrainer(Trainer):
 
     def _add_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         terms = dict(aux_losses(self._plain_model))
-        if isinstance(self._plain_model, GuidedTraining):  # "ce" is the remainder when the others are taken off
+        if isinstance(self._plain_model, GuidedTraining):  # the log computes "ce" as loss minus the other terms
             terms |= {name: value for name, value in self._plain_model.terms.items() if name != "ce"}
         if terms:
             kwargs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -263,9 +264,9 @@ class RelinearTrainer(Trainer):
                 self._terms[key] = self._terms[key] + part if key in self._terms else part
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Run one forward and backward pass; on a CPU, where reading it is free, the loss is checked at once."""
-        read = next((inputs[name] for name in ("input_ids", "vectors") if name in inputs), None)
-        self.tokens_seen += 0 if read is None else math.prod(read.shape[:2]) * self.args.world_size
+        """Run one forward and backward pass; on a CPU, where reading the loss is free, check it at once."""
+        batch = next((inputs[name] for name in ("input_ids", "vectors") if name in inputs), None)
+        self.tokens_seen += 0 if batch is None else math.prod(batch.shape[:2]) * self.args.world_size
         if self.settings.compile == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -274,7 +275,7 @@ class RelinearTrainer(Trainer):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return 0: FLOPs are computed once per run, not in every step."""
+        """Return 0, as FLOPs are computed once per run and not in every step."""
         return 0
 
     def _check_finite(self, value: float, quantity: str) -> None:
@@ -282,7 +283,7 @@ class RelinearTrainer(Trainer):
             raise self._diverged(f"the {quantity} is {value}")
 
     def _diverged(self, problem: str) -> NonFiniteLossError:
-        saved = last_checkpoint(self.home)
+        saved = last_checkpoint(self.checkpoints_folder)
         rate = self.settings.learning_rate if self.lr_scheduler is None else self._get_learning_rate()
         state = "no checkpoint was written before" if saved is None else f"the last good checkpoint is {saved}"
         return NonFiniteLossError(
@@ -294,7 +295,7 @@ class RelinearTrainer(Trainer):
     # Logs and evaluation
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the loss's terms and the operators' metrics to Trainer's log while training."""
+        """Add the terms of the loss and the operators' metrics to Trainer's log during training."""
         if "loss" in logs:
             self._check_finite(logs["loss"], "training loss")
             self._first_loss = logs["loss"] if self._first_loss is None else self._first_loss
@@ -308,7 +309,7 @@ class RelinearTrainer(Trainer):
         self._last_drain = self.state.global_step
         sums = {name: value.float() / steps for name, value in self._terms.items()}
         self._terms = {}
-        metrics = sums | joined("metric", operator_metrics(self._plain_model), torch.mean)
+        metrics = sums | reduced_by_name("metric", operator_metrics(self._plain_model), torch.mean)
         if not metrics:
             return {"cross_entropy": loss}
         stacked = self.accelerator.reduce(torch.stack([metrics[name].to(self.args.device) for name in metrics]), "mean")
@@ -319,22 +320,22 @@ class RelinearTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the mean loss for each target token of the validation data, and its exponential, the perplexity.
+        """Return the mean loss per target token of the validation data, and its exponential, the perplexity.
 
-        Runs uncompiled: another compilation for evaluation mode would cost more than it brings.
+        Runs uncompiled, as compiling for evaluation mode would take longer than it saves.
         """
         start, model = time.perf_counter(), self._plain_model
         sums = torch.zeros(2, dtype=torch.float64)
-        last = self.state.global_step == self.settings.steps and self.args.world_size == 1
+        is_final = self.state.global_step == self.settings.steps and self.args.world_size == 1
         blocks: list[Tensor | None] = []
-        eager, lowered = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
-        with eval_mode(model), eager, lowered, caching_for_inference(model):
+        eager, autocast = torch.compiler.set_stance("force_eager"), self.autocast_smart_context_manager()
+        with eval_mode(model), eager, autocast, caching_for_inference(model):
             loader = self.get_eval_dataloader(eval_dataset)
-            bound = math.inf if self.state.global_step else self.settings.eval_start_tokens or math.inf
+            max_tokens = math.inf if self.state.global_step else self.settings.eval_start_tokens or math.inf
             for number, inputs in enumerate(loader):
                 if number and time.perf_counter() - start > _REPORT_AFTER_S:
                     expected = float(sums[1]) / number * len(loader)
-                    self.on_evaluating(number, math.ceil(len(loader) * min(1, bound / expected)))
+                    self.on_evaluating(number, math.ceil(len(loader) * min(1, max_tokens / expected)))
                 inputs = self._prepare_inputs(inputs)
                 output = model(**inputs)
                 loss = output["loss"] if isinstance(output, dict) else output[0]
@@ -342,14 +343,14 @@ class RelinearTrainer(Trainer):
                 rows = len(next(iter(inputs.values())))
                 count = rows if labels is None else (labels[..., 1:] != IGNORED_LABEL).sum()
                 sums += torch.stack([loss.double() * count, torch.as_tensor(count, dtype=torch.float64)]).cpu()
-                if last and self._block_losses is not None:
+                if is_final and self._block_losses is not None:
                     blocks.append(block_losses(output, labels))
-                if sums[1] >= bound / self.args.world_size:
+                if sums[1] >= max_tokens / self.args.world_size:
                     break
         total, count = self.accelerator.reduce(sums.to(self.args.device), "sum").tolist()
         value = total / max(count, 1)
         self._check_finite(value, "validation loss")
-        if self._block_losses is not None:  # before the loss is logged: a run with its last loss has these, too
+        if self._block_losses is not None:  # before the log: a run whose last loss is logged has this file too
             write_block_losses(self._block_losses, blocks, value)
         metrics = {
             f"{metric_key_prefix}_loss": value,
@@ -363,37 +364,37 @@ class RelinearTrainer(Trainer):
     # Checkpoints
 
     def _get_output_dir(self, trial: Any) -> str:
-        return str(self._redirect) if self._redirect else super()._get_output_dir(trial)
+        return str(self._save_folder) if self._save_folder else super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint under a temporary name and rename it, so that a killed run keeps the previous one."""
         for name, parameter in self._plain_model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 self._check_finite(float("nan"), f"weight {name}")
-        home, name = self.home, f"checkpoint-{self.state.global_step}"
-        partial = self._redirect = home / _PARTIAL
+        folder, name = self.checkpoints_folder, f"checkpoint-{self.state.global_step}"
+        partial = self._save_folder = folder / _PARTIAL
         try:
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
             self.accelerator.wait_for_everyone()
-            with os_errors_named(home / name):
+            with os_errors_named(folder / name):
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
                     write_manifest(partial / name, world_size=self.args.world_size)
                     sync_files(partial / name)
-                    set_aside(home / name)  # a file of this name is not of this run
-                    (partial / name).rename(home / name)
+                    set_aside(folder / name)  # whatever has this name does not belong to this run
+                    (partial / name).rename(folder / name)
         finally:
-            self._redirect = None
+            self._save_folder = None
             if self.args.should_save:
                 shutil.rmtree(partial, ignore_errors=True)
         if self.args.should_save:
-            remove_checkpoints(home, keep=name)
+            remove_checkpoints(folder, keep=name)
         self.accelerator.wait_for_everyone()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ValueError if the checkpoint lacks weights, where Trainer only warns."""
+        """Raise ValueError if the checkpoint lacks weights; Trainer would only warn."""
         absent = set(load_result.missing_keys)
         names: dict[nn.Parameter, set[str]] = {}
         for name, parameter in self._plain_model.named_parameters(remove_duplicate=False):
@@ -407,13 +408,13 @@ class RelinearTrainer(Trainer):
             self._plain_model.tie_weights()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Save the model alone, as Trainer would also pickle its arguments."""
+        """Save only the model; Trainer would also pickle its arguments."""
         if self.args.should_save:
-            save_model(self.model, Path(output_dir or self.home))
+            save_model(self.model, Path(output_dir or self.checkpoints_folder))
 
 
-def joined(family: str, values: Mapping[str, Tensor], reduce: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Return the operators' metrics, reduced over the operators that share a name."""
+def reduced_by_name(family: str, values: Mapping[str, Tensor], reduce: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Return metrics as ``family/metric``, each reduced over the operators that record it."""
     by_name = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
     return {name: reduce(torch.stack(members), 0) for name, members in by_name.items()}
 
@@ -424,7 +425,7 @@ def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float)
     if not present or len(present) < len(blocks):
         return
     losses = torch.cat(present)
-    # A model's own loss may not be the mean of these.
+    # The loss that a model returns may not be the mean of its token losses.
     if not math.isclose(float(losses.mean()), loss, rel_tol=1e-2):
         return
     with atomic_path(path) as temporary, temporary.open("wb") as file:
