@@ -43,9 +43,9 @@ def one_message(error: BaseException) -> str:
     text = _message(error).replace("overwrite=True (--overwrite)", "--overwrite")
     if len(text) <= _LONGEST:  # so that a mistyped option is reported at once
         return text
-    from relinear.system.text import cut
+    from relinear.system.text import shorten
 
-    return cut(text, _LONGEST)
+    return shorten(text, _LONGEST)
 
 
 def _message(error: BaseException) -> str:

@@ -1,1 +1,1 @@
-"""Timings of operators and models against dense layers, in one process."""
+"""Time operators and whole models against dense layers, taking turns in one process."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from relinear.bench.operators import Mode
-from relinear.bench.run import DTYPES, Dtype, read_by
+from relinear.bench.run import DTYPES, Dtype, parsed_by
 from relinear.compare.speed import training_step
 from relinear.contract.inference import for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
@@ -26,9 +26,9 @@ from relinear.system.timing import interleave
 from relinear.training.fitting import compiled as through_compiler
 
 ModelPass = Literal["step", "prefill", "decode"]
-#: tokens of the prompt before decoding: few, so that almost no prefill is timed
+#: tokens of the prompt before decoding; few, so that the time hardly includes prefill
 PROMPT = 8
-#: learning rate of AdamW: small, so that the work stays the same
+#: learning rate of AdamW; small, so that the weights hardly change between rounds
 _LEARNING_RATE = 1e-4
 
 
@@ -38,17 +38,17 @@ class ModelBenchSettings(Settings):
     Attributes:
         preset: name of a stock model (``relinear.models.preset_names()``).
         passes: of "step" (training: forward, backward, AdamW), "prefill" (a prompt, which fills the cache) and "decode"
-            (greedy, with the cache, from a prompt of 8 tokens on).
-        modes: of "eager" and "compiled": training steps through ``torch.compile`` as ``fit`` does, decoding with a
+            (greedy, with the cache, after a prompt of 8 tokens).
+        modes: of "eager" and "compiled": training steps through ``torch.compile`` as in ``fit``, decoding with a
             static cache through transformers' compiled call (CUDA graphs on a GPU). Prefill is eager only.
         dtypes: "fp32" and "bf16", which is autocast for "step" and weights otherwise.
         sequence_length: tokens per sequence, for "step" and "prefill".
         batch_size, inference_batches: sequences at once in training, and in prefill and decoding.
-        rounds: how often each variant takes its turn.
-        threads: of torch; None leaves its choice.
+        rounds: how often each variant is timed.
+        threads: of torch; None leaves torch's choice.
     """
 
-    preset: Annotated[str, read_by(preset_config)]
+    preset: Annotated[str, parsed_by(preset_config)]
     passes: tuple[ModelPass, ...] = get_args(ModelPass)
     modes: tuple[Mode, ...] = ("eager",)
     dtypes: tuple[Dtype, ...] = ("fp32",)
@@ -84,22 +84,22 @@ def bench_models(
     overrides: Mapping[str, Any] | None = None,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-    """Compare the stock model of a preset with variants of it, taking turns in this process.
+    """Time the stock model of a preset and variants of it, taking turns in this process.
 
     Args:
-        settings: preset, length, rounds and inference.
-        variants: name -> what ``replace_`` puts into the model.
-        phase: of the settings' passes. batch_size: sequences at once.
+        settings: preset, sequence length and rounds.
+        variants: name -> mapping for ``replace_``.
+        phase: one of the settings' passes. batch_size: sequences at once.
         dtype, compiled: one of the settings' dtypes and modes.
         new_tokens: tokens to generate for "decode".
         overrides: fields of the preset's config to change.
         on_round: called between rounds with how many are done.
 
     Returns:
-        rows of ``models.json``, one a variant: tokens per second and how many times as fast as the stock model.
+        rows of ``models.json``, one per variant: tokens per second and the speed relative to the stock model.
 
     Raises:
-        ValueError: for a mapping that does not fit.
+        ValueError: for a mapping that does not fit the model.
     """
     calls: dict[str, Callable[[], object]] = {}
     parameters: dict[str, int] = {}
@@ -151,21 +151,21 @@ def run_model_bench(
 ) -> dict[str, Any]:
     """Run ``bench_models`` in every combination; write ``models.json`` into ``out_dir``.
 
-    Operators that read a context get a context manager of the width that they ask for.
+    Operators that read a context get a context manager of their width.
 
     Args:
         settings: what to measure.
         variants: see ``bench_models``.
-        out_dir: where to write. Timings with the same settings that have ended there are renamed.
-        overwrite: rename those with other settings, too, and what else is in the way.
-        allocator: the allocator's settings, to be stated in the file.
+        out_dir: where to write. A finished benchmark with the same settings there is renamed.
+        overwrite: also rename a benchmark with other settings, and other files under the same names.
+        allocator: the allocator's settings, recorded in the file.
         on_progress: called before every case and between its rounds.
 
     Returns:
-        what the file holds: settings, machine, allocator, and a row a variant and case.
+        the content of the file: settings, machine, allocator, and a row per variant and case.
 
     Raises:
-        ValueError: for a mapping that does not fit, or another bench in ``out_dir``; nothing has run then.
+        ValueError: for a mapping that does not fit, or another benchmark in ``out_dir``; nothing has run then.
     """
     for mapping in variants.values():
         with torch.device("meta"):
@@ -173,15 +173,15 @@ def run_model_bench(
     settings_by_name = {
         name: {key: config.to_dict() for key, config in part.items()} for name, part in variants.items()
     }
-    stated = settings.model_dump(mode="json") | {"variants": settings_by_name}
+    values = settings.model_dump(mode="json") | {"variants": settings_by_name}
     folder = RunFolder(
         out_dir,
         "bench --model",
         "models.json",
         earlier_records={"models.json": ("settings", "machine", "rounds", "rows")},
     )
-    record = folder.check(stated, overwrite=overwrite)
-    with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):
+    record = folder.check(values, overwrite=overwrite)
+    with folder.open(values, overwrite=overwrite or "rows" in (record or {})):
         rows = _all_rows(settings, variants, on_progress)
         return folder.write(allocator=dict(allocator or {}), rounds=settings.rounds, rows=rows)
 
@@ -195,13 +195,13 @@ def _all_rows(
         for phase in settings.passes
         for batch in ((settings.batch_size,) if phase == "step" else settings.inference_batches)
     ]
-    every = itertools.product(settings.dtypes, settings.modes, cases)
-    todo = [case for case in every if case[1] != "compiled" or case[2][0] != "prefill"]
+    combinations = itertools.product(settings.dtypes, settings.modes, cases)
+    timed = [case for case in combinations if case[1] != "compiled" or case[2][0] != "prefill"]
     with on_threads(settings.threads):
-        for number, (dtype, mode, (phase, batch)) in enumerate(todo):
+        for number, (dtype, mode, (phase, batch)) in enumerate(timed):
 
-            def report(done: int, case: str = f"{dtype}, {mode}, {phase} of {batch}", first: int = number) -> None:
-                step, steps = first * settings.rounds + done, len(todo) * settings.rounds
+            def report(done: int, case: str = f"{dtype}, {mode}, {phase} of {batch}", earlier: int = number) -> None:
+                step, steps = earlier * settings.rounds + done, len(timed) * settings.rounds
                 on_progress(Progress(f"timing {settings.preset}", step, steps, detail=case))
 
             report(0)

@@ -1,4 +1,4 @@
-"""Time single layers: operators against dense nn.Linear."""
+"""Time single layers: each operator against a dense nn.Linear of the same shape."""
 
 # Legend: I in_features, O out_features, N tokens
 
@@ -20,15 +20,15 @@ from relinear.system.timing import Timing, interleave, peak_memory
 DENSE = "dense"
 Pass = Literal["forward", "step"]
 Mode = Literal["eager", "compiled"]
-#: columns of a row after its case and times; ``error`` is set, and nothing timed, where it failed the correctness gate
+#: columns of a row after its case and times; a layer that failed the correctness check has ``error`` and no times
 FIGURES = ("peak_bytes", "memory_ratio", "flops", "parameters", "relative_error", "error")
-#: largest relative error, in the Frobenius norm, of a contender against its own float64 copy
+#: largest relative error (Frobenius norm) of a contender's output against that of its float64 copy
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One cell of the table: all but the contender.
+    """Hold what is timed: shape, tokens, dtype, mode and pass; all contenders run the same case.
 
     Args:
         phase: "forward" (inference after ``relinear.for_inference_``) or "step" (with backward).
@@ -48,38 +48,38 @@ class Case:
 
 
 def phase_of(row: Mapping[str, Any]) -> str:
-    """Return the phase of a written row; versions before called it ``passed``."""
+    """Return the phase of a recorded row; earlier versions called it ``passed``."""
     return row["phase"] if "phase" in row else row["passed"]
 
 
 def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:
-    """Return a random context of the width that conditioned contenders ask for; None if there are none."""
+    """Return a random context of the width that conditioned contenders need; None if no contender is conditioned."""
     configs: list[Any] = [m.config for m in modules if isinstance(m, Operator) and m.config.conditioned]
     widths = {config.context_dim for config in configs}
     assert len(widths) <= 1, "conditioned contenders share one context"
     return torch.randn(tokens, widths.pop()) if widths else None
 
 
-def _in_context(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+def _with_context(values: Tensor | None, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if values is None else context(values.to(dtype))
 
 
 @torch.no_grad()
 def _relative_error(module: nn.Module, case: Case) -> float:
-    """Return the error of the forward against a float64 copy, which a contender must pass before it is timed."""
+    """Return the relative error of the forward pass against a float64 copy: the check before timing."""
     x = torch.randn(min(case.tokens, 64), case.in_features).to(case.dtype)
     values = _context_values([module.eval()], x.shape[0])
-    with _in_context(values, case.dtype), caching_for_inference(module):  # which rounds no inputs
-        got = module(x).double()
-    if got.shape != (len(x), case.out_features):
-        raise ValueError(f"an output of shape {tuple(got.shape)} where {(len(x), case.out_features)} was expected")
-    with _in_context(values, torch.float64):
-        want = deepcopy(module).double()(x.double())
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+    with _with_context(values, case.dtype), caching_for_inference(module):  # unlike for_inference_, it rounds no inputs
+        output = module(x).double()
+    if output.shape != (len(x), case.out_features):
+        raise ValueError(f"the output has shape {tuple(output.shape)}, expected {(len(x), case.out_features)}")
+    with _with_context(values, torch.float64):
+        expected = deepcopy(module).double()(x.double())
+    return float((output - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def _call(module: nn.Module, case: Case) -> Callable[[], object]:
-    """Return a function that runs one contender: forward, or forward and backward to input and parameters."""
+    """Return a function that runs one contender: forward only, or forward and backward to input and parameters."""
     x = torch.randn(case.tokens, case.in_features).to(case.dtype)
     run = torch.compile(module, dynamic=False) if case.mode == "compiled" else module
     if case.phase == "forward":
@@ -88,11 +88,11 @@ def _call(module: nn.Module, case: Case) -> Callable[[], object]:
         return torch.no_grad()(lambda: run(x))
     module.train()
     x.requires_grad_(True)
-    upstream = torch.randn(case.tokens, case.out_features).to(case.dtype)
+    output_gradient = torch.randn(case.tokens, case.out_features).to(case.dtype)
     leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
 
     def step() -> object:
-        run(x).backward(upstream)
+        run(x).backward(output_gradient)
         for leaf in leaves:
             leaf.grad = None
         return None
@@ -106,12 +106,12 @@ def bench_case(
     *,
     rounds: int = 15,
 ) -> list[dict[str, Any]]:
-    """Measure dense and the operators in one case, taking turns in this process.
+    """Time dense and the operators in one case, taking turns in this process.
 
-    A contender that cannot be built at this size, or whose output is off, is reported with ``error`` and not timed.
+    A contender that cannot be built at this size, or whose output is wrong, is reported with ``error`` and not timed.
 
     Returns:
-        rows of ``bench.json``, flat JSON values: one a contender.
+        rows of ``bench.json``, one per contender, of flat JSON values.
     """
     torch._dynamo.reset()
     modules: dict[str, nn.Module] = {}
@@ -132,7 +132,7 @@ def bench_case(
         modules[name] = module
     torch.manual_seed(2)
     calls = {name: _call(module, case) for name, module in modules.items()}
-    with _in_context(_context_values(modules.values(), case.tokens), case.dtype):
+    with _with_context(_context_values(modules.values(), case.tokens), case.dtype):
         timings = interleave(calls, DENSE, rounds=rounds)
         peaks = {name: peak_memory(call) for name, call in calls.items()} if case.phase == "step" else {}
     measured = []
@@ -149,7 +149,7 @@ def bench_case(
 
 
 def _row(contender: str, case: Case, timing: Timing | None, **figures: Any) -> dict[str, Any]:
-    """Return the row of one contender in one case; figures that are not given are None."""
+    """Return the row of one contender in one case; figures that are not passed are None."""
     row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
     row |= {} if timing is None else dataclasses.asdict(timing)
     return row | {"contender": contender} | dict.fromkeys(FIGURES) | figures

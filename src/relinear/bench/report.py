@@ -1,4 +1,4 @@
-"""Build a benchmark's page, tables and figures, from bench.json or models.json."""
+"""Build the report page of a benchmark (tables and figures) from bench.json or models.json."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,40 +14,40 @@ from relinear.system.grouped import grouped
 
 
 def layers_section(values: Mapping[str, Any], image: str | None = None) -> Section:
-    """Return what a page says of bench.json; ``image`` is its plot, a data URI."""
+    """Return the page's section about bench.json; ``image`` is its plot, as a data URI."""
     rows = [row for row in values["rows"] if row["contender"] != DENSE]
     palette = _palette(rows)
-    figures = _by_tokens(rows, palette, image)
+    figures = _charts_by_tokens(rows, palette, image)
     blocks: list[Block] = [
-        Text(_verdict(rows), lead=True),
+        Text(_summary_sentence(rows), lead=True),
         *figures[:1],
-        _layers(rows, palette),
+        _table(rows, palette),
         Text(
             "Times relative to a dense nn.Linear of the same shape, in the same rounds: below 1 is faster.", soft=True
         ),
         *figures[1:],
-        *_end(values),
+        *_settings_blocks(values),
     ]
     return Section("Layers against dense", "bench", blocks, palette, about(values))
 
 
-def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Say which layer is the fastest at the most tokens, in the median of its cases, and how many beat dense there."""
+def _summary_sentence(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say which layer is the fastest at the most tokens, by the median of its cases, and how many beat dense there."""
     timed = [row for row in rows if row.get("ratio")]
     if not timed:
         return "Nothing was timed."
     most = max(row["tokens"] for row in timed)
     cases = grouped((row["contender"], row["ratio"]) for row in timed if row["tokens"] == most)
-    middle = {name: statistics.median(ratios) for name, ratios in cases.items()}
-    name = min(middle, key=lambda contender: middle[contender])
-    faster = f"{sum(value < 1 for value in middle.values())} of {len(middle)} layers are faster than dense there."
-    speed = f"{name} takes {middle[name]:.2f} of a dense layer's time, the median of {len(cases[name])} cases."
+    medians = {name: statistics.median(ratios) for name, ratios in cases.items()}
+    name = min(medians, key=lambda contender: medians[contender])
+    faster = f"{sum(value < 1 for value in medians.values())} of {len(medians)} layers are faster than dense there."
+    speed = f"{name} takes {medians[name]:.2f} of a dense layer's time, the median of {len(cases[name])} cases."
     return f"At {most:,} token{'s' * (most > 1)} {speed} {faster}"
 
 
-def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Table:
     head = ["layer", "shape", "dtype", "mode", "pass", "tokens", "time / dense", "quartiles"]
-    shown = []
+    table_rows = []
     for row in rows:
         low, high = row.get("ratio_low"), row.get("ratio_high")
         ratio = row.get("ratio")
@@ -62,11 +62,11 @@ def _layers(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Ta
             Cell(failed if ratio is None else f"{ratio:.3f}", ratio, title=row.get("error") or ""),
             Cell("–" if low is None or high is None else f"{low:.3f} to {high:.3f}", low),
         ]
-        shown.append(Row(cells, row["contender"], palette[row["contender"]]))
-    return Table(head, shown, (0, 1, 2, 3, 4))
+        table_rows.append(Row(cells, row["contender"], palette[row["contender"]]))
+    return Table(head, table_rows, (0, 1, 2, 3, 4))
 
 
-def _by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], image: str | None) -> list[Chart]:
+def _charts_by_tokens(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], image: str | None) -> list[Chart]:
     """Return a figure for every number of tokens: a row per layer, a dot per shape, dtype, mode and pass."""
     charts: list[Chart] = []
     timed = [row for row in rows if row.get("ratio")]
@@ -83,14 +83,14 @@ def _palette(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title: str) -> Panel:
-    """Return times relative to dense: a row per layer, a dot a row of the record."""
-    shown = []
+    """Return a plot of times relative to dense: a line per layer, a dot per row of the record."""
+    dots = []
     for name in palette:
         for row in (row for row in rows if row["contender"] == name):
             case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {phase_of(row)}"
-            shown.append(_dot(name, palette, row["ratio"], name, case, 9, phase_of(row) != "forward"))
+            dots.append(_dot(name, palette, row["ratio"], name, case, 9, phase_of(row) != "forward"))
     bottom = Axis(title="time / dense", log=True, ticks={tick: f"{tick:g}" for tick in (0.05, 0.2, 1, 5)})
-    return Panel(shown, bottom, Axis(rows=True), [Guide(x=1)], title)
+    return Panel(dots, bottom, Axis(rows=True), [Guide(x=1)], title)
 
 
 def _dot(
@@ -101,19 +101,19 @@ def _dot(
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]], stem: str | Path) -> None:
-    """Draw the figures of the page on the rows of bench.json as STEM.png and .svg."""
+    """Draw the page's figures for the rows of bench.json as STEM.png and STEM.svg."""
     compared = [row for row in rows if row["contender"] != DENSE]
-    panels = [chart.panel for chart in _by_tokens(compared, _palette(compared), None) if chart.panel]
+    panels = [chart.panel for chart in _charts_by_tokens(compared, _palette(compared), None) if chart.panel]
     if panels:
         save_panels(panels, stem, "time relative to dense nn.Linear (filled: forward, open: with backward)")
 
 
 def models_section(values: Mapping[str, Any]) -> Section:
-    """Return what a page says of models.json."""
+    """Return the page's section about models.json."""
     names = list(dict.fromkeys(row["variant"] for row in values["rows"]))
     palette = colours(names, DENSE)
     head = ["variant", "dtype", "mode", "pass", "batch", "parameters", "tokens / s", "speed / dense", "quartiles"]
-    rows, shown = [], []
+    rows, dots = [], []
     for row in values["rows"]:
         mode = "compiled" if row["compiled"] else "eager"
         case = f"{row['dtype']}, {mode}, {phase_of(row)}, batch {row['batch_size']}"
@@ -127,9 +127,9 @@ def models_section(values: Mapping[str, Any]) -> Section:
             f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}",
         ]
         rows.append(Row(cells, row["variant"], palette[row["variant"]]))
-        shown.append(_dot(row["variant"], palette, row["speedup"], case, case))
-    panel = Panel(shown, Axis(title="speed / stock"), Axis(rows=True))
-    height = 140 + 34 * len({series.y[0] for series in shown})
+        dots.append(_dot(row["variant"], palette, row["speedup"], case, case))
+    panel = Panel(dots, Axis(title="speed / stock"), Axis(rows=True))
+    height = 140 + 34 * len({series.y[0] for series in dots})
     preset = values["rows"][0]["preset"]
     speeds = {name: [r["speedup"] for r in values["rows"] if r["variant"] == name] for name in names if name != DENSE}
     texts = (
@@ -137,14 +137,14 @@ def models_section(values: Mapping[str, Any]) -> Section:
     )
     blocks: list[Block] = [
         Text(f"{'; '.join(texts) or 'Only the stock model was timed'}.", lead=True),
-        Chart("Speed relative to the stock model, a dot a variant: right of 1 is faster.", panel, None, height),
+        Chart("Speed relative to the stock model, one dot per variant: right of 1 is faster.", panel, None, height),
         Table(head, rows, (0, 1, 2, 3)),
-        *_end(values),
+        *_settings_blocks(values),
     ]
     return Section("Models against dense", "bench", blocks, palette, about(values, preset))
 
 
-def _end(values: Mapping[str, Any]) -> list[Block]:
+def _settings_blocks(values: Mapping[str, Any]) -> list[Block]:
     allocator = {"allocator": as_yaml(values["allocator"]).strip() if values.get("allocator") else "untouched"}
     settings = [Listing("settings", as_yaml(values["settings"]))] if "settings" in values else []
     return [*what_ran(values, allocator), *settings]

@@ -1,4 +1,4 @@
-"""Run a benchmark, each repeat in its own process, and write JSON, a table and a plot."""
+"""Run the benchmark of single layers, each repeat in its own process; write bench.json and its plot."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ from relinear.system.grouped import grouped
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
 
-#: every operator at the setting that its figures are quoted for; rotors as a plain sum and by default
+#: every operator at the setting of its published figures; rotors as a plain sum and with their defaults
 DEFAULT_OPERATORS = (
     "low_rank:rank=64",
     "pivoted_low_rank:rank=64",
@@ -51,9 +51,9 @@ def _shape(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def read_by(read: Callable[[str], Any]) -> AfterValidator:
-    """Check that ``read`` accepts a text, and keep the text."""
-    return AfterValidator(lambda text: [text, read(text)][0])
+def parsed_by(parse: Callable[[str], Any]) -> AfterValidator:
+    """Return a validator that checks that ``parse`` accepts a text, and keeps the text."""
+    return AfterValidator(lambda text: [text, parse(text)][0])
 
 
 Dtype = Literal["fp32", "bf16"]
@@ -68,14 +68,14 @@ class BenchSettings(Settings):
         tokens: of an input, such as 1,64,4096.
         dtypes: of the computation, "fp32" and "bf16".
         modes: of "eager" and "compiled".
-        passes: of "forward" and "step".
-        rounds: how often each contender takes its turn.
-        repeats: runs of the whole bench, each in a process of its own, so that rows say how much they vary.
+        passes: of "forward" and "step" (with backward).
+        rounds: how often each contender is timed.
+        repeats: runs of the whole benchmark, each in its own process, so that rows say how much they vary.
         threads: of torch; all cores by default.
     """
 
-    operators: tuple[Annotated[str, read_by(OperatorConfig.read)], ...] = DEFAULT_OPERATORS
-    shapes: tuple[Annotated[str, read_by(_shape)], ...] = ("2048->2048", "512->2048", "512->1376")
+    operators: tuple[Annotated[str, parsed_by(OperatorConfig.read)], ...] = DEFAULT_OPERATORS
+    shapes: tuple[Annotated[str, parsed_by(_shape)], ...] = ("2048->2048", "512->2048", "512->1376")
     tokens: tuple[PositiveInt, ...] = (1, 64, 4096)
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
     modes: tuple[Mode, ...] = get_args(Mode)
@@ -93,28 +93,31 @@ def _measure(settings: BenchSettings) -> dict[str, Any]:
     """Measure all of ``settings`` in this process."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    # At the default of 8 a module compiled for a ninth shape runs uncompiled, and says so only in the log.
+    # At the default limit of 8, a module compiled for a ninth shape runs uncompiled, and only the log says so.
     torch._dynamo.config.recompile_limit = 64
-    # A few tokens take kernels that are there and do not ask for a build, so that figures would depend on the order.
+    # Calls with few tokens use native kernels only if they are built, and build none. Without this build the figures
+    # would depend on the order of the cases.
     if compiler():
         library()
     dtypes = [DTYPES[name] for name in settings.dtypes]
     operators = settings.parsed_operators()
     rows: list[dict[str, Any]] = []
-    every = itertools.product(map(_shape, settings.shapes), dtypes, settings.modes, settings.passes, settings.tokens)
-    todo = [Case(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in every]
-    for number, case in enumerate(todo):
-        print(f"{number}/{len(todo)}  {case}", flush=True)  # read by _child
+    combinations = itertools.product(
+        map(_shape, settings.shapes), dtypes, settings.modes, settings.passes, settings.tokens
+    )
+    cases = [Case(*shape, tokens, dtype, mode, phase) for shape, dtype, mode, phase, tokens in combinations]
+    for number, case in enumerate(cases):
+        print(f"{number}/{len(cases)}  {case}", flush=True)  # _measure_in_process reads it
         rows += bench_case(case, operators, rounds=settings.rounds)
     return {"rows": rows}
 
 
-def _child(settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
-    """Run ``_measure`` in a process of its own: thresholds of the allocator cannot be taken back once they are set."""
+def _measure_in_process(settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
+    """Run ``_measure`` in its own process, as the allocator's thresholds cannot be reset once they are set."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(out)]
-        # the profiler behind peak memory tells of every start and stop unless it is asked not to
+        # without this, the profiler that measures peak memory logs every start and stop
         environment = {"KINETO_LOG_LEVEL": "99", **os.environ, **worker_environment()}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
@@ -137,20 +140,20 @@ def run_bench(
 
     Args:
         settings: what to measure.
-        out_dir: where to write. A benchmark with the same settings that has ended there is renamed.
-        overwrite: rename one with other settings, too, and what else is in the way.
+        out_dir: where to write. A finished benchmark with the same settings there is renamed.
+        overwrite: also rename a benchmark with other settings, and other files under the same names.
         on_progress: called before every case.
 
     Returns:
-        what ``bench.json`` holds: settings, machine, allocator, and a row for every contender in every case,
-        with ``ratio`` (time to dense in the same round, median; of several runs the median, with ``ratio_minimum`` and
-        ``ratio_maximum``).
+        the content of ``bench.json``: settings, machine, allocator, and a row for every contender in every case, with
+        ``ratio`` (the median of its time over dense's in the same round; of several runs the median, with
+        ``ratio_minimum`` and ``ratio_maximum``).
 
     Raises:
-        ValueError: if ``out_dir`` holds something else, or a benchmark with other settings; nothing has run then.
+        ValueError: if ``out_dir`` has other files, or a benchmark with other settings; nothing has run then.
         OSError: if ``out_dir`` cannot be written to.
     """
-    stated = settings.model_dump(mode="json")
+    values = settings.model_dump(mode="json")
     folder = RunFolder(
         out_dir,
         task="bench",
@@ -159,13 +162,13 @@ def run_bench(
         earlier_records={"bench.json": ("settings", "machine", "roofline", "rows")},
         settings_of=lambda record: BenchSettings.upgraded(record.get("settings")),
     )
-    record = folder.check(stated, overwrite=overwrite)
-    with folder.open(stated, overwrite=overwrite or "rows" in (record or {})):
+    record = folder.check(values, overwrite=overwrite)
+    with folder.open(values, overwrite=overwrite or "rows" in (record or {})):
         return _run_in(folder, settings, on_progress)
 
 
 def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCallback) -> dict[str, Any]:
-    runs = [_child(settings, on_progress) for _ in range(settings.repeats)]
+    runs = [_measure_in_process(settings, on_progress) for _ in range(settings.repeats)]
     result = folder.write(**runs[0] | {"rows": merge_runs([run["rows"] for run in runs])})
     from relinear.bench.report import draw_layers
 
@@ -175,24 +178,24 @@ def _run_in(folder: RunFolder, settings: BenchSettings, on_progress: ProgressCal
     return result
 
 
-def _about(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _contender_and_case(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (row["contender"], *(row[field.name] for field in fields(Case)))
 
 
 def merge_runs(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one row a contender and case from the rows of several runs of the same benchmark.
+    """Merge the rows of several runs of the same benchmark into one row per contender and case.
 
-    That of the run with the median ratio, with ``ratio_minimum`` and ``ratio_maximum`` over the runs beside ``ratio``.
+    It is the row of the run with the median ratio, plus ``ratio_minimum`` and ``ratio_maximum`` over the runs.
     """
     merged = []
-    for rows in grouped((_about(row), row) for run in runs for row in run).values():
+    for rows in grouped((_contender_and_case(row), row) for run in runs for row in run).values():
         timed = [row for row in rows if row.get("ratio") is not None]
         if len(timed) < len(rows):
             merged.append(next(row for row in rows if row.get("ratio") is None))
             continue
         ratios = [row["ratio"] for row in timed]
-        middle = next(row for row in timed if row["ratio"] == statistics.median_low(ratios))
-        merged.append(middle | {"ratio_minimum": min(ratios), "ratio_maximum": max(ratios)})
+        median = next(row for row in timed if row["ratio"] == statistics.median_low(ratios))
+        merged.append(median | {"ratio_minimum": min(ratios), "ratio_maximum": max(ratios)})
     return merged
 
 

@@ -10,7 +10,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from relinear.contract import plugins
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.system.files import read_text
-from relinear.system.text import cut
+from relinear.system.text import shorten
 
 #: the recipes that come with relinear
 BUNDLED = Path(__file__).parent / "recipes"
@@ -78,7 +78,7 @@ def read_value(text: str, name: str) -> Any:
     except RecursionError:
         raise ValueError(f"{name}: it is nested too deeply") from None
     except (ValueError, LookupError, AttributeError, TypeError, YAMLError) as error:  # an integer of 5,000 digits
-        raise ValueError(f"{name}: the value cannot be read: {cut(str(error))}") from None
+        raise ValueError(f"{name}: the value cannot be read: {shorten(str(error))}") from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
                 values = _without(values, key)
     changed = apply_overrides(values, changes)
     if changes and "description" not in changes:
-        listed = ", ".join(f"{k}={cut(v) if isinstance(v, str) else quoted(v)}" for k, v in changes.items())
+        listed = ", ".join(f"{k}={shorten(v) if isinstance(v, str) else quoted(v)}" for k, v in changes.items())
         # what a recipe says of its own entries is not true of others
         recipe = "" if "entries" in changes else f" The recipe: {values.get('description', '')}"
         changed["description"] = f"Changed on the command line: {listed}.{recipe}"

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relinear.system.files import atomic_directory, atomic_path, read_json, tensor_digest, write_json
-from relinear.system.text import cut
+from relinear.system.text import shorten
 
 _CHECKSUM = "checksum"
 
@@ -39,7 +39,7 @@ def _whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, ValueError, LookupError, RuntimeError, TypeError, AttributeError) as error:
-        raise _refusal(path, f"is damaged ({type(error).__name__}: {cut(str(error))})") from error
+        raise _refusal(path, f"is damaged ({type(error).__name__}: {shorten(str(error))})") from error
 
 
 def _checked(path: Path, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from relinear.system.text import cut, requirement
+from relinear.system.text import requirement, shorten
 
 #: names that a message lists
 _MAX_NAMES = 40
@@ -45,7 +45,7 @@ def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _
     if close:
         return f"did you mean {' or '.join(map(quoted, close))}?"
     more = f" and {len(known) - limit} more" if len(known) > limit else ""
-    return f"known: {cut(', '.join(known[:limit]), limit * 30)}{more}"
+    return f"known: {shorten(', '.join(known[:limit]), limit * 30)}{more}"
 
 
 def validation_message(error: ValidationError, name: str = "") -> str:
@@ -56,13 +56,13 @@ def validation_message(error: ValidationError, name: str = "") -> str:
     inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
     faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
     for fault in faults[:_MAX_FAULTS]:
-        location = cut(".".join(filter(None, [name, *map(str, fault["loc"])])))
+        location = shorten(".".join(filter(None, [name, *map(str, fault["loc"])])))
         value, limits = fault["input"], fault.get("ctx", {})
         must_be = requirement(fault["type"], quoted(value), limits)
         if fault["type"].startswith("missing"):
             lines.append(f"{location} is missing: give it a value")
         elif must_be is None:
-            reason = cut(fault["msg"].removeprefix("Value error, "), 1_000)
+            reason = shorten(fault["msg"].removeprefix("Value error, "), 1_000)
             got = "" if fault["type"] == "value_error" else f" (got {quoted(value)})"
             lines.append(f"{location}: {reason}{got}" if location else reason + got)
         else:

@@ -25,7 +25,7 @@ from relinear.data.tasks import (
     Task,
     task_of,
 )
-from relinear.system.text import cut
+from relinear.system.text import shorten
 
 #: ``all`` is every document of a corpus without splits
 SPLITS = ("train", "validation", "test", "all")
@@ -53,7 +53,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
     else:
         raise _not_there(data, path)
     if unread:
-        warnings.warn(f"not read of {data}: {cut(', '.join(unread))}", UserWarning, stacklevel=1)
+        warnings.warn(f"not read of {data}: {shorten(', '.join(unread))}", UserWarning, stacklevel=1)
     return Corpus(settings, sources, unread)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.data.chat import Conversation, as_document
 from relinear.system.private_cache import cache_folder, cached, digest, usable_folder
-from relinear.system.text import cut
+from relinear.system.text import shorten
 
 if TYPE_CHECKING:
     from relinear.data.settings import DataSettings
@@ -124,7 +124,7 @@ def local_sources(path: Path, config: str | None, settings: DataSettings) -> tup
         if (kind := _kind(name)) and (path.is_file() or Path(name).name not in _NO_DATA):
             by_kind.setdefault(kind, []).append(name)
     if not by_kind:
-        there = f"can be read ({cut(', '.join(files))})" if files else "is there"
+        there = f"can be read ({shorten(', '.join(files))})" if files else "is there"
         raise ValueError(f"{path}: no file {there}; known: {', '.join(KINDS)}, also as .gz")
     kind = max(by_kind, key=lambda kind: sum(files[name].stat().st_size for name in by_kind[kind]))
     by_split: dict[str, list[str]] = {}
@@ -187,7 +187,7 @@ def _file_sources(
         try:
             return _load(builder, settings, key, data_files=named, **options)
         except ValueError as error:
-            names = cut(", ".join(file.name for file in files))
+            names = shorten(", ".join(file.name for file in files))
             raise ValueError(f"{path}: {names} cannot be read: {error}") from error
 
     def part(split: str) -> Callable[[], Any]:
@@ -242,7 +242,7 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
         message = str(cause).split("Example of usage")[0] or type(cause).__name__
-        raise ValueError(cut(" ".join(next(iter(errors.messages), message).split()))) from error
+        raise ValueError(shorten(" ".join(next(iter(errors.messages), message).split()))) from error
     finally:
         logger.handlers = handlers
         if bars:
@@ -318,11 +318,12 @@ def choose_column(
     if chosen is not None:
         if chosen not in columns:
             raise ValueError(
-                f"{where}: no column {quoted(chosen)}; {did_you_mean(chosen, columns)}; all: {cut(', '.join(columns))}"
+                f"{where}: no column {quoted(chosen)}; {did_you_mean(chosen, columns)}; all columns: "
+                f"{shorten(', '.join(columns))}"
             )
         if chosen not in (*texts, *chats):
             raise ValueError(
-                f"{where}: column {quoted(chosen)} holds no text; columns of text: {cut(', '.join(texts)) or 'none'}"
+                f"{where}: column {quoted(chosen)} holds no text; columns of text: {shorten(', '.join(texts)) or 'none'}"
             )
         return chosen
     for name, members in (("text", texts), ("messages", chats)):
@@ -333,7 +334,7 @@ def choose_column(
     missing = "column 'text' holds other things than text" if "text" in columns else "no column 'text'"
     raise ValueError(
         f"{where}: {missing}; choose one with text_column (--text-column); columns of text: "
-        f"{cut(', '.join(texts)) or 'none'}; all columns: {cut(', '.join(columns)) or 'none'}"
+        f"{shorten(', '.join(texts)) or 'none'}; all columns: {shorten(', '.join(columns)) or 'none'}"
     )
 
 

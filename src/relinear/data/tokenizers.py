@@ -13,7 +13,7 @@ from relinear.data.chat import Closed, encodable, render_conversations
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS
 from relinear.hf.model_source import exists, is_cached, is_path
-from relinear.system.text import cut
+from relinear.system.text import shorten
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 _SMALLEST_BPE = 256 + 2
@@ -123,7 +123,7 @@ def load_tokenizer(name: str, *, separates: bool = True) -> Any:
         local = Path(name).expanduser().is_dir()
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not local and not hub_in_reach())
     except Exception as error:  # hub, file and parse errors of many kinds: to a user there is no such tokenizer
-        raise _no_tokenizer(name, cut(" ".join(str(error).split()) or type(error).__name__)) from error
+        raise _no_tokenizer(name, shorten(" ".join(str(error).split()) or type(error).__name__)) from error
     if separates:
         separator_id(tokenizer)
     return tokenizer

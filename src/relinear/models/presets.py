@@ -16,7 +16,7 @@ from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import sync_record
 from relinear.hf.model_source import locate_checkpoint
 from relinear.models.heads import HeadBias
-from relinear.system.text import cut
+from relinear.system.text import shorten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ def preset_config(name: str, **overrides: Any) -> Any:
 
 def _not_built(name: str, overrides: dict[str, Any], error: Exception) -> ValueError:
     stated = ", ".join(f"{key}={quoted(value)}" for key, value in overrides.items())
-    return ValueError(f"preset {name!r} cannot be built with {cut(stated)}: {cut(str(error), 1_000)}")
+    return ValueError(f"preset {name!r} cannot be built with {shorten(stated)}: {shorten(str(error), 1_000)}")
 
 
 def from_preset(name: str, **overrides: Any) -> Any:

@@ -30,7 +30,7 @@ from relinear.surgery.packed import check_packable, packed_state
 from relinear.surgery.rebuild import check_record, has_another_head, packed_record
 from relinear.surgery.stored_tensors import INDEX, WEIGHTS, shards_of, stored_specs
 from relinear.system.files import atomic_directory, os_errors_named, read_json, write_json
-from relinear.system.text import cut, some_names
+from relinear.system.text import shorten, some_names
 
 
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
@@ -105,11 +105,11 @@ def reading_config(directory: Any) -> Iterator[None]:
     except ValueError as error:  # its message may contain the whole file
         if len(str(error)) <= _LONGEST:
             raise
-        raise ValueError(f"{directory}: {cut(str(error), _LONGEST)}") from error
+        raise ValueError(f"{directory}: {shorten(str(error), _LONGEST)}") from error
     except Exception as error:
         if not isinstance(error, (*_OF_WRONG_VALUES, SafetensorError)) and "Validation" not in type(error).__name__:
             raise
-        message = cut(" ".join(str(error).split()))
+        message = shorten(" ".join(str(error).split()))
         raise ValueError(
             f"{directory}: no model can be built from its config.json and weights ({type(error).__name__}: {message})"
         ) from error

@@ -76,7 +76,7 @@ class Summary:
             name = names[0] if len(names) == 1 else f"{_common(names)} (x{len(names)})"
             lines.append((name, row.operator, shape, *_size_columns(row, len(names))))
         lines.append(("whole model", "", "", *_size_columns(self, 1)))
-        table = columns(lines, left=3).splitlines()
+        table = columns(lines, left_aligned=3).splitlines()
         rule = "-" * min(max(map(len, table)), width)
         if max(map(len, table)) > width:
             template = "{}\n  {}  {}\n  parameters {} (was {}), {} bits each, {} bytes, FLOPs/token {} (was {})"

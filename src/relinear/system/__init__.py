@@ -1,1 +1,1 @@
-"""The base of all rooms: machine, atomic files, locks, folders of results, the C library's allocator."""
+"""What every other package builds on: machine facts, atomic files, locks, run folders, the C library's allocator."""

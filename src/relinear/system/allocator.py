@@ -1,4 +1,4 @@
-"""The C library's allocator: keep large buffers instead of handing them back after every operation, or all at once."""
+"""Tune glibc's allocator: keep freed large buffers for reuse, or return all free memory to the system."""
 
 import ctypes
 import functools
@@ -13,13 +13,13 @@ def tune_allocator() -> dict[str, int]:
     """Raise glibc's mmap and trim thresholds, so that freed activations are reused and not paged in again.
 
     By default glibc maps every buffer above 128 KiB (up to 32 MiB, once it has adapted) afresh from the system and
-    unmaps it when it is freed; each operation of a large model then pays for page faults, which can cost more than the
-    arithmetic. The price of the setting is that memory once used stays with the process. relinear's commands call
-    this when they begin; ``import relinear`` does not. Calling it again changes nothing.
+    unmaps it when it is freed. Each operation of a large model then pays for page faults, which can cost more than the
+    arithmetic. In exchange, memory that was used once stays with the process. relinear's commands call this when they
+    begin; ``import relinear`` does not. Calling it again changes nothing.
 
     Returns:
         The thresholds now in force in bytes, by name (for the record of a run); empty if the C library is not
-        glibc or refused.
+        glibc or did not accept them.
 
     Examples:
         >>> isinstance(relinear.system.allocator.tune_allocator(), dict)  # before the first tensor
@@ -34,9 +34,9 @@ def tune_allocator() -> dict[str, int]:
 
 
 def release_freed_memory() -> None:
-    """Hand back to the system what is free between blocks in use: for work in stages, of which each needs other sizes.
+    """Return free memory between blocks in use to the system, for work in stages that need buffers of other sizes.
 
-    Nothing happens where the C library is not glibc.
+    Does nothing if the C library is not glibc.
     """
     libc = _glibc()
     if libc is not None:

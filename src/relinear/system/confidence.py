@@ -1,4 +1,4 @@
-"""Student's t: 95 % confidence intervals of the mean of a few independent values."""
+"""Compute 95 % confidence intervals of the mean of a few independent values, by Student's t."""
 
 import functools
 import math
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 _LEVEL = 0.95
 
 
-def _within(angle: float, freedom: int) -> float:
-    """P(|t| < sqrt(freedom) tan(angle)) for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+def _central_probability(angle: float, freedom: int) -> float:
+    """Return P(|t| < sqrt(freedom) tan(angle)) for ``freedom`` degrees (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     odd = freedom % 2
     term, total = (math.cos(angle) if odd else 1.0), 0.0
     for k in range(1 + odd, freedom, 2):
@@ -23,22 +23,22 @@ def t_quantile(freedom: int) -> float:
     """Return the two-sided 95 % quantile of Student's t with ``freedom`` degrees of freedom, by bisection."""
     low, high = 0.0, math.pi / 2
     while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _within(middle, freedom) < _LEVEL else (low, middle)
+        low, high = (middle, high) if _central_probability(middle, freedom) < _LEVEL else (low, middle)
     return math.sqrt(freedom) * math.tan(low)
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Return half the 95 % confidence interval of the mean of independent ``values``; None for a single one."""
+    """Return half the width of the 95 % confidence interval of the mean of independent ``values``; None for one."""
     if len(values) < 2:
         return None
     return t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def seeds_needed(effect: float, std: float) -> int:
-    """Return the least number of seeds whose half-width is below half of ``effect``.
+    """Return the smallest number of seeds whose ``half_width`` is below half of ``effect``.
 
     Args:
-        effect: that is looked for.
+        effect: the difference to detect.
         std: standard deviation over seeds of the paired differences, in the same unit.
     """
     count = 2

@@ -1,4 +1,4 @@
-"""Atomic writes: a reader, or a run that is started again, sees the whole file or the one before it. Checked reads."""
+"""Write files atomically (readers see the old file or the complete new one), and check files that are read."""
 
 import contextlib
 import errno
@@ -14,14 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from relinear.system.text import cut
+from relinear.system.text import shorten
 
 MANIFEST = "manifest.json"
-#: ends the names of what is not whole yet
+#: suffix of files and folders that are not complete yet
 _UNFINISHED = ".relinear"
 _TEMPORARY = re.compile(rf"\..+\.[a-z0-9_]{{8}}\{_UNFINISHED}")
-#: what libraries say whose own file writers fail, in place of an OSError
-_UNWRITTEN = (
+#: words in the errors of libraries whose file writers fail without raising OSError
+_WRITE_FAILURES = (
     *("PytorchStreamWriter", "inline_container", "I/O error", "Input/output error", "No space left", "File too large"),
     *("unable to open", "iostream error"),
 )
@@ -29,9 +29,9 @@ _UNWRITTEN = (
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Give a temporary path that replaces ``path`` when the block ends without an error.
+    """Yield a temporary path that replaces ``path`` when the block ends without an error.
 
-    A link stays a link, to the new content; a replaced file keeps its permissions.
+    A link stays a link, now to the new content; a replaced file keeps its permissions.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,15 +43,15 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             yield temporary
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
-            temporary.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else _open_to(0o666))
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else _without_umask(0o666))
             temporary.replace(path)
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
 
-def _open_to(mode: int) -> int:
-    """Return ``mode`` less the process's umask, as temporary files and folders are private."""
+def _without_umask(mode: int) -> int:
+    """Return ``mode`` without the bits of the process's umask; needed because temporary files are private."""
     umask = os.umask(0)
     os.umask(umask)
     return mode & ~umask
@@ -59,15 +59,15 @@ def _open_to(mode: int) -> int:
 
 @contextlib.contextmanager
 def atomic_directory(path: str | Path, last: str = "config.json", superseded: Iterable[str] = ()) -> Iterator[Path]:
-    """Give a temporary directory whose files are moved into ``path`` if the block ends without an error.
+    """Yield a temporary directory whose files are moved into ``path`` if the block ends without an error.
 
-    A directory that is not there yet appears in one step, whole. In one that is there, files of the same names are
-    replaced (a link itself, never what it leads to) and all others stay.
+    A new directory appears complete, in one step. In an existing one, files of the same names are replaced (a link
+    itself, never its target) and all others stay.
 
     Args:
-        path: the directory, made if need be.
-        last: the file without which the others mean nothing. It goes first and comes last, so that a process that is
-            killed in between leaves no model, rather than half of one.
+        path: the directory, created if missing.
+        last: the file without which the others cannot be used. It is removed first and moved last, so that a killed
+            process leaves no model rather than half of one.
         superseded: names of files that are removed unless the block writes them.
 
     Raises:
@@ -76,15 +76,15 @@ def atomic_directory(path: str | Path, last: str = "config.json", superseded: It
     requested, path = path, Path(os.path.realpath(path))
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{requested} is a file; choose a directory")
-    home = path if path.exists() else path.parent
-    home.mkdir(parents=True, exist_ok=True)
+    parent = path if path.exists() else path.parent
+    parent.mkdir(parents=True, exist_ok=True)
     with os_errors_named(path):
-        temporary = Path(tempfile.mkdtemp(dir=home, prefix=f".{path.name}.", suffix=_UNFINISHED))
+        temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}.", suffix=_UNFINISHED))
         try:
             yield temporary
             sync_files(temporary)
-            if home == path.parent:
-                temporary.chmod(_open_to(0o777))
+            if parent == path.parent:
+                temporary.chmod(_without_umask(0o777))
                 temporary.replace(path)
             else:
                 _move_files(temporary, path, last, superseded)
@@ -106,14 +106,14 @@ def _move_files(source: Path, target: Path, last: str, superseded: Iterable[str]
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove unfinished files of ``atomic_path`` and ``atomic_directory`` of a killed process from ``folder``."""
+    """Remove from ``folder`` what ``atomic_path`` and ``atomic_directory`` of a killed process left unfinished."""
     for path in folder.iterdir():
         if _TEMPORARY.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def sync_files(directory: Path) -> None:
-    """Write every file in ``directory`` through to the disk: renaming is atomic only for data that has reached it."""
+    """Flush every file in ``directory`` to disk, as renaming is atomic only for data that is on it."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -127,12 +127,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as indented JSON to ``path`` atomically. NaN and infinities are refused."""
+    """Write ``value`` as indented JSON to ``path`` atomically. NaN and infinities raise ValueError."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def parse_json(text: str, source: str | Path) -> Any:
-    """Return the value in ``text``. Raises ValueError, on ``source``, if it is not JSON or nested without end."""
+    """Return the JSON value in ``text``. Raises ValueError, which names ``source``, if it is invalid or too nested."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -142,7 +142,7 @@ def parse_json(text: str, source: str | Path) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the value in a JSON file. Raises ValueError if it holds none, OSError if it cannot be read."""
+    """Return the value in a JSON file. Raises ValueError if it has none, OSError if it cannot be read."""
     return parse_json(read_text(path), path)
 
 
@@ -150,23 +150,23 @@ def read_json(path: str | Path) -> Any:
 def damaged_file_errors(path: str | Path, problem: str, advice: str) -> Iterator[None]:
     """Turn errors from reading the content of ``path`` within the block into one ValueError.
 
-    It says that ``path`` is ``problem`` (no plan, damaged), why, and the advice.
+    The message is "PATH is PROBLEM (why); ADVICE", with a problem such as "damaged".
     """
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         why = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ValueError(f"{path} is {problem} ({cut(why)}); {advice}") from error
+        raise ValueError(f"{path} is {problem} ({shorten(why)}); {advice}") from error
 
 
-def read_text(path: str | Path, most: int = -1) -> str:
-    """Return the text of a file, or its first ``most`` characters.
+def read_text(path: str | Path, limit: int = -1) -> str:
+    """Return the text of a file, or its first ``limit`` characters.
 
     Raises ValueError if it is not UTF-8, OSError if it cannot be read.
     """
     try:
         with os_errors_named(path), open(path, encoding="utf-8") as file:
-            return file.read(most)
+            return file.read(limit)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8 text") from None
 
@@ -175,7 +175,7 @@ def read_text(path: str | Path, most: int = -1) -> str:
 def os_errors_named(path: str | Path) -> Iterator[None]:
     """Turn any I/O failure in the block into an OSError that names ``path``.
 
-    torch and safetensors have errors of their own for it, and Python's do not name an open file.
+    torch and safetensors raise other errors for it, and Python's OSError does not name a file that is already open.
     """
     try:
         yield
@@ -184,11 +184,11 @@ def os_errors_named(path: str | Path) -> Iterator[None]:
         if error.errno is not None and (error.filename is None or temporary):
             error.filename = str(path)
         raise
-    except ValueError:  # of settings or of a run, in words already
+    except ValueError:  # about settings or a run: its message is clear already
         raise
     except Exception as error:
         message = " ".join(map(str, _causes(error)))
-        if not any(words in message for words in _UNWRITTEN):
+        if not any(words in message for words in _WRITE_FAILURES):
             raise
         failing = re.search("I/O error|Input/output", message) and "No space left" not in message
         number = errno.EIO if failing else errno.ENOSPC
@@ -208,7 +208,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def tensor_digest(tensors: Mapping[str, Any], about: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Return the SHA-256, in hexadecimal, of tensors by name (values, dtypes, shapes) and of JSON values ``about``."""
+    """Return the hexadecimal SHA-256 of named tensors (values, dtypes, shapes) and of the JSON values ``about``."""
     import torch
 
     digest = hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode())
@@ -219,7 +219,7 @@ def tensor_digest(tensors: Mapping[str, Any], about: Mapping[str, Any] = Mapping
 
 
 def write_manifest(directory: str | Path, **facts: Any) -> None:
-    """Write the size and SHA-256 of every file below ``directory`` into its ``manifest.json``, with further facts."""
+    """Write ``manifest.json`` in ``directory``: size and SHA-256 of every file below it, and ``facts``."""
     directory = Path(directory)
     parts = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
     files = {path.relative_to(directory).as_posix(): fingerprint(path) for path in parts}
@@ -227,22 +227,22 @@ def write_manifest(directory: str | Path, **facts: Any) -> None:
 
 
 def check_manifest(directory: str | Path) -> dict[str, Any] | None:
-    """Return what ``write_manifest`` noted, after checking every part against it; None without a manifest.
+    """Check every file against the manifest of ``write_manifest`` and return it; None without a manifest.
 
     Raises:
-        ValueError: if a part is missing or is not what was written, by name; if the manifest is damaged.
+        ValueError: if a file is missing or was changed (the message names it); if the manifest is damaged.
     """
     directory = Path(directory)
     if not (directory / MANIFEST).is_file():
         return None
-    noted = read_json(directory / MANIFEST)
-    files = noted.get("files") if isinstance(noted, dict) else None
+    manifest = read_json(directory / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{directory / MANIFEST} is damaged; restore it from a copy")
-    for name, as_noted in files.items():
+    for name, expected in files.items():
         path = directory / name
         if not path.is_file():
-            raise ValueError(f"{directory} lacks {name}, which was a part of it; restore it from a copy")
-        if fingerprint(path) != as_noted:
-            raise ValueError(f"{path} is not what was written: it is damaged, or was changed; restore it from a copy")
-    return noted
+            raise ValueError(f"{directory} lacks {name}, which its manifest lists; restore it from a copy")
+        if fingerprint(path) != expected:
+            raise ValueError(f"{path} is damaged or was changed since it was written; restore it from a copy")
+    return manifest

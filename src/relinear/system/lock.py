@@ -1,4 +1,4 @@
-"""Lock a directory for one process, by an operating system lock that a killed process releases."""
+"""Lock a directory for one process with an operating-system lock, which ends when the process does."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 LOCK = ".relinear.lock"
-#: seconds to wait for a lock: the processes of a run that was just killed take a moment to end
+#: seconds to wait for a lock, as the processes of a run that was just killed take a moment to end
 _PATIENCE = 3.0
 
 
@@ -19,65 +19,65 @@ class InUseError(ValueError):
 
 @contextlib.contextmanager
 def exclusive(directory: str | Path, patience: float | None = None) -> Iterator[Path]:
-    """Lock ``directory``, created if missing, within the block; raises if another process holds it.
+    """Lock ``directory`` within the block, and create it if it is missing; raise if another process has the lock.
 
-    The lock (``flock`` on ``.relinear.lock``) ends with its holder however it ends. The file is removed
-    again, and so are the folders made for it if nothing else has come into them. Where the system or the file system
-    has no ``flock``, nothing is held.
+    The system releases the lock (``flock`` on ``.relinear.lock``) however its process ends. The file is removed
+    afterwards, and so are the folders created for it if they are empty. Without ``flock`` (by the system or the file
+    system) nothing is locked.
 
     Args:
-        directory: which.
-        patience: seconds that another process is waited for; by default as long as one that was just killed may take.
+        directory: to lock.
+        patience: seconds to wait for another process; by default as long as one that was just killed may take to end.
 
     Raises:
-        InUseError: (a ValueError) if another process holds the directory.
-        OSError: if it cannot be made or written.
+        InUseError: (a ValueError) if another process has the lock.
+        OSError: if the directory cannot be created or written to.
     """
-    directory, real = Path(directory), Path(os.path.realpath(directory))  # a link that dangles becomes a folder there
+    directory, real = Path(directory), Path(os.path.realpath(directory))  # the target of a dangling link is created
     try:
         import fcntl
     except ImportError:
         real.mkdir(parents=True, exist_ok=True)
         yield directory
         return
-    made = [folder for folder in (real, *real.parents) if not folder.exists()]
+    created = [folder for folder in (real, *real.parents) if not folder.exists()]
     path = directory / LOCK
-    handle = _acquired(path, fcntl, _PATIENCE if patience is None else patience)
+    handle = _locked_handle(path, fcntl, _PATIENCE if patience is None else patience)
     try:
-        with contextlib.suppress(OSError):  # who it is helps a reader; on a full disk the lock holds without it
+        with contextlib.suppress(OSError):  # the text only informs: on a full disk the lock works without it
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
         yield directory
     finally:
-        with contextlib.suppress(OSError):  # a file that stays is no longer locked
-            path.unlink()  # while it is still held: see _is_at
+        with contextlib.suppress(OSError):  # if the file cannot be removed, it is unlocked all the same
+            path.unlink()  # before the lock is released: see _is_still_at
         os.close(handle)
-        for folder in made:
-            with contextlib.suppress(OSError):  # not empty: it is in use
+        for folder in created:
+            with contextlib.suppress(OSError):  # not empty: another process uses it
                 folder.rmdir()
 
 
-def _acquired(path: Path, fcntl: Any, patience: float) -> int:
-    """Return a handle of ``path`` that is locked, and is the file that others see there."""
+def _locked_handle(path: Path, fcntl: Any, patience: float) -> int:
+    """Return a locked handle of the file that other processes see at ``path``."""
     deadline = time.monotonic() + patience
     while True:
         try:
             Path(os.path.realpath(path.parent)).mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # its last holder has just removed the folder; in /proc it never comes
+        except FileNotFoundError:  # the last holder has just removed the folder; in /proc it cannot be created
             if time.monotonic() > deadline + 1:
                 raise
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(handle, path):
+            if _is_still_at(handle, path):
                 return handle
         except BlockingIOError:
             if time.monotonic() > deadline:
                 holder = os.read(handle, 200).decode("utf-8", "replace").strip() or "another process"
                 os.close(handle)
                 raise InUseError(
-                    f"another process is at work in {path.parent} ({holder}); wait for it, or give another directory"
+                    f"another process is at work in {path.parent} ({holder}); wait for it, or choose another directory"
                 ) from None
             time.sleep(0.05)
         except OSError:  # a file system without locks
@@ -85,8 +85,8 @@ def _acquired(path: Path, fcntl: Any, patience: float) -> int:
         os.close(handle)
 
 
-def _is_at(handle: int, path: Path) -> bool:
-    """Return whether the open file is still at ``path``: its last holder removes it, another may recreate it."""
+def _is_still_at(handle: int, path: Path) -> bool:
+    """Return whether the open file is still at ``path``; its last holder removes it, and another may recreate it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

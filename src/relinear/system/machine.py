@@ -1,4 +1,4 @@
-"""The machine's features and a run's use of it: bf16 units, threads, peak memory, versions."""
+"""Describe the machine (processor, bf16 units, versions) and control or measure threads, ranks and peak memory."""
 
 import contextlib
 import datetime
@@ -18,15 +18,15 @@ from relinear.system.version import __version__
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use, which a scheduler or ``taskset`` may keep below the machine's."""
+    """Return how many cores this process may use; a scheduler or ``taskset`` may allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_first_rank() -> bool:
-    """Return whether this is the process that writes and tells: the only one, or the first rank of several.
+    """Return whether this process writes files and messages: it is the only one, or the first rank of several.
 
     Raises:
-        ValueError: for a RANK without WORLD_SIZE: the process would train alone and write nothing.
+        ValueError: for a RANK without WORLD_SIZE, as the process would train alone and write nothing.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0" and "WORLD_SIZE" not in os.environ:
@@ -36,7 +36,7 @@ def is_first_rank() -> bool:
 
 @contextlib.contextmanager
 def on_threads(count: int | None) -> Iterator[None]:
-    """Compute on ``count`` CPU threads within the block, then on as many as before; None changes nothing."""
+    """Compute on ``count`` CPU threads within the block, and restore the number afterwards; None changes nothing."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -48,7 +48,7 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 @functools.cache
 def _cpu_facts() -> dict[str, str]:
-    """Return what Linux reports of the first processor, by name; nothing elsewhere."""
+    """Return what Linux reports about the first processor, by name; empty on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -58,7 +58,7 @@ def _cpu_facts() -> dict[str, str]:
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the processor's instruction sets as Linux names them (``avx2``, ``amx_bf16``, ...); empty elsewhere."""
+    """Return the processor's instruction sets by their Linux names (``avx2``, ``amx_bf16``); empty on other systems."""
     facts = _cpu_facts()
     return frozenset((facts.get("flags") or facts.get("Features") or "").split())
 
@@ -75,14 +75,14 @@ def fast_bfloat16(device: torch.device | str = "cpu") -> bool:
 
 
 def tiled(dtype: torch.dtype) -> bool:
-    """Return whether the CPU multiplies matrices of this dtype on tiles (AMX): large ones several times as fast."""
+    """Return whether the CPU multiplies matrices of this dtype in AMX tiles, which is several times as fast."""
     return dtype in (torch.bfloat16, torch.float16) and "amx_bf16" in cpu_features()
 
 
 def command_line() -> str:
-    """Return the command line that started this process, or a worker's parent."""
-    typed = sys.argv[1:] if sys.argv[:1] == ["-c"] else sys.argv  # the arguments of a worker follow -c
-    return shlex.join([Path(typed[0]).name, *typed[1:]]) if typed else ""
+    """Return the command line that started this process; for a worker, that of its parent."""
+    arguments = sys.argv[1:] if sys.argv[:1] == ["-c"] else sys.argv  # a worker has -c before its parent's arguments
+    return shlex.join([Path(arguments[0]).name, *arguments[1:]]) if arguments else ""
 
 
 def provenance() -> dict[str, Any]:
@@ -103,12 +103,14 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "extensions": [flag for flag in extensions if flag in cpu_features()],
-        **({"onednn_max_cpu_isa": onednn_limit} if onednn_limit else {}),  # what torch's products were kept from using
+        **(
+            {"onednn_max_cpu_isa": onednn_limit} if onednn_limit else {}
+        ),  # limits the instruction sets of torch's products
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # a str of its own class, which YAML does not write
+        "torch": str(torch.__version__),  # torch's subclass of str, which YAML cannot write
         "transformers": transformers.__version__,
         "relinear": __version__,
         **({"commit": commit} if (commit := _commit()) else {}),
@@ -117,10 +119,10 @@ def describe_machine() -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str:
-    """Return the commit of the checkout that this source runs from, "-dirty" where files differ; empty elsewhere."""
+    """Return the commit of the checkout that this code runs from, with "-dirty" if files differ; else an empty text."""
     root = Path(__file__).parents[3]
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    if not (root / ".git").exists():  # an installed package may lie in a repository of its user's
+    if not (root / ".git").exists():  # an installed package may be inside its user's repository
         return ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
@@ -128,26 +130,26 @@ def _commit() -> str:
 
 
 class PeakMemory:
-    """Measure the most memory in use since ``reset()``, in bytes: of the GPU if there is one, else of the process.
+    """Measure peak memory in bytes since ``reset()``: of the device if it is a GPU, else of the process.
 
-    On Linux ``reset`` resets the kernel's high-water mark; elsewhere the mark covers the whole process.
+    On Linux ``reset`` resets the kernel's high-water mark; elsewhere the peak is that of the process's whole life.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
     def reset(self) -> None:
-        """Reset the mark."""
+        """Start a new measurement."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         try:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
-            return  # not Linux, or not allowed to: the mark then covers the process from its beginning
+            return  # not Linux, or no permission: the peak is then that of the process's whole life
 
     def read(self) -> int:
-        """Return the mark."""
+        """Return the peak in bytes."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
         try:

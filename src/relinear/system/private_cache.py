@@ -1,4 +1,4 @@
-"""A cache that no other user can have put anything into: folders named by what is in them, checked when opened."""
+"""Cache results in folders that no other user can write to; entries are named by their key and checked when opened."""
 
 import contextlib
 import errno
@@ -17,11 +17,11 @@ import numpy as np
 
 from relinear.system.files import os_errors_named, read_json, write_json
 
-#: part of every key: raise it when the meaning of cached files changes
+#: part of every key; raise it when the meaning of cached files changes
 FORMAT = 1
 _MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
-#: blocks of a file that are read to check it: all of a file up to this many MiB, evenly spread ones of a larger file
+#: blocks of 1 MiB that are read to check a file: the whole file if it has no more, else evenly spread ones
 _CHECKED_BLOCKS = 256
 
 
@@ -34,12 +34,12 @@ def cache_folder(setting: Path | None = None) -> Path:
 
 
 def digest(value: Any) -> str:
-    """Return a short name for a JSON value, different for every value."""
+    """Return a hash of a JSON value, which names its cache entry."""
     return hashlib.blake2b(json.dumps([FORMAT, value], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def checksum(path: Path) -> int:
-    """Return a checksum of a file; of a large one, of sampled blocks."""
+    """Return a checksum of a file; for a large file, of sampled blocks."""
     blocks = max(1, -(-path.stat().st_size // _BLOCK))
     chosen = range(blocks) if blocks <= _CHECKED_BLOCKS else np.linspace(0, blocks - 1, _CHECKED_BLOCKS).astype(int)
     value = 0
@@ -51,7 +51,7 @@ def checksum(path: Path) -> int:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """Return what ``build`` returned, or None if the entry is absent or any of its files is not what was written."""
+    """Return what ``build`` returned; None if the entry is absent or one of its files was changed."""
     try:
         manifest = read_json(folder / _MANIFEST)
         for name, (size, sha256) in manifest["files"].items():
@@ -63,19 +63,19 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of an entry and what was noted about it, building it first if it is absent or damaged.
+    """Return the folder of an entry and what ``build`` returned for it; build the entry if it is absent or damaged.
 
-    Processes that want the same entry at once wait for the one that builds it. An entry appears whole or not at all.
+    Processes that need the same entry wait for the one that builds it. An entry appears complete or not at all.
     Nothing is read that another user could have put there (``check_all_private``).
 
     Args:
         root: the cache.
         kind: subfolder of the cache.
-        key: JSON value that decides everything about the content.
-        build: fills the folder it is given and returns JSON values to note.
+        key: JSON value that determines the content.
+        build: writes the content into the folder that it gets, and returns JSON values to store with it.
 
     Raises:
-        OSError: if the cache cannot be written, or not only by this user, with a message that says how to choose
+        OSError: if the cache cannot be written, or if other users can write to it; the message says how to choose
             another one.
     """
     from filelock import FileLock
@@ -99,7 +99,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
 
 
 def usable_folder(root: Path, *names: str) -> Path:
-    """Return the folder ``names`` of the cache, made if need be. Raises OSError, as ``cached`` does."""
+    """Return the folder ``names`` of the cache, created if missing. Raises OSError, as ``cached`` does."""
     try:
         return private_folder(root.joinpath(*names))
     except OSError as error:
@@ -122,7 +122,7 @@ def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> d
         }
         write_json(temporary / _MANIFEST, {"key": key, "files": files, "value": value})
         make_private(temporary)
-        shutil.rmtree(folder, ignore_errors=True)  # what is there was found damaged
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier entry, which is damaged
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -133,27 +133,27 @@ def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> d
 
 
 def check_private(path: str | Path) -> Path:
-    """Return ``path`` without links, once it is known to be this user's alone; changes nothing.
+    """Return ``path`` with links resolved, after checking that no other user can write there; changes nothing.
 
-    It and all folders above it must belong to this user or to root, and no other user may write to them; above it,
-    folders with the sticky bit, such as /tmp, will do. What does not exist, and systems without owners, pass.
+    It and all folders above it must belong to this user or to root, and no other user may write to them. Folders above
+    it may have the sticky bit instead, as /tmp has. Paths that do not exist pass, and so do systems without owners.
 
     Raises:
-        PermissionError: that names what is another user's, or open to others, and why.
+        PermissionError: if a part belongs to another user or others can write to it; the message names it.
     """
     path = Path(path).absolute()
-    real = Path(os.path.realpath(path))  # which passes over links in a circle
+    real = Path(os.path.realpath(path))  # raises no error for links in a circle
     if hasattr(os, "geteuid"):
         for part in dict.fromkeys([real, path, *real.parents, *path.parents]):
             try:
-                _check(part, part.lstat(), above=part not in (real, path))
+                _check_owner(part, part.lstat(), above=part not in (real, path))
             except FileNotFoundError:
                 continue
     return real
 
 
 def check_all_private(folder: str | Path) -> Path:
-    """Run ``check_private`` on ``folder`` and all in it, as it may have been open to others before."""
+    """Run ``check_private`` on ``folder`` and its whole content, as others may have been able to write to it before."""
     folder = check_private(folder)
     for part in folder.rglob("*"):
         check_private(part)
@@ -161,7 +161,7 @@ def check_all_private(folder: str | Path) -> Path:
 
 
 def private_folder(folder: str | Path) -> Path:
-    """Return ``folder``, made if need be, once ``check_private`` has passed it; raise PermissionError otherwise."""
+    """Return ``folder``, created if missing, if it passes ``check_private``; raise PermissionError otherwise."""
     folder = check_private(folder)
     for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
         missing.mkdir(mode=0o755, exist_ok=True)
@@ -169,7 +169,7 @@ def private_folder(folder: str | Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Remove write permission for other users from ``folder`` and its content, as ``check_all_private`` asks."""
+    """Remove write permission for other users from ``folder`` and its content, as ``check_all_private`` requires."""
     for part in (folder, *folder.rglob("*")):
         part.chmod(0o755 if part.is_dir() else 0o644)
 
@@ -184,7 +184,7 @@ def user_cache() -> Path:
 
 
 def user_name(number: int) -> str:
-    """Return the name of a user, or else the number."""
+    """Return the name of a user by number; without one, the number."""
     with contextlib.suppress(ImportError, KeyError):
         import pwd
 
@@ -192,7 +192,7 @@ def user_name(number: int) -> str:
     return f"number {number}"
 
 
-def _check(path: Path, state: os.stat_result, above: bool) -> None:
+def _check_owner(path: Path, state: os.stat_result, above: bool) -> None:
     if state.st_uid not in (os.geteuid(), 0):
         reason = f"it belongs to another user ({user_name(state.st_uid)}), who could have put anything there"
         raise PermissionError(errno.EACCES, reason, str(path))
@@ -203,12 +203,12 @@ def _check(path: Path, state: os.stat_result, above: bool) -> None:
 
 
 def _is_private(group: int) -> bool:
-    """Return whether this user is a group's only member, as where every user has a group."""
+    """Return whether this user is the only member of a group, as on systems that give every user a group."""
     import grp
     import pwd
 
     try:
-        me, known = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return group == me.pw_gid and known.gr_name == me.pw_name and set(known.gr_mem) <= {me.pw_name}
+    return group == user.pw_gid and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}

@@ -1,4 +1,4 @@
-"""Progress of a task: the one event that all rooms pass to the one kind of callback."""
+"""Define ``Progress``, the event that every long task passes to its ``on_progress`` callback."""
 
 import dataclasses
 from typing import Protocol
@@ -8,14 +8,14 @@ from relinear.deprecated import RenamedHook
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a piece of work is.
+    """Hold how far a task has come.
 
-    text: what is being done. detail: what of it just now.
+    text: what is being done. detail: the current part of it.
     done, total: its steps, batches or characters; total is 0 if it is not known.
-    stage: the kind of work in a word, for programs.
-    loss, validation_loss: the last ones, in nats per token. tokens_per_second: of the last steps logged.
-    run, runs: of a comparison, training runs that have ended, and all that are known.
-    seconds_left: of all work, if known.
+    stage: the kind of work in one word, for programs.
+    loss, validation_loss: the last ones, in nats per token. tokens_per_second: of the last logged steps.
+    run, runs: of a comparison, the finished training runs and all known ones.
+    seconds_left: until the whole task ends, if known.
     """
 
     text: str

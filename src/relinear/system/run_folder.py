@@ -1,9 +1,8 @@
-"""A folder of results: its record says that relinear made it, and nothing in it is ever deleted.
+"""Manage a folder of results (``RunFolder``): a record says that relinear made it; earlier results are never deleted.
 
-1. The record is written first. It says ``"made_by": "relinear"``, by which task, from which settings.
-2. A folder is refused where a name that the task writes is there and no record of the task is. Other files are no
-   obstacle.
-3. The same settings resume. Other settings are refused with the list of differences.
+1. The record is written first. It has ``"made_by": "relinear"``, the task and its settings.
+2. A folder that has a name that the task writes, but no record of the task, is an error. Other files do not matter.
+3. The same settings resume. Other settings are an error that lists the differences.
 4. To overwrite is to rename: ``model`` becomes ``model.20261231-235959``.
 """
 
@@ -20,27 +19,27 @@ from typing import Any
 from relinear.system.files import read_json, remove_temporaries, write_json
 from relinear.system.lock import exclusive
 from relinear.system.machine import provenance
-from relinear.system.text import cut
+from relinear.system.text import shorten
 from relinear.system.version import __version__
 
 _ADVICE = "give another directory, or overwrite=True (--overwrite), which renames what is there"
-#: settings in which the order of the keys decides
+#: settings whose keys are in a meaningful order
 _ORDERED = ("entries", "operators")
-#: differences that a message lists
-_MOST = 10
+#: how many differences a message lists
+_MAX_LISTED = 10
 
 
 class RunFolder:
     """The folder that a task writes its results into.
 
     Args:
-        path: of the folder, which need not be there.
+        path: of the folder, which need not exist.
         task: its name, such as "train".
         record: the file name of its record.
-        names: what else the task writes at the top of the folder.
+        names: the other files and folders that the task writes at the top of the folder.
         earlier_records: how to recognise records of 0.1 and 0.2, which lack ``made_by``: file -> its top-level keys.
         may_differ: settings that may differ when the task resumes.
-        settings_of: takes from a record, of an earlier version too, its settings as this version writes them.
+        settings_of: returns a record's settings as this version writes them, also for records of earlier versions.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class RunFolder:
     ) -> None:
         self.path, self.task, self.names = Path(path), task, (record, *names)
         self.may_differ, self.settings_of, self._earlier_records = may_differ, settings_of, earlier_records
-        self._head: dict[str, Any] = {}
+        self._header: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
 
     @property
@@ -65,9 +64,9 @@ class RunFolder:
         return self.path / self.names[0]
 
     def read(self) -> dict[str, Any] | None:
-        """Return the record of this task; None if there is none, or one of something else. Raises OSError.
+        """Return the record of this task; None if there is none, or only one of another task. Raises OSError.
 
-        It is empty if an earlier version had another file for it.
+        The record is empty if an earlier version used another file for it.
         """
         values = _object_in(self.record_path)
         if "made_by" in values:
@@ -78,10 +77,10 @@ class RunFolder:
         return None
 
     def check_ours(self) -> dict[str, Any] | None:
-        """Return the record of this task, None if there is none; nothing is written.
+        """Return the record of this task, None if there is none; writes nothing.
 
         Raises:
-            ValueError: if the path is a file, or if names that the task writes are taken by something else.
+            ValueError: if the path is a file, or if something else has the names that the task writes.
         """
         _check_directory(self.path)
         record = self.read()
@@ -91,14 +90,14 @@ class RunFolder:
         return record
 
     def check(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> dict[str, Any] | None:
-        """Return the record to resume from, None if the task begins; nothing is written.
+        """Return the record to resume from, None if the task starts anew; writes nothing.
 
         Args:
             settings: of the task, as JSON values.
             overwrite: existing results will be renamed.
 
         Raises:
-            ValueError: as ``check_ours``; if the record is of other settings, which are listed.
+            ValueError: as ``check_ours``; if the record has other settings, which the message lists.
         """
         if overwrite:
             _check_directory(self.path)
@@ -107,8 +106,8 @@ class RunFolder:
             return None
         different = list(differences(self._compared(self.settings_of(record)), self._compared(settings)))
         if different:
-            more = [f"and {len(different) - _MOST} more"] if different[_MOST:] else []
-            lines = "\n  ".join([*different[:_MOST], *more])
+            more = [f"and {len(different) - _MAX_LISTED} more"] if different[_MAX_LISTED:] else []
+            lines = "\n  ".join([*different[:_MAX_LISTED], *more])
             raise ValueError(f"{self.path} holds results of {self.task} with other settings; {_ADVICE}:\n  {lines}")
         return record
 
@@ -116,22 +115,22 @@ class RunFolder:
     def open(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[dict[str, Any] | None]:
         """Lock the folder and write its record within the block; yield what ``check`` returns.
 
-        What an earlier process left unfinished is removed. Where the block fails before anything but the record is
-        written, the record goes again.
+        Unfinished files of an earlier process are removed. If the block fails before it writes anything, the record is
+        removed as well.
 
         Raises:
             ValueError: as ``check``; if another process is at work in the folder.
-            OSError: if it cannot be written.
+            OSError: if the folder cannot be written to.
         """
         with exclusive(self.path):
             record = self.check(settings, overwrite=overwrite)
             if overwrite:
-                for name in self.names:  # the record first, so that a kill leaves no half of a run
+                for name in self.names:  # the record first, so that a killed process leaves no half of a run
                     set_aside(self.path / name)
             remove_temporaries(self.path)
-            self._head = made_by(self.task) | {"settings": dict(settings)} | provenance()
-            self._head["wrote"] = list((record or {}).get("wrote", []))
-            self._facts = {key: value for key, value in (record or {}).items() if key not in self._head}
+            self._header = made_by(self.task) | {"settings": dict(settings)} | provenance()
+            self._header["wrote"] = list((record or {}).get("wrote", []))
+            self._facts = {key: value for key, value in (record or {}).items() if key not in self._header}
             if not record:
                 self.write()
             try:
@@ -144,20 +143,20 @@ class RunFolder:
     def write(self, **facts: Any) -> dict[str, Any]:
         """Write the record with ``facts`` added, and return it. Raises OSError."""
         self._facts = facts
-        write_json(self.record_path, record := self._head | facts)
+        write_json(self.record_path, record := self._header | facts)
         return record
 
     def take(self, name: str) -> Path:
-        """Return the path of a result to be written; what is there is renamed, unless this task took it before."""
-        if name not in self._head["wrote"]:
+        """Return the path to write a result to; whatever exists there is renamed, unless this task wrote it."""
+        if name not in self._header["wrote"]:
             set_aside(self.path / name)
-            self._head["wrote"].append(name)
+            self._header["wrote"].append(name)
             self.write(**self._facts)
         return self.path / name
 
     def _compared(self, settings: Any) -> Any:
-        """Return the settings that must be the same."""
-        if not isinstance(settings, Mapping):  # of a record that is damaged: it differs from every setting
+        """Return the settings that must not differ when the task resumes."""
+        if not isinstance(settings, Mapping):  # of a damaged record: they differ from all settings
             return settings
         return {key: value for key, value in settings.items() if key not in self.may_differ}
 
@@ -168,12 +167,12 @@ class RunFolder:
 
 
 def made_by(task: str) -> dict[str, Any]:
-    """Return the entries of a record that say who made it."""
+    """Return the entries of a record that identify its maker: relinear, the version and the task."""
     return {"made_by": "relinear", "version": __version__, "task": task}
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is none."""
+    """Return the JSON object in a file; an empty one if the file is missing or has none."""
     with contextlib.suppress(ValueError):
         values = read_json(path) if path.is_file() else {}
         return values if isinstance(values, dict) else {}
@@ -197,13 +196,13 @@ def set_aside(path: Path) -> Path | None:
 
 
 def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield ``a.b: old -> new`` for every value in which two trees of JSON differ."""
+    """Yield ``a.b: old -> new`` for every value that differs between two JSON trees."""
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         if before != now:
             yield f"{path}: {_shown(before)} -> {_shown(now)}"
         return
     for key in dict.fromkeys([*before, *now]):
-        inner = cut(f"{path}.{key}" if path else key)
+        inner = shorten(f"{path}.{key}" if path else key)
         if key not in now:
             yield f"{inner}: {_shown(before[key])} -> (gone)"
         elif key not in before:
@@ -211,15 +210,15 @@ def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
         else:
             yield from differences(before[key], now[key], inner)
     if path.rpartition(".")[2] in _ORDERED and before.keys() == now.keys() and list(before) != list(now):
-        yield f"{path}: order {cut(', '.join(before))} -> {cut(', '.join(now))}"
+        yield f"{path}: order {shorten(', '.join(before))} -> {shorten(', '.join(now))}"
 
 
 def _shown(value: Any) -> str:
-    return cut(repr(value), 200)
+    return shorten(repr(value), 200)
 
 
 def overwriting(overwrite: bool, resume: bool | None) -> bool:
-    """Return whether to overwrite, by the argument or by ``resume``, its older opposite."""
+    """Return whether to overwrite, from ``overwrite`` or from the deprecated ``resume``, its opposite."""
     if resume is None:
         return overwrite
     warnings.warn("resume= is deprecated; overwrite=True is what resume=False was", DeprecationWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""SIGTERM, by which schedulers and service managers ask a process to end: work is saved first, then it ends."""
+"""Handle SIGTERM, with which schedulers and service managers end a process, so that work is saved first."""
 
 import contextlib
 import signal
@@ -8,19 +8,19 @@ from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was asked to end by SIGTERM. Whatever handles Ctrl-C handles it."""
+    """Raised when SIGTERM ends the process; code that handles Ctrl-C handles it too."""
 
 
 def raise_terminated(*_: Any) -> None:
-    """Raise ``Terminated``: the handler for work whose state is always on disk."""
+    """Raise ``Terminated``: the handler for tasks whose state is always on disk."""
     raise Terminated("ended by SIGTERM")
 
 
 @contextlib.contextmanager
 def on_terminate(handler: Callable[..., None]) -> Iterator[None]:
-    """Call ``handler`` at the first SIGTERM within the block. Further ones are ignored: the work is on its way out.
+    """Call ``handler`` at the first SIGTERM within the block, and ignore further ones while the task ends.
 
-    Python hands signals to the main thread alone: in another one this does nothing.
+    Python delivers signals only to the main thread; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,26 +1,29 @@
-"""Format values for messages."""
+"""Format text for messages: shortened values, aligned tables, what a setting must be."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def cut(text: str, limit: int = 400) -> str:
-    """Return ``text``, with its middle left out if it is longer than ``limit`` characters."""
+def shorten(text: str, limit: int = 400) -> str:
+    """Return ``text``, without its middle if it is longer than ``limit`` characters."""
     return text if len(text) <= limit else f"{text[: limit // 2 - 4]} [...] {text[4 - limit // 2 :]}"
 
 
-def columns(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return ``rows`` as lines, each column as wide as its widest cell; the first ``left`` of them flush left."""
+def columns(rows: Sequence[Sequence[str]], left_aligned: int = 1) -> str:
+    """Return ``rows`` as a text table; the first ``left_aligned`` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (
-        [cell.ljust(width) if n < left else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths))]
+        [
+            cell.ljust(width) if n < left_aligned else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths))
+        ]
         for row in rows
     )
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
-#: start of the name that pydantic gives a fault, or a command line a type -> what a value must be
+#: beginning of an error type of pydantic, or of a type of the command line -> what a value must be
 _MUST_BE = {
     "int": "a whole number",
     "float": "a number",
@@ -43,30 +46,30 @@ _MUST_BE = {
 }
 
 
-def requirement(fault: str, shown: str, limits: Mapping[str, Any]) -> str | None:
-    """Return what a setting must be instead of a value, as ``must be below 1, got 80; for 80 % write 0.8``.
+def requirement(error_type: str, value: str, limits: Mapping[str, Any]) -> str | None:
+    """Say what a wrong value must be, as ``must be below 1, got 80; for 80 % write 0.8``.
 
     Args:
-        fault: its kind, as pydantic names it.
-        shown: the value as text.
-        limits: what pydantic states beside that.
+        error_type: of the fault, as pydantic names it.
+        value: the wrong value as text.
+        limits: the bounds in pydantic's error.
 
     Returns:
-        None for a kind that is not known here.
+        None for an unknown error type.
     """
-    must_be = next((text for start, text in _MUST_BE.items() if fault.startswith(start)), None)
+    must_be = next((text for start, text in _MUST_BE.items() if error_type.startswith(start)), None)
     if must_be is None:
         return None
-    stated = {key: int(v) if isinstance(v, float) and v.is_integer() else v for key, v in limits.items()}
-    text = f"must be {must_be.format_map(stated)}, got {shown}"
-    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?(%?)", shown.strip("'"))
-    if share and (share[2] or limits.get("lt", limits.get("le")) == 1) and 1 < float(share[1]) <= 100:
-        text += f"; for {float(share[1]):g} % write {float(share[1]) / 100:g}"
+    bounds = {key: int(v) if isinstance(v, float) and v.is_integer() else v for key, v in limits.items()}
+    text = f"must be {must_be.format_map(bounds)}, got {value}"
+    percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?(%?)", value.strip("'"))
+    if percent and (percent[2] or limits.get("lt", limits.get("le")) == 1) and 1 < float(percent[1]) <= 100:
+        text += f"; for {float(percent[1]):g} % write {float(percent[1]) / 100:g}"
     return text
 
 
 def some_names(names: Iterable[str], count: int = 6) -> str:
-    """Return the first ``count`` of ``names`` in order, and how many more there are."""
+    """Return the first ``count`` of the sorted ``names`` as text, and how many more there are."""
     names = sorted(names)
     more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(map(cut, names[:count])) + more
+    return ", ".join(map(shorten, names[:count])) + more

@@ -1,4 +1,4 @@
-"""Timing that survives a busy machine: contenders take turns in one process, and ratios are taken round by round."""
+"""Time functions on a busy machine: contenders take turns in one process, and ratios are computed round by round."""
 
 import dataclasses
 import gc
@@ -11,7 +11,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Times of one contender over all rounds.
+    """Hold the time of one contender over all rounds.
 
     seconds: the median. ratio: the median ratio to the baseline in the same round. ratio_low, ratio_high: quartiles.
     """
@@ -24,7 +24,7 @@ class Timing:
 
 
 def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
-    """Return the mean seconds of several calls in a row; waits for the GPU."""
+    """Return the mean seconds of ``repeats`` calls; waits for the GPU."""
     start = time.perf_counter()
     for _ in range(repeats):
         call()
@@ -50,16 +50,16 @@ def interleave(
     warmup: int = 2,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Timing]:
-    """Time every contender once a round, round after round, in the order given.
+    """Time every contender once per round, always in the same order.
 
     Args:
-        contenders: name -> a call without arguments that does the work once.
-        baseline: the name that ratios refer to.
-        rounds: how many rounds.
-        min_seconds: a contender repeats within a round until about this much time has passed, so that short calls are
-            not measured by one tick of the clock.
+        contenders: name -> a function without arguments that runs it once.
+        baseline: the name of the contender that ratios refer to.
+        rounds: number of rounds.
+        min_seconds: a contender repeats within a round for about this time, so that the clock's resolution does not
+            matter for short calls.
         warmup: untimed calls of each before the first round (compilation, caches, the allocator).
-        on_round: called between rounds with how many are done.
+        on_round: called before each round with the number of rounds done.
     """
     repeats = {}
     for name, call in contenders.items():
@@ -86,10 +86,10 @@ def interleave(
 
 
 def peak_memory(call: Callable[[], object]) -> int:
-    """Return the most bytes of tensors on the CPU alive at once during ``call`` beyond those alive before it.
+    """Return the peak bytes of CPU tensors during ``call``, without those allocated before it.
 
-    This replays the allocations that torch's profiler saw, so it counts tensors and no library's scratch space, and
-    does not depend on what the process did before.
+    This replays the allocations that torch's profiler recorded. It counts tensors and not the scratch space of
+    libraries, and does not depend on what the process did before.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()

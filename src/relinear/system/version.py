@@ -1,3 +1,3 @@
-"""The package version."""
+"""Hold the package version."""
 
 __version__ = "0.2.0"
