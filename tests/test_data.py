@@ -128,7 +128,7 @@ def test_a_folder_without_split_names_is_one_corpus_of_the_kind_that_takes_most_
     (tmp_path / "train-of-thought.html").write_text("no known kind")
     (tmp_path / ".hidden.txt").write_text("hidden")
     write_jsonl(tmp_path / "c.jsonl", ["x"])
-    with pytest.warns(UserWarning, match=r"not read of .*: c\.jsonl, train-of-thought\.html$"):
+    with pytest.warns(UserWarning, match=r"ignored in .*: c\.jsonl, train-of-thought\.html$"):
         assert texts(tmp_path, "all") == ["text b", "text a, which is long"]
     data = prepare_data(settings(tmp_path, sequence_length=2, validation_fraction=0.5))
     assert data.description["not_read"] == ["c.jsonl", "train-of-thought.html"]
@@ -141,7 +141,7 @@ def test_a_downloaded_data_set_keeps_its_splits_and_its_card_is_no_text(tmp_path
     for split in ("train", "test"):
         rows = {"text": [f"{split} {i}" for i in range(3)]}
         pq.write_table(pa.table(rows), tmp_path / folder / f"{split}-00000-of-00001.parquet")
-    with pytest.warns(UserWarning, match="not read of .*: README.md"):
+    with pytest.warns(UserWarning, match="ignored in .*: README.md"):
         assert open_corpus(settings(tmp_path)).splits == ("train", "validation", "test")
     assert set(texts(tmp_path) + texts(tmp_path, "validation")) == {"train 0", "train 1", "train 2"}
     assert texts(tmp_path, "test") == ["test 0", "test 1", "test 2"]
@@ -502,14 +502,14 @@ def test_progress_is_told(rows, tmp_path):
     [
         ({"rows.jsonl": '{"body": "a", "title": "b"}\n'}, {}, r"no column 'text'.*body, title"),
         ({"rows.jsonl": '{"body": "a", "n": 1}\n'}, {"text_column": "bdy"}, r"no column 'bdy'; did you mean 'body'"),
-        ({"rows.jsonl": '{"body": "a", "n": 1}\n'}, {"text_column": "n"}, r"'n' holds no text; columns of text: body"),
+        ({"rows.jsonl": '{"body": "a", "n": 1}\n'}, {"text_column": "n"}, r"'n' has no text; columns of text: body"),
         (
             {"rows.jsonl": '{"text": "a", "id": "b"}\n{"text": 1, "id": "c"}\n'},
             {},
-            r"'text' holds other things than text",
+            r"'text' does not have text",
         ),
         ({"rows.jsonl": '{"text": "a"}\n{"text"\n'}, {}, r"rows\.jsonl': JSON parse error.* row 1"),
-        ({"rows.jsonl": b'{"text": "\xff"}\n'}, {}, r"'text' holds text that is not UTF-8"),
+        ({"rows.jsonl": b'{"text": "\xff"}\n'}, {}, r"'text' has text that is not UTF-8"),
         ({"rows.jsonl": '{"text": "a\\ud800b"}\n'}, {}, r"rows\.jsonl': .*surrogate"),
         ({"rows.parquet": b"PAR1 nothing"}, {}, r"rows\.parquet'.*not a parquet file"),
         ({"a.txt": b"\xff\xfe\x00"}, {}, r"a\.txt cannot be read"),

@@ -9,7 +9,7 @@ import torch
 
 import relinear
 from relinear.data import DataSettings, iter_texts, prepare_data
-from relinear.data.tasks import ArithmeticTask, Joined, MixtureTask, RegressionTask, Samples, task_of
+from relinear.data.tasks import ArithmeticTask, MixtureSource, MixtureTask, RegressionTask, Samples, task_of
 from relinear.data.tokenizers import encode
 from relinear.training import train
 
@@ -50,7 +50,7 @@ def test_arithmetic_masks():
     text = task.text(samples.draw(0))
     answers = "".join(np.array(list(text))[task.answer_mask().numpy()])
     assert re.fullmatch(r"([+-]\d{4}){6}", answers)
-    assert task.example_of().bincount().tolist() == [24, 24, 24]
+    assert task.example_numbers().bincount().tolist() == [24, 24, 24]
     assert samples.batch([0, 1, 2])["input_ids"].shape == (3, task.length)
     only = Samples(task.replace(answers_only=True))[0]["labels"]
     assert torch.equal(only != -100, task.answer_mask())
@@ -94,11 +94,11 @@ def test_regression_may_share_features():
 def test_mixture_joins_two_documents():
     documents = [np.full(40, 1), np.full(50, 2), np.full(5, 3), np.full(60, 4)]
     task = MixtureTask(start=0.3, finish=0.6)
-    samples = Samples(Joined(task, 32, (tuple(documents),)))
+    samples = Samples(MixtureSource(task, 32, (tuple(documents),)))
     cuts = set()
     for index in range(200):
         drawn = samples.draw(index)
-        ids, cut = drawn["ids"], drawn["cut"]
+        ids, cut = drawn["ids"], drawn["boundary"]
         assert len(ids) == 32
         parts = set(ids[:cut]), set(ids[cut:])
         assert [len(part) for part in parts] == [1, 1]
@@ -106,12 +106,12 @@ def test_mixture_joins_two_documents():
         assert 3 not in parts[0] | parts[1]  # too short
         cuts.add(cut)
     assert cuts == set(range(10, 20))
-    assert len(Samples(Joined(task.replace(single=True), 32, (tuple(documents),)))[0]["input_ids"].unique()) == 1
-    both = Samples(Joined(task, 32, (tuple(documents[:2]), tuple(documents[3:]))))
+    assert len(Samples(MixtureSource(task.replace(single=True), 32, (tuple(documents),)))[0]["input_ids"].unique()) == 1
+    both = Samples(MixtureSource(task, 32, (tuple(documents[:2]), tuple(documents[3:]))))
     share = np.mean([4 in both.draw(index)["ids"][:5] for index in range(400)])
     assert 0.4 < share < 0.6  # a source of one document is as often drawn as one of two
     with pytest.raises(ValueError, match="two documents"):
-        Joined(task, 32, (tuple(documents[:1]),))
+        MixtureSource(task, 32, (tuple(documents[:1]),))
 
 
 @pytest.mark.parametrize(

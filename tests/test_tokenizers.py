@@ -206,7 +206,7 @@ def test_wrong_tokenizers(tmp_path, as_bytes, monkeypatch):
         str(tmp_path / "none"): "there is no such folder",
         "./none": "there is no such folder",
         "a/b/none": "there is no such folder",
-        "bpe:800": "one that is trained anew has other tokens",
+        "bpe:800": "a newly trained one would have other tokens",
         str(tmp_path): "no tokenizer was saved there",
         __file__: "it is a file",
     }.items():
@@ -214,5 +214,5 @@ def test_wrong_tokenizers(tmp_path, as_bytes, monkeypatch):
             load_tokenizer(name)
     silent = byte_tokenizer()
     silent.eos_token = silent.bos_token = silent.pad_token = None
-    with pytest.raises(ValueError, match="documents cannot be told apart"):
+    with pytest.raises(ValueError, match="no end-of-text token to separate documents"):
         separator_id(silent)

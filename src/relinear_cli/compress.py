@@ -110,11 +110,11 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
     Raises:
         ValueError: for one that is given twice, or that calibration sees and that is to evaluate the result.
     """
-    from relinear.data.corpora import whole_or_held_out
+    from relinear.data.corpora import evaluation_split
 
     corpora = {name: (options.corpus_of(name, text_column), split) for name in data}
     texts = {name: options.corpus_of(name, text_column) for name in evaluate_on}
-    judges = {name: (text, whole_or_held_out(text)) for name, text in texts.items()}
+    judges = {name: (text, evaluation_split(text)) for name, text in texts.items()}
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
     if seen := [name for name, (_, part) in judges.items() if name in data and part in ("all", split)]:

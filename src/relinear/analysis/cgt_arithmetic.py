@@ -55,7 +55,7 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
     second = task.examples // 2
     if second < 1:
         raise ValueError(f"accuracy is measured on the second half of the examples; the task has {task.examples}")
-    answers = task.answer_mask() & (task.example_of() >= task.examples - second)
+    answers = task.answer_mask() & (task.example_numbers() >= task.examples - second)
     with eval_mode(model):
         right_shares = {"dynamic": _right(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
         if not hasattr(model, "context"):

@@ -20,7 +20,7 @@ from relinear.compare.report import number
 from relinear.compare.schema import Gap
 from relinear.compare.speed import seconds_per_token
 from relinear.data import DataSettings, iter_texts
-from relinear.data.corpora import whole_or_held_out
+from relinear.data.corpora import evaluation_split
 from relinear.data.tokenizers import expected_vocabulary, load_tokenizer
 from relinear.distill import distill_
 from relinear.evaluate.language import perplexity
@@ -266,7 +266,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
         fits_by_name["parameters"] = sum(layer.parameters for layer in report.layers)
         fits_by_name["error"] = fmean(layer.error for layer in report.layers)
     losses = []
-    for text, split in zip(texts, ("validation", whole_or_held_out(settings_of(texts[1]))), strict=True):
+    for text, split in zip(texts, ("validation", evaluation_split(settings_of(texts[1]))), strict=True):
         documents = iter_texts(settings_of(text), split)
         losses.append(
             perplexity(model, documents, tokenizer, sequence_length=_LENGTH, max_tokens=job["evaluation"]).loss

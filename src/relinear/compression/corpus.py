@@ -20,7 +20,7 @@ from torch import Tensor
 from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
-from relinear.data.chat import Closed, Conversation
+from relinear.data.chat import Conversation, TerminatedText
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents
 from relinear.hf.modes import eval_mode
@@ -180,7 +180,7 @@ class _Texts:
             return item[section.start : section.start + length]
         if not isinstance(item, Conversation) and len(item) > SECTION * length:
             start, end = (_word(item, at) for at in (section.start, section.start + SECTION * length))
-            item = item[start:] if end >= len(item) else Closed(item[start:end])
+            item = item[start:] if end >= len(item) else TerminatedText(item[start:end])
         return [int(i) for array in encode_documents(self.tokenizer, [item]) for i in array]
 
     def take(self, sections: list[Excerpt], count: int, last: bool = False) -> list[tuple[Excerpt, list[int]]]:

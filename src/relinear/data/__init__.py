@@ -1,4 +1,4 @@
-"""Text: corpora, tokenizers, and packing into blocks of tokens."""
+"""Read text corpora, load or train tokenizers, and pack text into blocks of tokens."""
 
 from relinear.data.corpora import iter_texts
 from relinear.data.packing import PackedData, PackedDataset, prepare_data

@@ -1,4 +1,4 @@
-"""Open a corpus: a source's documents, split so that no held-out document is ever trained on."""
+"""Open a corpus and divide its documents into splits, so that no held-out document is ever trained on."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from relinear.data.tasks import (
 )
 from relinear.system.text import shorten
 
-#: ``all`` is every document of a corpus without splits
+#: ``all`` has every document of a corpus without splits
 SPLITS = ("train", "validation", "test", "all")
 
 
 def open_corpus(settings: DataSettings) -> Corpus:
-    """Return the corpus that ``settings`` name, without reading it.
+    """Return the corpus of ``settings``, without reading it.
 
     Raises:
-        ValueError: if it is absent or has no text; the message says what was tried.
+        ValueError: if it does not exist or has no text; the message says what was tried.
     """
     data = settings.data
     if data == "stdlib":
@@ -51,14 +51,14 @@ def open_corpus(settings: DataSettings) -> Corpus:
     elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", data) and not path.parent.is_dir():
         sources, unread = hub_sources(data, settings)
     else:
-        raise _not_there(data, path)
+        raise _missing_data(data, path)
     if unread:
-        warnings.warn(f"not read of {data}: {shorten(', '.join(unread))}", UserWarning, stacklevel=1)
+        warnings.warn(f"ignored in {data}: {shorten(', '.join(unread))}", UserWarning, stacklevel=1)
     return Corpus(settings, sources, unread)
 
 
 def _task_corpus(task: Task, settings: DataSettings) -> Corpus:
-    """Return the texts of a task; of a mixture those of its sources, in turn; of vectors none."""
+    """Return a task's texts: a mixture has the documents of its sources in turn, a task of vectors has none."""
     if isinstance(task, ArithmeticTask):
 
         def texts(split: str, size: int) -> Callable[[], Iterator[str]]:
@@ -79,12 +79,12 @@ def _task_corpus(task: Task, settings: DataSettings) -> Corpus:
     return Corpus(settings, {})
 
 
-def _not_there(data: str, path: Path) -> ValueError:
+def _missing_data(data: str, path: Path) -> ValueError:
     siblings = [entry.name for entry in path.parent.iterdir() if entry.exists()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, [*siblings, "stdlib"], n=1)
     hint = f"; did you mean {str(path.with_name(close[0])) if close[0] in siblings else close[0]!r}?" if close else "."
     return ValueError(
-        f"{data!r} does not exist{hint} Give 'stdlib', an existing file, folder or pattern, or a Hugging Face Hub name "
+        f"{data!r} does not exist{hint} Use 'stdlib', an existing file, folder or pattern, or a Hugging Face Hub name "
         "(owner/name or owner/name:config)"
     )
 
@@ -93,21 +93,21 @@ def iter_texts(settings: DataSettings, split: str = "train", *, conversations: b
     """Return the documents of one split, in a fixed order.
 
     Args:
-        settings: which corpus, and how it is divided.
-        split: ``train`` or ``validation``; ``test`` where the corpus brings one; ``all`` for every document of a corpus
-            that brings no splits.
-        conversations: whether the caller knows what to do with a ``Conversation``.
+        settings: which corpus, and how to divide it.
+        split: ``train`` or ``validation``; ``test`` if the corpus has one; ``all`` for every document of a corpus
+            without splits.
+        conversations: whether the caller can handle a ``Conversation``.
 
     Raises:
-        ValueError: if the corpus is absent, empty, or has no such split (lists those it has); or if it holds
-            conversations, and they are not asked for.
+        ValueError: if the corpus is missing, empty, or has no such split (lists those it has); or if it has
+            conversations and ``conversations`` is false.
     """
     documents = open_corpus(settings).documents(split)
     return documents if conversations else _only_text(documents, settings)
 
 
-def whole_or_held_out(settings: DataSettings) -> str:
-    """Return the evaluation split: ``all``, or the corpus's own ``test``, else ``validation``."""
+def evaluation_split(settings: DataSettings) -> str:
+    """Return the split to evaluate on: ``all``, or the corpus's ``test``, else ``validation``."""
     splits = open_corpus(settings).splits
     return next(split for split in ("all", "test", "validation") if split in splits)
 
@@ -123,26 +123,26 @@ def _only_text(documents: Iterator[str], settings: DataSettings) -> Iterator[str
 
 
 class Corpus:
-    """Give the documents of a source by split.
+    """Read the documents of a source by split.
 
-    Splits that the source brings are kept; otherwise whole documents are held out for validation, chosen by a hash of
-    their text and the seed, so that copies of a document are always on the same side. A source of a single document is
-    cut in two at a paragraph. Documents of the training split that also stand in validation or test are left out of
-    training; those of validation that stand in test, out of validation.
+    Splits of the source are used as they are. Without a validation split, whole documents are held out for validation,
+    chosen by a hash of their text and the seed, so that copies of a document are always in the same split. A source of
+    a single document is divided at a paragraph. Training skips documents that are also in validation or test, and
+    validation skips those that are also in test.
     """
 
     def __init__(self, settings: DataSettings, sources: dict[str, Source], unread: Sequence[str] = ()) -> None:
         self.settings = settings
         self._sources = sources
-        #: what is there and is not read: names of files and splits
+        #: names of files and splits of the source that are not read
         self.unread = unread
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Return the splits that ``documents`` takes."""
-        known = set(self._sources)
-        divided = {"train", "validation"} if known & {"train", "all"} else set()
-        return tuple(split for split in SPLITS if split in known | divided)
+        """Return the names of the splits."""
+        available = set(self._sources)
+        divided = {"train", "validation"} if available & {"train", "all"} else set()
+        return tuple(split for split in SPLITS if split in available | divided)
 
     @property
     def key(self) -> Any:
@@ -152,15 +152,15 @@ class Corpus:
         return {"sources": parts, "max_documents": s.max_documents, "held_out": [s.validation_fraction, s.seed]}
 
     def documents(self, split: str) -> Iterator[str]:
-        """Return the documents of ``split`` in a fixed order, without empty ones. Raises ValueError without it."""
+        """Return the non-empty documents of ``split`` in a fixed order. Raises ValueError if there is no such split."""
         if split not in self.splits:
             known = ", ".join(self.splits) or "no text"
             raise ValueError(f"{self.settings.data!r} has no {split!r} split; it has {known}")
         if split in ("all", "test"):
             return self._read(split)
         if split in self._sources and "validation" in self._sources:
-            banned = self._banned[split]
-            return (text for text in self._read(split) if _digest(text) not in banned)
+            excluded = self._excluded[split]
+            return (text for text in self._read(split) if _digest(text) not in excluded)
         return self._divided(split)
 
     def _read(self, split: str) -> Iterator[str]:
@@ -174,45 +174,49 @@ class Corpus:
             raise ValueError(f"{self.settings.data!r} has no text in {place}")
 
     def _divided(self, split: str) -> Iterator[str]:
-        # Held out of the source's training documents, for want of a validation split.
-        if isinstance(self._lone_document, Conversation):
+        # Without a validation split, documents are held out from the source's training documents.
+        if isinstance(self._single_document, Conversation):
             raise ValueError(f"{self.settings.data!r} is one conversation, which cannot be divided; read it whole")
-        if self._lone_document:
-            yield from (text for text in (_cut(self._lone_document, self.settings.validation_fraction)[split],) if text)
+        if self._single_document:
+            yield from (
+                text
+                for text in (_divide_document(self._single_document, self.settings.validation_fraction)[split],)
+                if text
+            )
             return
-        banned = self._banned["validation"]
-        for text in self._read(self._undivided):
+        excluded = self._excluded["validation"]
+        for text in self._read(self._divided_split):
             key = _digest(text)
-            if key not in banned and (key in self._held_out) == (split == "validation"):
+            if key not in excluded and (key in self._held_out) == (split == "validation"):
                 yield text
 
     @property
-    def _undivided(self) -> str:
+    def _divided_split(self) -> str:
         return "all" if "all" in self._sources else "train"
 
     @cached_property
-    def _banned(self) -> dict[str, set[bytes]]:
+    def _excluded(self) -> dict[str, set[bytes]]:
         test = {_digest(text) for text in self._read("test")} if "test" in self._sources else set()
         validation = {_digest(t) for t in self._read("validation")} if "validation" in self._sources else set()
         return {"train": test | validation, "validation": test}
 
     @cached_property
     def _sizes(self) -> dict[bytes, int]:
-        banned = self._banned["validation"]
+        excluded = self._excluded["validation"]
         sizes: dict[bytes, int] = {}
-        for text in self._read(self._undivided):
+        for text in self._read(self._divided_split):
             key = _digest(text)
-            if key not in banned:
+            if key not in excluded:
                 sizes[key] = sizes.get(key, 0) + len(text)
         if not sizes:
-            raise ValueError(f"every training document of {self.settings.data!r} also stands in its test split")
+            raise ValueError(f"every training document of {self.settings.data!r} is also in its test split")
         return sizes
 
     @cached_property
-    def _lone_document(self) -> str | None:
+    def _single_document(self) -> str | None:
         if len(self._sizes) != 1:
             return None
-        return next(text for text in self._read(self._undivided) if _digest(text) in self._sizes)
+        return next(text for text in self._read(self._divided_split) if _digest(text) in self._sizes)
 
     @cached_property
     def _held_out(self) -> set[bytes]:
@@ -220,12 +224,12 @@ class Corpus:
         order = sorted(self._sizes, key=lambda key: hashlib.blake2b(key, key=salt, digest_size=16).digest())
         target = self.settings.validation_fraction * sum(self._sizes.values())
         chosen: set[bytes] = set()
-        taken = 0
+        characters = 0
         for key in order:
-            if taken + self._sizes[key] <= 1.1 * target:
+            if characters + self._sizes[key] <= 1.1 * target:
                 chosen.add(key)
-                taken += self._sizes[key]
-            if taken >= 0.9 * target:
+                characters += self._sizes[key]
+            if characters >= 0.9 * target:
                 break
         return chosen or {min(order, key=self._sizes.__getitem__)}
 
@@ -234,12 +238,14 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
 
 
-def _cut(text: str, fraction: float) -> dict[str, str]:
-    """Return a document's head for training and its tail for validation, cut at a paragraph, line or word end."""
-    goal = round(len(text) * (1 - fraction))
+def _divide_document(text: str, fraction: float) -> dict[str, str]:
+    """Divide a document at the end of a paragraph, line or word: its head is for training, its tail for validation."""
+    target = round(len(text) * (1 - fraction))
     for separator in ("\n\n", "\n", " "):
-        ends = [at + len(separator) for at in (text.rfind(separator, 0, goal), text.find(separator, goal)) if at >= 0]
-        nearest = min(ends, key=lambda end: abs(end - goal), default=0)
-        if abs(nearest - goal) <= fraction * len(text) / 2:
+        ends = [
+            at + len(separator) for at in (text.rfind(separator, 0, target), text.find(separator, target)) if at >= 0
+        ]
+        nearest = min(ends, key=lambda end: abs(end - target), default=0)
+        if abs(nearest - target) <= fraction * len(text) / 2:
             return {"train": text[:nearest], "validation": text[nearest:]}
-    return {"train": text[:goal], "validation": text[goal:]}
+    return {"train": text[:target], "validation": text[target:]}

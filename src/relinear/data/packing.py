@@ -1,4 +1,4 @@
-"""Tokenise documents once into a memory-mapped cache, and pack them into blocks of equal length."""
+"""Tokenise documents into a memory-mapped cache, and divide the tokens into blocks of equal length."""
 
 import dataclasses
 import functools
@@ -14,15 +14,15 @@ from torch.utils.data import Dataset
 from relinear.contract.messages import quoted
 from relinear.data.corpora import Corpus, open_corpus
 from relinear.data.settings import DataSettings
-from relinear.data.tasks import TRAINING_SAMPLES, VALIDATION_SAMPLES, Joined, MixtureTask, Samples, Task, task_of
+from relinear.data.tasks import TRAINING_SAMPLES, VALIDATION_SAMPLES, MixtureSource, MixtureTask, Samples, Task, task_of
 from relinear.data.tokenizers import (
+    bpe_size,
     encode_documents,
     load_tokenizer,
     separator_id,
     train_bpe,
-    trained_size,
     vocabulary_size,
-    whole_texts,
+    without_truncation,
 )
 from relinear.system.files import os_errors_named
 from relinear.system.private_cache import cache_folder, cached, checksum, digest
@@ -32,7 +32,7 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 class PackedDataset(Dataset):
     """Split tokens into blocks of ``sequence_length``: item i is ``{"input_ids": (T,), "labels": (T,)}``, both equal.
 
-    Tokens stay on disk, and workers open the file for themselves. The tail that fills no block is left out.
+    Tokens stay on disk, and each worker opens the file itself. An incomplete block at the end is dropped.
     """
 
     def __init__(self, path: Path, sequence_length: int, max_tokens: int | None = None) -> None:
@@ -43,7 +43,7 @@ class PackedDataset(Dataset):
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """Return every token of the split, memory-mapped and read-only."""
+        """Return all tokens of the split, memory-mapped and read-only."""
         with os_errors_named(self.path):
             return np.load(self.path, mmap_mode="r", allow_pickle=False)
 
@@ -54,7 +54,7 @@ class PackedDataset(Dataset):
             return checksum(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory map would be pickled as all that it maps.
+        # Pickling a memory map would copy the whole file.
         return {key: value for key, value in self.__dict__.items() if key != "tokens"}
 
     def __len__(self) -> int:
@@ -74,8 +74,8 @@ class PackedData:
 
     train, validation: blocks of tokens, or samples of a task.
     tokenizer: a Hugging Face tokenizer, to be saved with the model; None for a task of vectors.
-    vocab_size: entries the embedding needs; None for a task of vectors.
-    description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; what was not read.
+    vocab_size: entries that the embedding needs; None for a task of vectors.
+    description: JSON values: the settings; documents, characters, UTF-8 bytes and tokens by split; files not read.
     """
 
     train: Any
@@ -90,9 +90,9 @@ def prepare_data(
 ) -> PackedData:
     """Tokenise and pack the training and validation splits, or open an earlier call's cache.
 
-    Documents are joined by the tokenizer's end-of-text token. The cache is keyed by the corpus (paths, sizes and times
-    of its files), how it is divided and the tokenizer; damaged entries are built again, and several processes may ask
-    for the same entry at once.
+    Each document ends with the tokenizer's end-of-text token. The key of the cache has the corpus (paths, sizes and
+    times of its files), its division into splits and the tokenizer. Damaged entries are built again, and several
+    processes may request the same entry at once.
 
     Args:
         settings: which text and tokenizer: ``DataSettings`` or a mapping of its fields.
@@ -103,8 +103,8 @@ def prepare_data(
         ``vocab_size`` and a description.
 
     Raises:
-        ValueError: if these are not settings; if the corpus is absent, empty, has no training split or is too short for
-            one block.
+        ValueError: for wrong settings; if the corpus is missing, empty, has no training split or is too short for one
+            block.
         OSError: if the cache cannot be written.
 
     Examples:
@@ -119,13 +119,13 @@ def prepare_data(
         raise ValueError(f"prepare_data takes {expected}, got {quoted(settings)}")
     settings = DataSettings.load(settings, "data settings")
     if (task := task_of(settings.data)) is not None:
-        return _of_task(task, settings, on_progress)
+        return _task_data(task, settings, on_progress)
     root = cache_folder(settings.cache_dir)
     corpus = open_corpus(settings)
     missing = {"train", "validation"} - set(corpus.splits)
     if missing:
         raise ValueError(
-            f"{settings.data!r} has no training split, only {', '.join(corpus.splits)}; give one of its files, or a "
+            f"{settings.data!r} has no training split, only {', '.join(corpus.splits)}; choose one of its files, or a "
             "folder with a train file"
         )
     tokenizer, tokenizer_key = _tokenizer(settings.tokenizer, corpus, root, on_progress)
@@ -136,7 +136,7 @@ def prepare_data(
         counts = {}
         for split in ("train", "validation"):
             totals: dict[str, int] = {}
-            documents = _counted(corpus.documents(split), f"tokenising {split}", on_progress, totals)
+            documents = _with_progress(corpus.documents(split), f"tokenising {split}", on_progress, totals)
             tokens = write_tokens(folder / f"{split}.npy", encode_documents(tokenizer, documents), dtype)
             counts[split] = totals | {"tokens": tokens}
         return counts
@@ -148,18 +148,18 @@ def prepare_data(
             advice = " or raise validation_fraction" if split == "validation" else ""
             raise ValueError(
                 f"the {split} split of {settings.data!r} has {length} tokens, too few for one sequence of "
-                f"{settings.sequence_length}; lower sequence_length{advice}, or give more text"
+                f"{settings.sequence_length}; lower sequence_length{advice}, or use more text"
             )
     limit = settings.max_validation_tokens
     if limit is not None and limit < settings.sequence_length:
         raise ValueError(f"max_validation_tokens={limit} is less than one sequence of {settings.sequence_length}")
     train = PackedDataset(folder / "train.npy", settings.sequence_length)
     validation = PackedDataset(folder / "validation.npy", settings.sequence_length, limit)
-    return _packed(settings, (train, validation), tokenizer, counts, corpus.unread)
+    return _with_description(settings, (train, validation), tokenizer, counts, corpus.unread)
 
 
 def write_tokens(path: Path, arrays: Iterable[np.ndarray], dtype: Any) -> int:
-    """Write the arrays end to end as one .npy file without holding them all; returns the number of tokens."""
+    """Write the arrays one after another into one .npy file, not all in memory at once; return the number of tokens."""
     count = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (0,)}
@@ -170,12 +170,12 @@ def write_tokens(path: Path, arrays: Iterable[np.ndarray], dtype: Any) -> int:
             count += array.size
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-        # numpy pads the header for a growing first dimension, so the final one has the first one's length.
+        # numpy pads the header so that the first dimension can grow: the final header is as long as the first.
         assert file.tell() == start
     return count
 
 
-def _packed(
+def _with_description(
     settings: DataSettings, splits: Iterable[Any], tokenizer: Any, counts: dict[str, Any], unread: Sequence[str] = ()
 ) -> PackedData:
     vocabulary = None if tokenizer is None else vocabulary_size(tokenizer)
@@ -185,38 +185,38 @@ def _packed(
     return PackedData(train, validation, tokenizer, vocabulary, description)
 
 
-def _of_task(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
-    """Return the samples of a task. Those of a mixture are drawn from its sources' documents, as they are tokenised."""
+def _task_data(task: Task, settings: DataSettings, on_progress: ProgressCallback) -> PackedData:
+    """Return the samples of a task; those of a mixture are drawn from the tokenised documents of its sources."""
     samples: dict[str, Any] = {"train": task, "validation": task}
     if isinstance(task, MixtureTask):
-        if len(task.sources) > 1 and trained_size(settings.tokenizer) is not None:
+        if len(task.sources) > 1 and bpe_size(settings.tokenizer) is not None:
             raise ValueError(
-                f"{settings.tokenizer} is trained on one corpus; give a tokenizer that fits all of {task.of}"
+                f"{settings.tokenizer} is trained on one corpus; use a tokenizer that fits all of {task.of}"
             )
         parts = [prepare_data(settings.updated(data=name), on_progress=on_progress) for name in task.sources]
         tokenizer = parts[0].tokenizer
         for split in samples:
-            documents = (_documents(getattr(source, split).tokens, separator_id(tokenizer)) for source in parts)
-            samples[split] = Joined(task, settings.sequence_length, tuple(documents))
+            documents = (_split_documents(getattr(source, split).tokens, separator_id(tokenizer)) for source in parts)
+            samples[split] = MixtureSource(task, settings.sequence_length, tuple(documents))
     else:
         tokenizer = None if settings.tokenizer == "none" else load_tokenizer(settings.tokenizer)
     length, limit = settings.sequence_length, settings.max_validation_tokens
     sizes = {"train": TRAINING_SAMPLES, "validation": VALIDATION_SAMPLES if limit is None else max(1, limit // length)}
     counts = {split: {"samples": size, "tokens": size * length} for split, size in sizes.items()}
     splits = (Samples(source, sizes[split], settings.seed, split) for split, source in samples.items())
-    return _packed(settings, splits, tokenizer, counts)
+    return _with_description(settings, splits, tokenizer, counts)
 
 
-def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, ...]:
-    """Return documents of tokens that ``separator`` ends, without it."""
+def _split_documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, ...]:
+    """Split tokens into documents at ``separator``, which each of them ends with; it is removed."""
     ends = np.flatnonzero(tokens == separator)
     return tuple(tokens[start:end] for start, end in zip([0, *(ends[:-1] + 1)], ends, strict=True))
 
 
-def _counted(
+def _with_progress(
     documents: Iterable[str], stage_text: str, on_progress: ProgressCallback, totals: dict[str, int] | None = None
 ) -> Iterator[str]:
-    """Yield the documents and report how many characters they have so far; ``totals`` counts them all in the end."""
+    """Yield the documents and report the characters so far; at the end ``totals`` gets the counts of all documents."""
     count, characters, size, reported = 0, 0, 0, 0
     for text in documents:
         yield text
@@ -230,18 +230,18 @@ def _counted(
 
 
 def _tokenizer(name: str, corpus: Corpus, root: Path, on_progress: ProgressCallback) -> tuple[Any, Any]:
-    """Return the tokenizer of a setting and a JSON value that decides what it does."""
-    size = trained_size(name)
+    """Return the tokenizer of a setting, and a JSON value for cache keys that identifies how it encodes."""
+    size = bpe_size(name)
     if size is None:
         tokenizer = load_tokenizer(name)
-        with whole_texts(tokenizer) as backend:
+        with without_truncation(tokenizer) as backend:
             content = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
         template = getattr(tokenizer, "chat_template", None)
         return tokenizer, [digest(content), separator_id(tokenizer), *([digest(template)] if template else [])]
 
     def build(folder: Path) -> dict[str, Any]:
         total = sum(len(text) for text in corpus.documents("train"))
-        documents = _counted(corpus.documents("train"), "training the tokenizer", on_progress)
+        documents = _with_progress(corpus.documents("train"), "training the tokenizer", on_progress)
         train_bpe(documents, size, total).save_pretrained(folder)
         return {}
 

@@ -1,4 +1,4 @@
-"""Define the settings of text data that all commands share."""
+"""Define ``DataSettings``: which text, tokenizer and sequence length a command uses."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,19 +17,19 @@ class DataSettings(Settings):
 
     Args:
         data: ``stdlib``, a file, folder or pattern, a Hub name, or a synthetic task. ``stdlib`` is the source text of
-            Python's standard library, files are txt, md, json, jsonl, csv, tsv, parquet or arrow, also compressed, Hub
-            names ``owner/name`` or ``owner/name:config``. Tasks are ``cgt-arithmetic:...``, ``cgt-regression:...`` and
-            ``cgt-mixture:of=DATA+DATA``, with settings such as ``cgt-arithmetic:digits=1,a=[0,5]``
-            (``relinear.data.tasks``). The first two decide ``tokenizer`` and ``sequence_length``.
+            Python's standard library. Files are txt, md, json, jsonl, csv, tsv, parquet or arrow, also compressed. Hub
+            names are ``owner/name`` or ``owner/name:config``. Tasks are ``cgt-arithmetic:...``, ``cgt-regression:...``
+            and ``cgt-mixture:of=DATA+DATA``, with settings such as ``cgt-arithmetic:digits=1,a=[0,5]``
+            (``relinear.data.tasks``). The first two determine ``tokenizer`` and ``sequence_length``.
         text_column: column of tables and Hub data; by default ``text``, or the only column of strings.
         tokenizer: ``bytes``, ``bpe:N``, or an AutoTokenizer name. ``bpe:N``, of N entries, is trained on the
             training split.
         sequence_length: tokens per block.
-        validation_fraction: share of the characters held out for validation where the corpus brings no such split.
+        validation_fraction: share of the characters held out for validation if the corpus has no such split.
         max_documents: read only the first documents of each split of the source; Hub data are then streamed.
         max_validation_tokens: evaluate on the first tokens of the validation split only (whole blocks).
         cache_dir: folder of tokenised data; by default ``$RELINEAR_CACHE``, else ``~/.cache/relinear``.
-        seed: decides which documents are held out.
+        seed: determines which documents are held out.
     """
 
     data: str = Field(default="stdlib", min_length=1)
@@ -44,12 +44,12 @@ class DataSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_task_has_them(cls, values: Any) -> Any:
+    def _with_task_defaults(cls, values: Any) -> Any:
         task = task_of(values.get("data")) if isinstance(values, Mapping) else None
         if task is None:
             return values
-        decided = task.defaults()
-        for key, value in decided.items():
+        defaults = task.defaults()
+        for key, value in defaults.items():
             if values.get(key, value) != value:
-                raise ValueError(f"{key} is {value!r} for this task, got {quoted(values[key])}; leave it out")
-        return decided | dict(values)
+                raise ValueError(f"{key} is {value!r} for this task, got {quoted(values[key])}; omit it")
+        return defaults | dict(values)

@@ -1,4 +1,4 @@
-"""Read documents: the standard library's, local files and data sets of the Hub (both by ``datasets``)."""
+"""Read documents from Python's standard library, local files and Hub data sets (the last two with ``datasets``)."""
 
 from __future__ import annotations
 
@@ -27,39 +27,46 @@ from relinear.system.text import shorten
 if TYPE_CHECKING:
     from relinear.data.settings import DataSettings
 
-#: kinds of files by the suffix of their names; a suffix of compression may follow
-KINDS = {".txt": "text", ".md": "text", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow"}
-KINDS |= dict.fromkeys((".jsonl", ".json", ".ndjson"), "json")
+#: suffix of a file's name -> format of the file; a suffix of compression may follow
+FORMATS = {".txt": "text", ".md": "text", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow"}
+FORMATS |= dict.fromkeys((".jsonl", ".json", ".ndjson"), "json")
 _COMPRESSED = (".gz", ".bz2", ".xz")
-#: how ``datasets`` reads a kind: the name of its builder, and what that is given
+#: format -> name of the builder of ``datasets`` that reads it, and the builder's options
 _BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "text": ("text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     "tsv": ("csv", {"sep": "\t"}),
 }
 #: files of the Hub and of ``datasets`` that are not data
-_NO_DATA = {"README.md", "config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+_METADATA_FILES = {
+    "README.md",
+    "config.json",
+    "dataset_dict.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+}
 _NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-#: what files and Hub splits are called, and what that is to us
+#: name of a file or Hub split -> split here
 SPLIT_NAMES = {name: split for split, names in _NAMES.items() for name in names}
 _SPLIT_PATTERN = re.compile(rf"(?:.*[-._0-9])?({'|'.join(SPLIT_NAMES)})(?:[-._0-9].*)?")
-#: bytes that one string of arrow holds
+#: bytes that one string of arrow can have
 _LARGEST_DOCUMENT = 2**31 - 1
-#: rows of a stream that decide the types of columns where the data set does not state them
-_ROWS_LOOKED_AT = 1000
-# Tests are half of the library and say little that the library does not; the codec tables and their like are near
-# copies of each other, which would let a model recite the validation split.
+#: rows of a stream from which the types of columns are inferred if the data set does not state them
+_ROWS_TO_INFER_TYPES = 1000
+# Tests are half of the library and add little to it. Codec tables and the like are near copies of each other, so a
+# model could recite those of the validation split.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Documents in a fixed order.
+    """Hold documents in a fixed order.
 
-    documents: starts over at every call.
+    documents: each call returns a new iterator over all documents.
     key: JSON value that changes whenever the documents may have changed.
     """
 
@@ -76,14 +83,16 @@ def stdlib_source() -> Source:
         if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
     ]
     if not files:
-        raise ValueError(f"this Python has no library sources under {root}; give --data a file, a folder or a Hub name")
+        raise ValueError(
+            f"this Python has no library sources under {root}; set --data to a file, a folder or a Hub name"
+        )
 
     def documents() -> Iterator[str]:
         for path in files:
             try:
                 yield path.read_text(encoding="utf-8")
             except (UnicodeDecodeError, OSError):
-                continue  # a handful of files are in older encodings
+                continue  # a few files have older encodings
 
     return Source(documents, ["stdlib", sys.version, _file_keys(files)])
 
@@ -98,17 +107,17 @@ def _file_keys(files: Sequence[Path]) -> list[Any]:
 def local_sources(path: Path, config: str | None, settings: DataSettings) -> tuple[dict[str, Source], list[str]]:
     """Return the sources of a local file, folder or pattern by split, and the names of files that are not read.
 
-    A folder whose README.md has configurations is read as they say. Of any other, the kind of file that takes most
-    room is read. Files and folders that are named train, validation or test, as the Hub names them, are these splits;
-    without such names the one split is ``all``.
+    If the README.md of a folder has configurations, they define what is read. In any other folder, only the format
+    whose files have the most bytes is read. Files and folders named train, validation or test (by the Hub's rules) are
+    these splits; without such names the only split is ``all``.
 
     Args:
         path: the file, folder or pattern.
         config: a configuration of the README.md; None for its default.
-        settings: ``text_column``, ``max_documents`` and ``cache_dir`` are heeded.
+        settings: of which ``text_column``, ``max_documents`` and ``cache_dir`` are used.
 
     Raises:
-        ValueError: if there is nothing to read, or it cannot be read.
+        ValueError: if there is nothing to read, or reading fails.
     """
     files = {path.name: path} if path.is_file() else _files_of(path)
     if config is not None or _has_configurations(path / "README.md"):
@@ -119,38 +128,40 @@ def local_sources(path: Path, config: str | None, settings: DataSettings) -> tup
             advice = f"{path}:NAME chooses a configuration"
             raise ValueError(f"{path} cannot be read as its README.md says ({advice}): {error}") from error
         return _by_split(str(path), loaded, settings, key)
-    by_kind: dict[str, list[str]] = {}
+    by_format: dict[str, list[str]] = {}
     for name in files:
-        if (kind := _kind(name)) and (path.is_file() or Path(name).name not in _NO_DATA):
-            by_kind.setdefault(kind, []).append(name)
-    if not by_kind:
-        there = f"can be read ({shorten(', '.join(files))})" if files else "is there"
-        raise ValueError(f"{path}: no file {there}; known: {', '.join(KINDS)}, also as .gz")
-    kind = max(by_kind, key=lambda kind: sum(files[name].stat().st_size for name in by_kind[kind]))
+        if (file_format := _format_of(name)) and (path.is_file() or Path(name).name not in _METADATA_FILES):
+            by_format.setdefault(file_format, []).append(name)
+    if not by_format:
+        problem = f"no file can be read ({shorten(', '.join(files))})" if files else "there is no file"
+        raise ValueError(f"{path}: {problem}; known: {', '.join(FORMATS)}, also as .gz")
+    file_format = max(
+        by_format, key=lambda file_format: sum(files[name].stat().st_size for name in by_format[file_format])
+    )
     by_split: dict[str, list[str]] = {}
-    for name in by_kind[kind]:
+    for name in by_format[file_format]:
         by_split.setdefault("" if path.is_file() else _split_of(name), []).append(name)
-    rest = by_split.pop("", [])
-    if rest and "train" not in by_split:
-        by_split["train" if by_split else "all"] = rest
+    unnamed = by_split.pop("", [])
+    if unnamed and "train" not in by_split:
+        by_split["train" if by_split else "all"] = unnamed
     read = set(itertools.chain(*by_split.values()))
     parts = {split: [files[name] for name in names] for split, names in by_split.items()}
-    return _file_sources(path, kind, parts, settings), [name for name in files if name not in read]
+    return _file_sources(path, file_format, parts, settings), [name for name in files if name not in read]
 
 
-def _kind(name: str) -> str | None:
+def _format_of(name: str) -> str | None:
     suffixes = Path(name.lower()).suffixes
-    return KINDS.get((suffixes[:-1] if suffixes and suffixes[-1] in _COMPRESSED else suffixes or [""])[-1])
+    return FORMATS.get((suffixes[:-1] if suffixes and suffixes[-1] in _COMPRESSED else suffixes or [""])[-1])
 
 
 def _split_of(name: str) -> str:
-    """Return the split named by the first part of a path that names one; "" if none does."""
+    """Return the split that a part of a path names, the first such part; "" if none does."""
     matches = (_SPLIT_PATTERN.fullmatch(part) for part in Path(name.lower()).parts)
     return next((SPLIT_NAMES[match[1]] for match in matches if match), "")
 
 
 def _files_of(path: Path) -> dict[str, Path]:
-    """Return the files of a folder or pattern by name, sorted; hidden ones are left out, links are followed."""
+    """Return the files of a folder or pattern by name, sorted, without hidden ones; links are followed."""
     if not path.is_dir():
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
         matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
@@ -171,40 +182,42 @@ def _has_configurations(card: Path) -> bool:
 
 
 def _file_sources(
-    path: Path, kind: str, parts: Mapping[str, Sequence[Path]], settings: DataSettings
+    path: Path, file_format: str, parts: Mapping[str, Sequence[Path]], settings: DataSettings
 ) -> dict[str, Source]:
-    """Return documents of files of one kind by split; read when the first is wanted."""
-    builder, options = _BUILDERS.get(kind, (kind, {}))
+    """Return sources for files of one format by split; the files are read when the first document is requested."""
+    builder, options = _BUILDERS.get(file_format, (file_format, {}))
     files = list(itertools.chain(*parts.values()))
-    for file in files if kind == "text" else ():
+    for file in files if file_format == "text" else ():
         if (size := file.stat().st_size) > _LARGEST_DOCUMENT:
-            raise ValueError(f"{file} is one document of {size / 1e9:.1f} GB (limit 2); cut it into several files")
-    key = [kind, _file_keys(files)]
-    named = {_named(split): [glob.escape(str(file.absolute())) for file in group] for split, group in parts.items()}
+            raise ValueError(f"{file} is one document of {size / 1e9:.1f} GB (limit 2); split it into several files")
+    key = [file_format, _file_keys(files)]
+    files_by_split = {
+        _datasets_name(split): [glob.escape(str(file.absolute())) for file in group] for split, group in parts.items()
+    }
 
     @functools.cache
     def loaded() -> dict[str, Any]:
         try:
-            return _load(builder, settings, key, data_files=named, **options)
+            return _load(builder, settings, key, data_files=files_by_split, **options)
         except ValueError as error:
             names = shorten(", ".join(file.name for file in files))
             raise ValueError(f"{path}: {names} cannot be read: {error}") from error
 
     def part(split: str) -> Callable[[], Any]:
-        return lambda: loaded()[_named(split)]
+        return lambda: loaded()[_datasets_name(split)]
 
     return {split: _source(str(path), part(split), settings, [*key, split]) for split in parts}
 
 
-def _named(split: str) -> str:
-    return "train" if split == "all" else split  # by "all", datasets means all splits together
+def _datasets_name(split: str) -> str:
+    return "train" if split == "all" else split  # datasets reserves "all" for all splits together
 
 
 # Reading by datasets
 
 
 class _Errors(logging.Handler):
-    """Collect what ``datasets`` logs, in place of stderr: it names the file, which its exceptions do not."""
+    """Collect what ``datasets`` logs instead of printing it; the log names the file, its exceptions do not."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -220,24 +233,24 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
     Args:
         name: of a builder or data set.
         settings: of the corpus.
-        key: JSON value that decides the folder in our cache; None for the cache of ``datasets``.
+        key: JSON value that determines the folder in relinear's cache; None uses the cache of ``datasets``.
         config: of the data set.
         **options: of the builder.
 
     Raises:
-        ValueError: if the data cannot be read, in the words of whoever found out.
+        ValueError: if the data cannot be read, with the message of the library that failed.
         OSError: if the cache cannot be written.
     """
     import datasets
 
-    if key is not None:  # datasets looks at the times of links alone, not of the files that they lead to
+    if key is not None:  # the cache key of datasets has the time of a link, not of its target
         options["cache_dir"] = str(usable_folder(cache_folder(settings.cache_dir), "datasets", digest(key)))
     logger, errors, bars = logging.getLogger("datasets"), _Errors(), not datasets.are_progress_bars_disabled()
     handlers, logger.handlers = logger.handlers, [errors]
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(name, config, streaming=settings.max_documents is not None, **options)
-    except Exception as error:  # of files, formats, networks and configurations, from many packages
+    except Exception as error:  # many packages raise about files, formats, networks and configurations
         cause = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
         if isinstance(cause, OSError) and cause.errno is not None:
             raise cause from None
@@ -252,7 +265,7 @@ def _load(name: str, settings: DataSettings, key: Any, config: str | None = None
 def _by_split(
     name: str, loaded: Mapping[str, Any], settings: DataSettings, key: Sequence[Any]
 ) -> tuple[dict[str, Source], list[str]]:
-    """Return the sources of a data set by the names that splits have here, and the splits of other names."""
+    """Return the sources of a data set by split, and a note on each split whose name is unknown here."""
     parts = {SPLIT_NAMES[split]: part for split, part in loaded.items() if split in SPLIT_NAMES}
     if not parts:
         raise ValueError(f"{name!r} has no split named train, validation or test; it has {', '.join(map(str, loaded))}")
@@ -264,7 +277,7 @@ def _by_split(
 
 
 def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: Sequence[Any]) -> Source:
-    """Yield the documents of one part of a data set."""
+    """Return the source of one split of a data set."""
 
     def documents() -> Iterator[str]:
         rows = rows_of()
@@ -277,21 +290,21 @@ def _source(name: str, rows_of: Callable[[], Any], settings: DataSettings, key: 
                 for value in batch[column]:
                     text = as_document(value or "")
                     if text is None:
-                        raise ValueError(f"{name}: {quoted(column)} holds {quoted(value)}, expected text or messages")
+                        raise ValueError(f"{name}: {quoted(column)} has {quoted(value)}, expected text or messages")
                     yield text
         except UnicodeDecodeError as error:
-            raise ValueError(f"{name}: {quoted(column)} holds text that is not UTF-8; convert it first") from error
+            raise ValueError(f"{name}: {quoted(column)} has text that is not UTF-8; convert it first") from error
 
     return Source(documents, [*key, settings.text_column])
 
 
 def _column(name: str, rows: Any, chosen: str | None) -> str:
-    """Return the column of documents, by the types that columns have over all rows."""
+    """Return the name of the column of documents, chosen by the types of the columns."""
     features = rows.features
-    if features is None:  # of a stream that does not state them
+    if features is None:  # a stream that does not state them
         import datasets
 
-        features = datasets.Dataset.from_list(list(rows.take(_ROWS_LOOKED_AT))).features
+        features = datasets.Dataset.from_list(list(rows.take(_ROWS_TO_INFER_TYPES))).features
     texts = [k for k, f in features.items() if getattr(f, "dtype", "") in ("string", "large_string", "string_view")]
     return choose_column(name, chosen, list(features), texts, [k for k, f in features.items() if _holds_messages(f)])
 
@@ -305,15 +318,15 @@ def _holds_messages(feature: Any) -> bool:
 def choose_column(
     where: str, chosen: str | None, columns: Sequence[str], texts: Sequence[str], chats: Sequence[str] = ()
 ) -> str:
-    """Return the column of documents: the one asked for, else ``text``, ``messages``, or the only one of strings.
+    """Return the column of documents: ``chosen``, else ``text``, ``messages``, or the only column of strings.
 
     Args:
         where: the file or data set, for messages.
-        chosen: what was asked for, or None.
-        columns: all there are. strings: those of text. chats: those of conversations.
+        chosen: the user's choice, or None.
+        columns: all columns. texts: those of strings. chats: those of conversations.
 
     Raises:
-        ValueError: if the one that was asked for is not there or holds neither, or none is the obvious one.
+        ValueError: if ``chosen`` is missing or has neither text nor conversations, or if no column is the obvious one.
     """
     if chosen is not None:
         if chosen not in columns:
@@ -323,7 +336,7 @@ def choose_column(
             )
         if chosen not in (*texts, *chats):
             raise ValueError(
-                f"{where}: column {quoted(chosen)} holds no text; columns of text: {shorten(', '.join(texts)) or 'none'}"
+                f"{where}: column {quoted(chosen)} has no text; columns of text: {shorten(', '.join(texts)) or 'none'}"
             )
         return chosen
     for name, members in (("text", texts), ("messages", chats)):
@@ -331,7 +344,7 @@ def choose_column(
             return name
     if len(texts) == 1 and "text" not in columns:
         return texts[0]
-    missing = "column 'text' holds other things than text" if "text" in columns else "no column 'text'"
+    missing = "column 'text' does not have text" if "text" in columns else "no column 'text'"
     raise ValueError(
         f"{where}: {missing}; choose one with text_column (--text-column); columns of text: "
         f"{shorten(', '.join(texts)) or 'none'}; all columns: {shorten(', '.join(columns)) or 'none'}"
@@ -341,21 +354,21 @@ def choose_column(
 # The Hugging Face Hub
 
 
-_NOT_HAD = (
+_HUB_ERROR = (
     "{name!r} is not a local file or folder, and as a Hugging Face Hub data set it cannot be read: {reason}. "
-    "Give an existing path, 'stdlib', or a Hub name (owner/name or owner/name:config) with the Hub in reach"
+    "Use an existing path, 'stdlib', or a Hub name (owner/name or owner/name:config) if the Hub can be reached"
 )
 
 
 def hub_in_reach() -> bool:
-    """Return whether the Hub answers; checked first, because its own client retries for half a minute."""
+    """Return whether the Hub answers; checked first, as the Hub's client would retry for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     endpoint = urllib.parse.urlparse(constants.ENDPOINT)
     if endpoint.scheme in urllib.request.getproxies():
-        return True  # only the proxy can tell
+        return True  # a direct connection would say nothing about the proxy
     try:
         port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
         socket.create_connection((endpoint.hostname or "", port), timeout=5).close()
@@ -367,16 +380,16 @@ def hub_in_reach() -> bool:
 def hub_sources(name: str, settings: DataSettings) -> tuple[dict[str, Source], list[str]]:
     """Return the sources of a Hub data set ``owner/name`` or ``owner/name:config`` by split, and unknown splits.
 
-    With ``max_documents`` the data set is streamed, not downloaded, and what was read is kept in the cache, so that it
-    is read once and is there without a network afterwards.
+    With ``max_documents`` the data set is streamed, not downloaded. The documents are saved in the cache, so that they
+    are read once and are available offline afterwards.
 
     Raises:
-        ValueError: if the data set, its config or its text column cannot be read; says what was tried.
+        ValueError: if the data set, its config or its text column cannot be read; the message says what was tried.
     """
     if settings.max_documents is None:
         return _open_hub(name, settings)
 
-    def keep(folder: Path) -> dict[str, Any]:
+    def save(folder: Path) -> dict[str, Any]:
         sources, unread = _open_hub(name, settings)
         for split, source in sources.items():
             with (folder / f"{split}.jsonl").open("w", encoding="utf-8") as file:
@@ -385,14 +398,14 @@ def hub_sources(name: str, settings: DataSettings) -> tuple[dict[str, Source], l
         return {"splits": list(sources), "unread": unread}
 
     key = [name, settings.text_column, settings.max_documents]
-    folder, path = cached(cache_folder(settings.cache_dir), "hub", key, keep)
+    folder, saved = cached(cache_folder(settings.cache_dir), "hub", key, save)
 
     def documents(split: str) -> Iterator[str]:
         with (folder / f"{split}.jsonl").open(encoding="utf-8") as file:
-            for text, spoken in map(json.loads, file):
-                yield Conversation(text) if spoken else text
+            for text, is_conversation in map(json.loads, file):
+                yield Conversation(text) if is_conversation else text
 
-    return {s: Source(functools.partial(documents, s), ["kept", *key, s]) for s in path["splits"]}, path["unread"]
+    return {s: Source(functools.partial(documents, s), ["kept", *key, s]) for s in saved["splits"]}, saved["unread"]
 
 
 def _open_hub(name: str, settings: DataSettings) -> tuple[dict[str, Source], list[str]]:
@@ -403,10 +416,10 @@ def _open_hub(name: str, settings: DataSettings) -> tuple[dict[str, Source], lis
     owner, _, short = repository.partition("/")
     cache = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(short)}"
     if not cache.exists() and not hub_in_reach():
-        raise ValueError(_NOT_HAD.format(name=name, reason="the Hub is out of reach, and the cache has no copy"))
+        raise ValueError(_HUB_ERROR.format(name=name, reason="the Hub cannot be reached, and the cache has no copy"))
     try:
         loaded = _load(repository, settings, None, config or None)
     except (ValueError, OSError) as error:
-        raise ValueError(_NOT_HAD.format(name=name, reason=error)) from error
+        raise ValueError(_HUB_ERROR.format(name=name, reason=error)) from error
     fingerprints = {split: getattr(part, "_fingerprint", None) for split, part in loaded.items()}
     return _by_split(name, loaded, settings, ["hub", name, fingerprints])

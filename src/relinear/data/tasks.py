@@ -1,6 +1,7 @@
-"""Define synthetic tasks (``data: cgt-arithmetic:...``): number and seed alone decide a sample.
+"""Define the synthetic tasks of the CGT paper (``data: cgt-arithmetic:...``).
 
-Nothing is stored: a training set of a billion samples costs as much as one of ten.
+A sample is drawn from its number and the seed when it is read. Nothing is stored, so the size of a training set costs
+nothing.
 """
 
 # Legend: T tokens, N pairs
@@ -25,21 +26,21 @@ from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.setting_text import parse_setting
 
 SYMBOLS = "0123456789*=+-|#"
-#: samples that training draws from, and that a run is evaluated on where nothing limits it
+#: number of samples for training, and for evaluation if ``max_validation_tokens`` does not limit it
 TRAINING_SAMPLES, VALIDATION_SAMPLES = 1_000_000, 1_024
 
 
 class Task(Config):
-    """Hold the settings of a task. ``draw`` makes a sample with a generator, ``encode`` the model's inputs from it."""
+    """Hold the settings of a task. ``draw`` creates a sample with a generator, ``encode`` turns it into inputs."""
 
     family: ClassVar[str] = "task"
 
     def defaults(self) -> dict[str, Any]:
-        """Return the ``DataSettings`` that the task decides."""
+        """Return the ``DataSettings`` that the task determines."""
         return {}
 
     def draw(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Return a sample, including what is hidden from a model."""
+        """Return a sample, including the values that are hidden from a model."""
         raise NotImplementedError
 
     def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -48,7 +49,7 @@ class Task(Config):
 
 
 def task_of(data: Any) -> Task | None:
-    """Return the task that a setting ``data`` names; None if it names a corpus.
+    """Return the task that the setting ``data`` names; None if it names a corpus.
 
     Raises:
         ValueError: for an unknown task, an unknown setting of one, or a bad value.
@@ -69,7 +70,7 @@ class Samples(Dataset):
     Args:
         task: with ``draw`` and ``encode``.
         size: number of samples.
-        seed, split: decide the samples; two splits of the same seed have nothing in common.
+        seed, split: determine the samples; two splits of the same seed are drawn independently.
     """
 
     def __init__(self, task: Any, size: int = TRAINING_SAMPLES, seed: int = 0, split: str = "train") -> None:
@@ -80,7 +81,7 @@ class Samples(Dataset):
         return self.size
 
     def draw(self, index: int) -> dict[str, Any]:
-        """Return sample ``index`` as the task draws it, with what is hidden from a model."""
+        """Return sample ``index`` as the task draws it, with the values that are hidden from a model."""
         if not 0 <= index < self.size:
             raise IndexError(f"sample {index} of {self.size}")
         return self.task.draw(np.random.default_rng([self.seed, zlib.crc32(self.split.encode()), index]))
@@ -95,7 +96,7 @@ class Samples(Dataset):
 
     @property
     def checksum(self) -> int:
-        """Return a checksum of everything that decides the samples, to compare two runs."""
+        """Return a checksum of everything that determines the samples, to compare two runs."""
         return zlib.crc32(repr((self.task, self.size, self.seed, self.split)).encode())
 
 
@@ -110,23 +111,23 @@ _Range = Annotated[tuple[float, float], AfterValidator(_ascending)]
 
 @register
 class ArithmeticTask(Task):
-    """Hidden-coefficient arithmetic as text (CGT, Section 4.1 and Figure 2).
+    """Arithmetic with hidden coefficients, as text (CGT, Section 4.1 and Figure 2).
 
-    A sample is ``tasks`` tasks of ``examples`` examples ``AAA*BBB=+CCCCC``: two integers of ``digits`` digits and
-    C = aA + bB, cut to an integer, as a sign and ``digits`` + 2 digits. ``|`` separates examples, ``#`` ends a task, as
-    in Figure 2. The coefficients a and b of a task are never shown. All samples have the same length.
+    A sample has ``tasks`` tasks of ``examples`` examples ``AAA*BBB=+CCCCC``: two integers of ``digits`` digits and
+    C = aA + bB, truncated to an integer, as a sign and ``digits`` + 2 digits. ``|`` separates examples, ``#`` ends a
+    task, as in Figure 2. The model never sees the coefficients a and b of a task. All samples have the same length.
 
-    C is cut towards zero: the paper writes the floor but calls it truncation, and its example (a = 0.5, b = -1.5:
-    ``012*023=-00028`` from -28.5) is cut towards zero.
+    C is truncated towards zero: the paper writes the floor but calls it truncation, and its example (a = 0.5, b = -1.5:
+    ``012*023=-00028`` from -28.5) is truncated towards zero.
 
     Args:
-        tasks: in a sample. This and the other defaults are the paper's.
-        examples: in a task.
+        tasks: number of tasks in a sample. This and the other defaults are the paper's.
+        examples: number of examples in a task.
         digits: of the two integers.
-        a: interval of the coefficient, drawn uniformly.
+        a: interval from which the coefficient is drawn uniformly.
         b: the same.
         integers: draw whole coefficients (both ends of the intervals included), an easier task.
-        answers_only: labels of everything but the answers are -100, so that no loss is spent on random digits.
+        answers_only: set the labels of everything but the answers to -100, so that random digits have no loss.
     """
 
     kind: ClassVar[str] = "cgt_arithmetic"
@@ -150,26 +151,26 @@ class ArithmeticTask(Task):
 
     @property
     def example_length(self) -> int:
-        """Return symbols of an example with the separator after it."""
+        """Return the number of symbols of an example and the separator after it."""
         return 3 * self.digits + 6
 
     @property
     def task_length(self) -> int:
-        """Return symbols of a task."""
+        """Return the number of symbols of a task."""
         return self.examples * self.example_length
 
     @property
     def half_length(self) -> int:
-        """Return symbols of the first half of a task's examples, the longer one where they are odd."""
+        """Return the number of symbols of the first half of a task's examples, which has the odd one."""
         return (self.examples - self.examples // 2) * self.example_length
 
     @property
     def length(self) -> int:
-        """Return symbols of a sample."""
+        """Return the number of symbols of a sample."""
         return self.tasks * self.task_length
 
     def draw_coefficients(self, generator: np.random.Generator, count: int) -> np.ndarray:
-        """Return ``count`` draws of (a, b), (count, 2)."""
+        """Return ``count`` draws of (a, b), of shape (count, 2)."""
         low, high = np.array([self.a, self.b], dtype=float).T
         if self.integers:
             return generator.integers(low.astype(int), high.astype(int) + 1, size=(count, 2)).astype(float)
@@ -198,8 +199,8 @@ class ArithmeticTask(Task):
         within = torch.arange(self.length) % self.example_length
         return (within >= 2 * self.digits + 2) & (within < self.example_length - 1)
 
-    def example_of(self) -> Tensor:
-        """Return (T,), each token's example by its number within the task; a separator belongs to the one before it."""
+    def example_numbers(self) -> Tensor:
+        """Return (T,), the number of each token's example in its task; a separator belongs to the example before."""
         return torch.arange(self.length) % self.task_length // self.example_length
 
     def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -213,17 +214,17 @@ class ArithmeticTask(Task):
 class RegressionTask(Task):
     """Linear regression in context (CGT, Section 4.1): x_1, y_1, ..., x_N, y_N with y = U x + b + eps q.
 
-    Every component is standard normal; U and b are drawn for each sample. A model reads vectors, not tokens.
+    All components are standard normal; each sample has its U and b. A model reads vectors, not tokens.
 
     Args:
         inputs: features of x, d_in. This and the other defaults are the paper's.
         outputs: features of y, d_out.
         pairs: N.
         noise: eps.
-        layout: ``shared``: a vector has as many features as the longer of x and y, and both begin at the first; only
-            their positions distinguish x from y, as in the paper, which pads each of them to the width of the model
-            (``CGTConfig(vector_input="padded")`` does the rest of the padding). ``separate``: it has those of both, x
-            fills the first, y the others, the rest is zero.
+        layout: ``shared``: a vector has as many features as the longer of x and y, and both begin at the first one.
+            Only their positions distinguish x from y, as in the paper, which pads both to the width of the model
+            (``CGTConfig(vector_input="padded")`` does the rest of the padding). ``separate``: x fills the first
+            ``inputs`` features, y the ``outputs`` others, and the rest is zero.
     """
 
     kind: ClassVar[str] = "cgt_regression"
@@ -239,7 +240,7 @@ class RegressionTask(Task):
 
     @property
     def features(self) -> int:
-        """Return features of a vector."""
+        """Return the number of features of a vector."""
         sizes = (self.inputs, self.outputs)
         return sum(sizes) if self.layout == "separate" else max(sizes)
 
@@ -265,14 +266,14 @@ class RegressionTask(Task):
 
 @register
 class MixtureTask(Task):
-    """Two excerpts of texts joined at a random place (CGT, Section 4.1): the topic changes there.
+    """Two excerpts of texts, joined at a random position, where the topic changes (CGT, Section 4.1).
 
     Args:
-        of: sources as ``data`` takes them, with "+" between them: each is equally often the source of an excerpt.
-        start: the first excerpt ends uniformly between this share of ``sequence_length`` and ``finish``; in the paper
-            between 0.5 and 0.75 of 512.
+        of: sources as for ``data``, with "+" between them; each is equally often the source of an excerpt.
+        start: the end of the first excerpt is uniform between this share of ``sequence_length`` and ``finish``; in the
+            paper between 0.5 and 0.75 of 512.
         finish: see ``start``.
-        single: take single excerpts (Figure 15).
+        single: use one excerpt per sample (Figure 15).
     """
 
     kind: ClassVar[str] = "cgt_mixture"
@@ -289,16 +290,16 @@ class MixtureTask(Task):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return the sources without task."""
+        """Return the sources by their names, as for ``data``."""
         return tuple(name.strip() for name in self.of.split("+"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Joined:
-    """The texts that ``Samples`` draws for a ``MixtureTask``.
+class MixtureSource:
+    """Draw the samples of a ``MixtureTask`` from tokenised documents.
 
     task: the settings. length: tokens per sample.
-    sources: for each source the token ids of its documents; excerpts start anywhere in those that are long enough.
+    sources: the token ids of each source's documents; excerpts start anywhere in those that are long enough.
     """
 
     task: MixtureTask
@@ -311,24 +312,24 @@ class Joined:
         if min(map(len, usable)) < 1 or sum(map(len, usable)) < 2:
             raise ValueError(
                 f"a mixture needs two documents, and one of every source, of at least sequence_length={self.length} "
-                f"tokens; of {self.task.of} there are {', '.join(str(len(documents)) for documents in usable)}"
+                f"tokens; {self.task.of} has {', '.join(str(len(documents)) for documents in usable)}"
             )
 
     def draw(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Return ``ids`` (T,), ``cut``, where the second excerpt begins, and ``documents``, (source, number) each."""
+        """Return ``ids`` (T,), ``boundary`` (where the second excerpt begins), and ``documents``: (source, number)."""
         chosen: list[tuple[int, int]] = []
         while len(chosen) < 2:
             source = int(generator.integers(len(self.sources)))
             document = (source, int(generator.integers(len(self.sources[source]))))
             chosen += [document] if document not in chosen else []
         low, high = (round(share * self.length) for share in (self.task.start, self.task.finish))
-        cut = self.length if self.task.single else int(generator.integers(low, high + 1))
+        boundary = self.length if self.task.single else int(generator.integers(low, high + 1))
         parts = []
-        for (source, number), count in zip(chosen, (cut, self.length - cut), strict=True):
+        for (source, number), count in zip(chosen, (boundary, self.length - boundary), strict=True):
             tokens = self.sources[source][number]
             begin = int(generator.integers(len(tokens) - count + 1))
             parts.append(np.asarray(tokens[begin : begin + count], dtype=np.int64))
-        return {"ids": np.concatenate(parts), "cut": cut, "documents": chosen}
+        return {"ids": np.concatenate(parts), "boundary": boundary, "documents": chosen}
 
     def encode(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return ``input_ids`` and ``labels``, (T,) each."""

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, byte-pair encoding trained on the corpus, or any of transformers. All are real HF tokenizers."""
+"""Load or train tokenizers (bytes, byte-pair encoding, any of transformers), encode text, divide it into windows."""
 
 import contextlib
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from relinear.contract.messages import quoted
-from relinear.data.chat import Closed, encodable, render_conversations
+from relinear.data.chat import TerminatedText, encodable, render_conversations
 from relinear.data.sources import hub_in_reach
 from relinear.data.tasks import SYMBOLS
 from relinear.hf.model_source import exists, is_cached, is_path
@@ -17,15 +17,15 @@ from relinear.system.text import shorten
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 _SMALLEST_BPE = 256 + 2
-#: a table of this size is allocated before any text is read
+#: limited because a table of this size is allocated before any text is read
 _LARGEST_BPE = 10_000_000
-#: characters that byte-pair encoding is trained on: beyond this, merges hardly change and time grows
+#: characters that byte-pair encoding is trained on; with more, merges hardly change and time grows
 _TRAINING_CHARACTERS = 12_000_000
-#: characters handed to the tokenizer at once: enough for its threads, little enough for memory
+#: characters per call of the tokenizer: enough to use its threads, few enough for memory
 _BATCH_CHARACTERS = 2_000_000
 
 
-def trained_size(name: str) -> int | None:
+def bpe_size(name: str) -> int | None:
     """Return N of a tokenizer setting ``bpe:N``; None for any other setting."""
     if not name.startswith("bpe:"):
         return None
@@ -39,7 +39,7 @@ def trained_size(name: str) -> int | None:
 
 def check_tokenizer_name(name: str) -> str:
     """Return ``name``. Raises ValueError if it cannot name a tokenizer; whether it exists is checked at loading."""
-    trained_size(name)
+    bpe_size(name)
     if not name.strip():
         raise ValueError("tokenizer must be 'bytes', 'bpe:N', or the name or folder of a Hugging Face tokenizer")
     return name
@@ -52,12 +52,12 @@ def _wrap(tokenizer: Any) -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Return a tokenizer of 256 bytes, each its own id, and two special tokens: end of text 256, padding 257.
+    """Return a tokenizer whose ids are the 256 byte values and two special tokens: end of text 256, padding 257.
 
-    A ``PreTrainedTokenizerFast``: saved and loaded as any other.
+    It is a ``PreTrainedTokenizerFast``, saved and loaded like any other.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # printable characters in place of bytes
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # maps bytes to printable characters
 
     characters = bytes_to_unicode()
     tokenizer = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
@@ -68,7 +68,7 @@ def byte_tokenizer() -> Any:
 
 
 def symbol_tokenizer() -> Any:
-    """Return a tokenizer of the 16 symbols of ``cgt-arithmetic``; "#", which ends a task, ends a text."""
+    """Return a tokenizer of the 16 symbols of ``cgt-arithmetic``; "#", which ends a task, is the end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,12 +79,12 @@ def symbol_tokenizer() -> Any:
 
 
 def train_bpe(documents: Iterable[str], size: int, total_characters: int) -> Any:
-    """Return a byte-level byte-pair encoding of ``size`` entries (fewer if the text gives no more), deterministic.
+    """Train a byte-level byte-pair encoding of ``size`` entries (fewer if the text yields no more), deterministically.
 
     Args:
         documents: the training split.
         size: entries, including 256 bytes and two special tokens.
-        total_characters: of all documents. Of a large corpus the same leading share of every document is used.
+        total_characters: of all documents. A large corpus is trained on the same leading share of every document.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -106,47 +106,47 @@ def load_tokenizer(name: str, *, separates: bool = True) -> Any:
     """Load the tokenizer ``bytes`` or ``symbols``, or one by ``AutoTokenizer.from_pretrained``.
 
     Args:
-        name: what a user wrote.
-        separates: whether a token that could separate documents is needed.
+        name: the user's setting.
+        separates: whether it must have a token that can separate documents.
 
     Raises:
-        ValueError: if there is no such tokenizer, or it has no such token.
+        ValueError: if there is no such tokenizer, or if it has no such token.
     """
     if name in ("bytes", "symbols"):
         return byte_tokenizer() if name == "bytes" else symbol_tokenizer()
-    if reason := _why_none(name):
-        raise _no_tokenizer(name, reason)
+    if reason := _unavailable_reason(name):
+        raise _tokenizer_error(name, reason)
     from transformers import AutoTokenizer
 
     try:
-        # Without a Hub, what was fetched before still serves.
+        # Without the Hub, a tokenizer that was downloaded before can still be used.
         local = Path(name).expanduser().is_dir()
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not local and not hub_in_reach())
-    except Exception as error:  # hub, file and parse errors of many kinds: to a user there is no such tokenizer
-        raise _no_tokenizer(name, shorten(" ".join(str(error).split()) or type(error).__name__)) from error
+    except Exception as error:  # many kinds of Hub, file and parse errors, which all mean the same to a user
+        raise _tokenizer_error(name, shorten(" ".join(str(error).split()) or type(error).__name__)) from error
     if separates:
         separator_id(tokenizer)
     return tokenizer
 
 
-def _why_none(name: str) -> str:
-    """Return why ``name`` cannot be loaded, checking files only; "" if it can."""
+def _unavailable_reason(name: str) -> str:
+    """Return why ``name`` cannot be loaded, from a look at files and names alone; "" if it may load."""
     path = Path(name).expanduser()
     if exists(path):
         saved = any(any(path.glob(part)) for part in ("*tok*", "*vocab*", "*.model"))
         return "it is a file" if path.is_file() else "" if saved else "no tokenizer was saved there"
     if name.startswith("bpe:"):
-        return "one that is trained anew has other tokens than those that are asked for"
+        return "a newly trained one would have other tokens than those needed"
     if is_path(name):
         return "there is no such folder"
-    fetched = is_cached(name) or is_cached(name, file="tokenizer_config.json")
-    return "" if fetched or hub_in_reach() else "it was not fetched before, and the Hugging Face Hub cannot be reached"
+    downloaded = is_cached(name) or is_cached(name, file="tokenizer_config.json")
+    return "" if downloaded or hub_in_reach() else "it was never downloaded, and the Hugging Face Hub cannot be reached"
 
 
-def _no_tokenizer(name: str, reason: str) -> ValueError:
+def _tokenizer_error(name: str, reason: str) -> ValueError:
     return ValueError(
-        f"cannot load the tokenizer {quoted(name)} ({reason}): it must be 'bytes', 'bpe:N', a folder that a "
-        "tokenizer was saved to, or a name of the Hugging Face Hub that can be reached"
+        f"cannot load the tokenizer {quoted(name)} ({reason}): it must be 'bytes', 'bpe:N', the folder of a saved "
+        "tokenizer, or a name on the Hugging Face Hub, which must be reachable"
     )
 
 
@@ -156,13 +156,13 @@ def separator_id(tokenizer: Any) -> int:
         if value is not None:
             return int(value)
     raise ValueError(
-        f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text token, so documents cannot be told apart; set "
-        "its eos_token and save it again"
+        f"the tokenizer {tokenizer.name_or_path!r} has no end-of-text token to separate documents; set its "
+        "eos_token and save it again"
     )
 
 
 def vocabulary_size(tokenizer: Any) -> int:
-    """Return entries an embedding needs for every id of the tokenizer, added tokens included."""
+    """Return the number of entries that an embedding needs for all ids of the tokenizer, added tokens included."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
@@ -173,7 +173,7 @@ def expected_vocabulary(name: str) -> int | None:
     """
     if name == "none":  # of a task of vectors
         return None
-    return trained_size(name) or vocabulary_size(load_tokenizer(name))
+    return bpe_size(name) or vocabulary_size(load_tokenizer(name))
 
 
 def _is_byte_tokenizer(tokenizer: Any) -> bool:
@@ -182,7 +182,7 @@ def _is_byte_tokenizer(tokenizer: Any) -> bool:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    # A document beyond one batch is cut behind a line end, so that memory stays bounded.
+    # A document longer than one batch is divided after a line end, so that memory stays bounded.
     start = 0
     while len(text) - start > _BATCH_CHARACTERS:
         stop = text.rfind("\n", start, start + _BATCH_CHARACTERS) + 1 or start + _BATCH_CHARACTERS
@@ -199,7 +199,7 @@ def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]
         pieces = list(_pieces(document))
         for i, part in enumerate(pieces):
             texts.append(part)
-            ends.append(i == len(pieces) - 1 and not isinstance(document, Closed))
+            ends.append(i == len(pieces) - 1 and not isinstance(document, TerminatedText))
             characters += len(part)
             if characters >= _BATCH_CHARACTERS:
                 yield texts, ends
@@ -209,8 +209,8 @@ def _batches(documents: Iterable[str]) -> Iterator[tuple[list[str], list[bool]]]
 
 
 @contextlib.contextmanager
-def whole_texts(tokenizer: Any) -> Iterator[Any]:
-    """Return the tokenizer's backend (None for a slow one), set to truncate and pad nothing."""
+def without_truncation(tokenizer: Any) -> Iterator[Any]:
+    """Yield the tokenizer's backend (None for a slow tokenizer) with truncation and padding turned off."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         yield None
@@ -230,13 +230,13 @@ def whole_texts(tokenizer: Any) -> Iterator[Any]:
 def encode(tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
     """Return the token ids of whole texts, without the tokenizer's truncation and padding.
 
-    Lone surrogates, which no tokenizer takes, become question marks. The tokenizer's settings stay as they were.
+    Lone surrogates, which no tokenizer accepts, become question marks. The tokenizer's settings do not change.
     """
     texts = [encodable(text) for text in texts]
-    with whole_texts(tokenizer) as backend:
+    with without_truncation(tokenizer) as backend:
         if backend is None:
             return list(tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
-        # The backend's own batch is several times faster than the wrapper, which builds masks and offsets too.
+        # The backend's batch method is several times faster than the wrapper, which also builds masks and offsets.
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
@@ -248,11 +248,11 @@ def text_start(tokenizer: Any) -> list[int]:
 
 
 def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[tuple[int, int, list[int]]]:
-    """Cut ids into windows of ``length`` that each begin with ``start``; a remainder that fills none is dropped.
+    """Divide ids into windows of ``length`` that each begin with ``start``; an incomplete window at the end is dropped.
 
     Args:
         ids: of text, without special tokens around it.
-        start: ``text_start`` of the tokenizer. It counts toward ``length``, and is not repeated where it stands.
+        start: ``text_start`` of the tokenizer. It counts toward ``length``, and is not added if it is there already.
         length: tokens per window.
 
     Yields:
@@ -265,24 +265,24 @@ def windows(ids: Sequence[int], start: Sequence[int], length: int) -> Iterator[t
         raise ValueError(f"the tokenizer puts {len(start)} tokens before every text; windows of {length} hold no more")
     begin, prefix = 0, list(start)
     while begin < len(ids):
-        lead = [] if list(ids[begin : begin + len(prefix)]) == prefix else prefix
-        end = begin + length - len(lead)
+        added = [] if list(ids[begin : begin + len(prefix)]) == prefix else prefix
+        end = begin + length - len(added)
         if end > len(ids):
             return
-        yield begin, end, [*lead, *ids[begin:end]]
+        yield begin, end, [*added, *ids[begin:end]]
         begin = end
 
 
 def encode_documents(tokenizer: Any, documents: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the token ids of all documents in order, each closed by ``separator_id``, as arrays of some length.
+    """Yield the token ids of all documents in order, each ended by ``separator_id``, as arrays of varying length.
 
-    Conversations are written by the tokenizer's chat template, and closed if that does not close them.
+    The tokenizer's chat template renders conversations; the separator is added unless the template ends with it.
     """
     separator = separator_id(tokenizer)
     as_bytes = _is_byte_tokenizer(tokenizer)
     special = re.compile("|".join(map(re.escape, (END, PAD))))
     for texts, ends in _batches(render_conversations(tokenizer, documents)):
-        # Text that spells out a special token goes through the tokenizer, which gives it that token's id.
+        # Text that spells out a special token goes through the tokenizer, which returns that token's id.
         if as_bytes and not any(special.search(text) for text in texts):
             encoded: Any = [np.frombuffer(text.encode(), dtype=np.uint8) for text in map(encodable, texts)]
         else:
