@@ -10,7 +10,7 @@ from torch import nn
 
 import relinear
 from relinear.bench.operators import Case, bench_case
-from relinear.bench.report import _layers
+from relinear.bench.report import _table
 from relinear.bench.run import BenchSettings, merge_runs
 from relinear.contract.operator import OperatorConfig
 from relinear_cli.main import main
@@ -70,7 +70,7 @@ def test_results_of_earlier_versions_are_read():
     """Their rows call the phase ``passed``."""
     row = {"contender": "x", "in_features": 4, "out_features": 4, "tokens": 1, "dtype": "float32", "mode": "eager"}
     row |= {"ratio": 0.5}
-    assert _layers([row | {"passed": "step"}], {"x": ""}) == _layers([row | {"phase": "step"}], {"x": ""})
+    assert _table([row | {"passed": "step"}], {"x": ""}) == _table([row | {"phase": "step"}], {"x": ""})
 
 
 def _row(contender, ratio, error=None):

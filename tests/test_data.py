@@ -243,7 +243,7 @@ def no_network(monkeypatch):
 def test_a_document_beyond_what_a_string_holds(tmp_path, monkeypatch):
     monkeypatch.setattr("relinear.data.sources._LARGEST_DOCUMENT", 10)
     (tmp_path / "a.txt").write_text("more than ten bytes")
-    with pytest.raises(ValueError, match=r"a\.txt is one document of .* cut it into several files"):
+    with pytest.raises(ValueError, match=r"a\.txt is one document of .* split it into several files"):
         texts(tmp_path, "all")
 
 
@@ -340,7 +340,7 @@ def test_a_part_of_hub_data_is_streamed_once(hub, tmp_path):
 
 def test_the_hub_out_of_reach_is_one_error(monkeypatch):
     monkeypatch.setattr("relinear.data.sources.hub_in_reach", lambda: False)
-    with pytest.raises(ValueError, match=r"'nobody/some' is not a local file.*out of reach"):
+    with pytest.raises(ValueError, match=r"'nobody/some' is not a local file.*cannot be reached"):
         texts("nobody/some")
 
 

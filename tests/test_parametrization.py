@@ -238,7 +238,7 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="optimizer='adamw', or weight_decay=0"):
         MUP.updated(optimizer="adam")
     assert MUP.updated(optimizer="adam", weight_decay=0).parametrization == "mup"
-    with pytest.raises(ValueError, match="Linear holds no Hugging Face model"):
+    with pytest.raises(ValueError, match="Linear contains no Hugging Face model"):
         parameter_groups(torch.nn.Linear(2, 2), MUP)
 
 

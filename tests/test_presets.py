@@ -178,5 +178,5 @@ def test_a_run_may_start_from_torchs_own_weights(tmp_path):
     assert torch.equal(ours.get_input_embeddings().weight, ours.lm_head.weight)
     assert not torch.equal(stock.get_input_embeddings().weight, ours.get_input_embeddings().weight)
     stock.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model_init='torch' is for presets"):
+    with pytest.raises(ValueError, match="model_init='torch' needs a preset"):
         train(TrainSettings(model=str(tmp_path), model_init="torch"), tmp_path / "run")

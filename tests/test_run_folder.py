@@ -401,7 +401,7 @@ def test_an_analysis_replaces_its_own_files_alone(saved, tmp_path, capfd):
 
 
 def test_a_benchmark_that_has_ended_is_measured_again_and_renamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "_child", lambda *arguments, **how: {"rows": []})
+    monkeypatch.setattr(bench, "_measure_in_process", lambda *arguments, **how: {"rows": []})
     monkeypatch.setattr("relinear.bench.report.draw_layers", lambda rows, stem: put(stem.with_suffix(".png"), "ours"))
     for number in range(3):
         bench.run_bench(bench.BenchSettings(), tmp_path)

@@ -201,8 +201,8 @@ def test_wrong_tokenizers(tmp_path, as_bytes, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot load the tokenizer 'nobody/none'"):
         load_tokenizer("nobody/none")
     for name, reason in {
-        "nobody/none": "it was not fetched before, and the Hugging Face Hub cannot be reached",
-        "nobody": "it was not fetched before, and the Hugging Face Hub cannot be reached",
+        "nobody/none": "it was never downloaded, and the Hugging Face Hub cannot be reached",
+        "nobody": "it was never downloaded, and the Hugging Face Hub cannot be reached",
         str(tmp_path / "none"): "there is no such folder",
         "./none": "there is no such folder",
         "a/b/none": "there is no such folder",

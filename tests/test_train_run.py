@@ -97,7 +97,7 @@ def test_model_of_a_run_is_trained_on(tmp_path, corpus):
     further = run_settings(corpus, model=str(tmp_path / "one" / "model"), model_overrides={}, operators={}, steps=2)
     second = train(further, tmp_path / "two")
     assert second.initial_perplexity == pytest.approx(first.perplexity, rel=1e-3)
-    with pytest.raises(ValueError, match="model_overrides is for presets"):
+    with pytest.raises(ValueError, match="model_overrides needs a preset"):
         train(further.updated(model_overrides={"hidden_size": 8}), tmp_path / "three")
 
 

@@ -38,7 +38,7 @@ def serve(threads: int) -> None:
             module = build_layer(*sizes[:2], bias=False).to(case.dtype)
             values, run = bench._context_values([module], case.tokens), bench._call(module, case)
             asked = {"calls": 2}
-        with bench._in_context(values, case.dtype):
+        with bench._with_context(values, case.dtype):
             start = clock()
             for _ in range(asked["calls"]):
                 run()

@@ -64,7 +64,7 @@ class DistillReport:
         rows = [[cell.text for cell in row.shown] for row in shown.rows]
         for fit, row in zip(self.layers, rows, strict=True):
             row.append("worse than an output of zeros" if fit.worse_than_zeros else "")
-        table = columns([[*shown.head, ""], *rows], left=2)
+        table = columns([[*shown.head, ""], *rows], left_aligned=2)
         if self.perplexity_before is not None and self.perplexity is not None:
             stated = f"{self.perplexity_before:,.2f} before, {self.perplexity:,.2f} after"
             table += f"\nperplexity on tokens that were not fitted on: {stated}"
