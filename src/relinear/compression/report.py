@@ -134,7 +134,7 @@ def _loss_change(evaluation: Mapping[str, Any], where: str) -> str:
 def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
     """Return a table of losses on the corpus and on other texts."""
     where = "unseen text of the corpus" if evaluation["unseen"] else "text of the calibration"
-    rows = [("loss, nats a token", "tokens", "original", "compressed", "above", "next token as the original's")]
+    rows = [("loss, nats per token", "tokens", "original", "compressed", "above", "next token as the original's")]
     for name, one in {where: evaluation, **evaluation["elsewhere"]}.items():
         above = f"{one['nats']:+z.3f}" + ("" if one["interval"] is None else f" ± {one['interval']:.3f}")
         losses = f"{one['loss_before']:.3f}", f"{one['loss']:.3f}"

@@ -20,9 +20,9 @@ from relinear.system.progress import Progress, ProgressCallback, no_progress
 
 _TEMPLATE = "explore/explore.html"
 _LIVE = (
-    "A unit is one dimension of a hook point: a gate, a dimension of a latent, a channel of what a layer puts out. "
-    "Look whether its texts have something in common that the texts of the random control unit lack, and whether "
-    "changing it does more than changing that one."
+    "A unit is one dimension of a hook point: a gate, a dimension of a latent, a channel of a layer's output. "
+    "Check whether its texts share something that the texts of the random control unit lack, and whether "
+    "changing it has a larger effect than changing the control."
 )
 _STATIC = (
     _LIVE + " This file holds no model. To type texts or change units, run relinear explore on the model's directory."
