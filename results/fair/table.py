@@ -35,7 +35,7 @@ def tried(folder: Path) -> list[dict[str, Any]]:
 def edges(rows: list[dict[str, Any]], warmup: float) -> list[str]:
     """Names of the settings whose best value is at an end of what was tried."""
     found = []
-    for name, short in (("learning_rate", "rate"), ("initializer_range", "start")):
+    for name, short in (("learning_rate", "rate"), ("initializer_range", "init")):
         values = {row[name] for row in rows}
         if len(values) > 1 and rows[0][name] in (min(values), max(values)):
             found.append(short)
@@ -108,7 +108,7 @@ def table(found: dict[str, Any], reference: str) -> str:
         cells.append(f"{np.mean(one['validation_losses']):.3f}")
         cells.append("" if away is None else f"{away['mean']:+.3f} [{away['low']:+.3f}, {away['high']:+.3f}]")
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| entry | rate | start | warm-up | at an edge |", "| --- | --- | --- | --- | --- |"]
+    lines += ["", "| entry | rate | init | warm-up | at an edge |", "| --- | --- | --- | --- | --- |"]
     for name, one, _ in rows(found, reference):
         told = "–" if one["edges"] is None else ", ".join(one["edges"]) or "none"
         values = (one[key] for key in ("learning_rate", "initializer_range", "warmup_ratio"))
