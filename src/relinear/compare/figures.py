@@ -17,13 +17,14 @@ Entry = EntryResult
 Colours = Mapping[str, str]
 
 
-def loss_unit(train: Mapping[str, Any]) -> str:
+def loss_unit(train: Mapping[str, Any] | None) -> str:
     """Return the unit of losses under settings of training: nats per byte if tokens are bytes, else per token."""
-    return f"nats per {'byte' if (train.get('data') or {}).get('tokenizer') == 'bytes' else 'token'}"
+    data = (train or {}).get("data") or {}
+    return f"nats per {'byte' if data.get('tokenizer') == 'bytes' else 'token'}"
 
 
 def _loss_axis(entries: Sequence[Entry], bounds: tuple[float, float] | None = None) -> Axis:
-    return Axis(title=f"validation loss ({loss_unit(entries[0]['settings'])})", bounds=bounds)
+    return Axis(title=f"validation loss ({loss_unit(entries[0].get('settings'))})", bounds=bounds)
 
 
 def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
@@ -170,7 +171,8 @@ def budgets(
         line = _line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}")
         shown.append(line if whole else dataclasses.replace(line, hollow=True))
     bottom = Axis(title="training tokens, each with a whole schedule", log=True, ticks={v: _short(v) for v in x})
-    return [Panel(shown, bottom, Axis(title=f"gap to {reference} ({loss_unit(entries[0]['settings'])})"), [Guide(y=0)])]
+    side = Axis(title=f"gap to {reference} ({loss_unit(entries[0].get('settings'))})")
+    return [Panel(shown, bottom, side, [Guide(y=0)])]
 
 
 def file_sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget]) -> list[Panel]:

@@ -322,7 +322,7 @@ def scale_section(directory: str | Path) -> Section:
     entries = results["entries"]
     palette = colours([entry["name"] for entry in entries])
     text = "Loss against {}: a point per size, and every entry's power law."
-    unit = figures.loss_unit((results.get("recipe") or {}).get("train") or {})
+    unit = figures.loss_unit((results.get("recipe") or {}).get("train"))
     live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES, unit), text)
     crossed = sum(": cross " in verdict for verdict in results["verdicts"])
     blocks: list[Block] = [
