@@ -145,9 +145,9 @@ def test_every_gap_is_in_the_record_that_it_names(make) -> None:
 
 def test_a_claim_asks_for_gaps_that_are_there(make) -> None:
     evidence = make("evidence")
-    assert len(evidence.select("Rotor from scratch less dense")) == 2
-    with pytest.raises(ValueError, match="no gap 'HDPL less nothing'"):
-        evidence.select("HDPL less nothing")
+    assert len(evidence.select("Rotor from scratch minus dense")) == 2
+    with pytest.raises(ValueError, match="no gap 'HDPL minus nothing'"):
+        evidence.select("HDPL minus nothing")
 
 
 def test_no_difference_takes_a_half_width_below_half_of_the_papers_effect(make) -> None:
@@ -168,10 +168,10 @@ def test_no_difference_takes_a_half_width_below_half_of_the_papers_effect(make) 
 @pytest.mark.parametrize(
     ("verdict", "gap", "match"),
     [
-        ("held", "Transponder less DeepNorm", "a gap is inconclusive"),
-        ("did not hold", "Transponder less DeepNorm", "no gap excludes zero"),
-        ("proved", "Transponder less DeepNorm", "verdicts are held"),
-        ("held", "CCL less dense of its width", None),
+        ("held", "Transponder minus DeepNorm", "a gap is inconclusive"),
+        ("did not hold", "Transponder minus DeepNorm", "no gap excludes zero"),
+        ("proved", "Transponder minus DeepNorm", "verdicts are held"),
+        ("held", "CCL minus dense of its width", None),
     ],
 )
 def test_a_verdict_needs_gaps_that_support_it(make, verdict, gap, match) -> None:

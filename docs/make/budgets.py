@@ -61,7 +61,7 @@ def picture(theme: str, paper: str) -> str:
     parts.append(svg.text((LEFT + WIDTH) / 2, height - 10, "tokens", soft))
     for number, ((name, found), colour) in enumerate(zip(lines.items(), (*colours, ink), strict=False)):
         parts.append(svg.circle(8, 32 + 18 * number, colour))
-        parts.append(svg.text(20, 36 + 18 * number, f"less {name}", soft, "start"))
+        parts.append(svg.text(20, 36 + 18 * number, f"minus {name}", soft, "start"))
         places = [place(row.tokens, mean(row.gaps)) for row in found]
         parts += [svg.line(*here, *there, colour, 1.2) for here, there in itertools.pairwise(places)]
         for row, (x, y) in zip(found, places, strict=True):

@@ -22,15 +22,15 @@ __all__ = ["PAPERS", "Claim", "in_readme", "pages", "papers"]
 
 PAPERS = ("hdpl", "ccl", "transponder", "cgt", "rotor")
 VERDICTS = {
-    "held": "measured, and it is so",
-    "partly": "one part held, another did not, or a condition applies",
-    "did not hold": "measured, and it is not so",
-    "inconclusive": "too few seeds, or the runs differ in other settings, too",
+    "held": "measured and confirmed",
+    "partly": "confirmed in part, or under a condition",
+    "did not hold": "measured and contradicted",
+    "inconclusive": "too few seeds, or the runs also differ in other settings",
 }
 #: what stands in the place of a verdict
 OTHERS = {
-    "not run": "the code is tested, the run was not made",
-    "not asked": "measured; the paper does not claim it",
+    "not run": "the code is tested, the experiment was not run",
+    "not claimed": "measured; the paper makes no such claim",
 }
 #: characters of a claim, words of its summary, words of a text that is not split into points
 LONGEST, MOST_WORDS, PARAGRAPH = 60, 8, 60
@@ -123,7 +123,7 @@ def _overview() -> str:
         "## What was planned, and what it changed",
         told["planned"],
         folded(f"Table of the {len(told['plans']['rows'])} plans", table(told["plans"]["head"], told["plans"]["rows"])),
-        "Each paper's page ends with every equation: where it is in the code, its test, and what differs.",
+        "Each paper's page ends with its equations: where each is in the code, its test, and what differs.",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -157,13 +157,13 @@ def _page(paper: Mapping[str, Any]) -> str:
         forest.in_page("../pictures", name),
         *([budgets.in_page("../pictures", name)] if name in budgets.PAPERS else []),
         table(["the paper says", "verdict", "in short"], [[c.says, f"**{c.verdict}**", c.brief] for c in claims]),
-        "## What was found\n\nEach claim unfolds; letters name the runs at the end.",
+        "## What was found\n\nOpen a claim for details; letters refer to the runs at the end.",
         *map(_found, claims),
         folded("The runs: commands, budgets, pages with machine and settings", "\n\n".join(runs)),
         folded("How to read the intervals", _read("overview")["notes"].strip()),
         "## The paper, line by line",
-        'Each item has a test that holds it to the paper, or a reason why it differs. "Not run" means that its parts '
-        "are here and its run is not.",
+        'Each item has a test that compares it with the paper, or a reason why it differs. "Not run": the code is '
+        "there, the experiment was not run.",
         *itertools.starmap(_lines, _read(f"lines/{name}").items()),
         "[All claims](../claims.md)",
     ]
@@ -183,7 +183,7 @@ def _lines(part: str, rows: Sequence[Mapping[str, str]]) -> str:
 
 def _found(claim: Claim) -> str:
     says = claim.whole or claim.says
-    said = f"In the paper ({claim.where}): {says}." if claim.where else "The paper does not ask this."
+    said = f"In the paper ({claim.where}): {says}." if claim.where else "The paper makes no such claim."
     text = f"{claim.found}."
     if claim.rows:
         text += f" {evidence.described(claim.rows, claim.unit)}."

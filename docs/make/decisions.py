@@ -43,7 +43,7 @@ SPANS = (
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The first arm's loss less the second's, by seed, in short and in long runs of a study."""
+    """The first arm's loss minus the second's, by seed, in short and in long runs of a study."""
 
     study: str
     first: str
@@ -125,11 +125,11 @@ def in_page() -> str:
         studies = ", ".join(dict.fromkeys(pair.study.partition(",")[0] for pair in found))
         lines.append([_span(short), _span(long), _share(found), _share(told), studies])
     rows = [
-        [pair.study, f"{pair.first} less {pair.second}", *_gaps(pair), "yes" if pair.same else "**no**"]
+        [pair.study, f"{pair.first} minus {pair.second}", *_gaps(pair), "yes" if pair.same else "**no**"]
         for short, long in SPANS[1:]
         for pair in pairs(short, long)
     ]
-    head = ["study", "arms", "short: tokens, gap", "long: tokens, gap", "same order"]
+    head = ["study", "models", "short: tokens, gap", "long: tokens, gap", "same order"]
     return "\n\n".join(
         [
             table(["short run", "long run", "same order", "of those distinguishable", "studies"], lines),

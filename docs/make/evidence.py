@@ -26,18 +26,18 @@ BYTES = 4.25
 _OF_BYTES = ("transponder", "cgt", "fair")
 #: tokens that the papers train on
 _OF_PAPER = {"HDPL": 1.31e9, "CCL": 20.5e6, "Transponder": 1.2e9, "CGT": 400_000 * 128 * 512}
-#: what a row says beside its figures -> its field
+#: note on a row -> its field
 _NOTES = {
-    "Best setting at an end of the search": "ends",
+    "Best setting at the edge of the search": "ends",
     "Not tuned": "fixed",
     "Inconclusive: the runs differ in other settings, too": "unlike",
-    "The interval lacks the error of the evaluation text": "lost",
+    "Interval without the error of the evaluation text": "lost",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A method less its control, below zero where the method is better.
+    """A method minus its control, below zero where the method is better.
 
     Attributes:
         gaps: of every seed, in nats.
@@ -49,9 +49,9 @@ class Row:
         of: seeds that a gap is the mean of, where it alone was kept.
         error: standard error of the evaluation, where losses by block were kept.
         printed: half of the interval's width where the command's own table alone was kept.
-        ends: best settings that lay at an end of the search.
+        ends: best settings at the edge of the search.
         fixed: what was not tuned.
-        unlike: what the arms differ in beside the claim, so that no verdict follows.
+        unlike: what else the arms differ in, so that no verdict follows.
         lost: why the error of the evaluation text is not in the interval.
         cost: FLOPs and time of a training step over the control's; FLOPs alone where it was not timed.
         drawn: whether it stands in the forest plot.
@@ -78,7 +78,7 @@ class Row:
     @property
     def name(self) -> str:
         """As claims name it."""
-        return f"{self.method} less {self.control}"
+        return f"{self.method} minus {self.control}"
 
     @property
     def seeds(self) -> int:
@@ -136,7 +136,7 @@ def rows(drawn: bool = True) -> tuple[Row, ...]:
 
 
 def select(name: str) -> list[Row]:
-    """Rows that are called so, "METHOD less CONTROL". Raises ValueError where there is none."""
+    """Rows that are called so, "METHOD minus CONTROL". Raises ValueError where there is none."""
     found = [row for row in rows(drawn=False) if row.name == name]
     if not found:
         raise ValueError(f"results/gaps.yaml has no gap {name!r}")
@@ -150,11 +150,11 @@ def described(found: Sequence[Row], unit: str) -> str:
     where = ", ".join(dict.fromkeys(row.where for row in found if row.where))
     said = ["The paper prints no effect in this unit"]
     if effects:
-        said = [f"The paper's effect{' at its least' * (len(set(effects)) > 1)}: {min(effects):.2g} {unit} ({where})"]
+        said = [f"The paper's {'smallest ' * (len(set(effects)) > 1)}effect: {min(effects):.2g} {unit} ({where})"]
     reached = " to ".join(dict.fromkeys(f"{pick(halves):.3f}" for pick in (min, max))) if halves else "none, one seed"
-    said.append(f"Half-width reached: {reached}")
+    said.append(f"Half-width of our interval: {reached}")
     if any(row.printed is not None for row in found):
-        said.append("Of one row losses by seed are lost: its interval is what the command printed")
+        said.append("For one row the losses by seed are lost; its interval is the one that the command printed")
     for head, field in _NOTES.items():
         named = ", ".join(dict.fromkeys(one for row in found for one in getattr(row, field).split(", ") if one))
         said += [f"{head}: {named}"] * bool(named)
@@ -174,7 +174,7 @@ def in_results() -> str:
         lines.append(
             [
                 str(number),
-                f"[{row.method}]({row.folder}/README.md) less {row.control}",
+                f"[{row.method}]({row.folder}/README.md) minus {row.control}",
                 f"{row.budget or 'a fit'}, {row.seeds} seed{'s' * (row.seeds > 1)}",
                 found,
                 "–" if row.effect is None else signed(row.effect, 3),
@@ -183,6 +183,6 @@ def in_results() -> str:
                 f"**{row.verdict}**",
             ]
         )
-    head = ["", "gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "FLOPs, time", "verdict"]
+    head = ["", "gap", "tokens, seeds", "nats [95 %]", "paper's", "half-width", "FLOPs, time", "result"]
     notes = [f"- {said} (rows {', '.join(numbers)})." for said, numbers in noted.items() if numbers]
     return table(head, lines) + "\n\n" + "\n".join(notes)

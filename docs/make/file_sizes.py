@@ -136,7 +136,7 @@ def in_page() -> str:
                 row = Row(_named(entry), "dense", gap["values"], error=gap["standard_error"])
                 cells[2], cells[4] = with_interval(gap), f"**{row.verdict}**"
             rows.append(cells)
-    head = ["file, structure", "loss", "gap to dense [95 %]", "parameters and file", "verdict"]
+    head = ["file, structure", "loss", "gap to dense [95 %]", "parameters and file", "result"]
     alt = {
         "file-sizes": _described(),
         "file-sizes-bits": "Loss of short runs of every structure by the bits of a weight, at one file size",

@@ -18,7 +18,7 @@ THEMES = svg.THEMES
 WIDTH, EDGE, STEP, TOP = 400, 14, 37, 130
 ALT = (
     "Forest plot: gaps in nats of HDPL, CCL, Transponder, rotors and CGT to their controls, with intervals over seeds, "
-    "beside the papers' effects"
+    "and the papers' effects"
 )
 #: what became of a paper's method, above its rows
 IN_SHORT = {
@@ -80,7 +80,7 @@ def picture(theme: str, paper: str = "") -> str:
         svg.circle(8, 52, soft),
         svg.text(20, 56, "grey: the runs differ in other settings, too", soft, "start"),
     ]
-    key.append(svg.text(0, 73, "* best setting at an end", soft, "start", size=SMALL))
+    key.append(svg.text(0, 73, "* best setting at the edge", soft, "start", size=SMALL))
     key.append(svg.text(WIDTH, 73, "tokens, share of the paper's, seeds", soft, "end", size=SMALL))
     return svg.whole(WIDTH, bottom + 42, described(paper), [*axis, *key, *parts])
 
