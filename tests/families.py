@@ -253,45 +253,43 @@ def page(record: Mapping[str, Any]) -> str:
     notes: dict[str, int] = {}
     whole = [family for family, cells in families.items() if _is_whole(cells)]
     rows = [
-        f"| `{family}` | {_layers(cells, notes)} | {' | '.join(_cell(c, notes) for c in cells.values())} |"
+        f"| `{family}` | {_layers(cells, notes)} | {_working(cells, notes)} | {_not_working(cells, notes)} |"
         for family, cells in families.items()
         if family not in whole
     ]
     states = [cell["status"] for cells in families.values() for cell in cells.values()]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in (OK, REFUSED, FAILED))
+    counts = f"{states.count(OK)} pairs work, {states.count(REFUSED)} are refused, {states.count(FAILED)} {FAILED}"
     lines = [
         "# Families of models",
         "",
         "![One operator's code serves every family of models](pictures/guide-families.svg)",
         "",
-        f"Six operators ({', '.join(operators)}) in a tiny model of each family, in the place of every linear",
-        f"layer: {counts}.",
+        f"Six operators ({', '.join(operators)}), each in every linear layer of a tiny model of each family:",
+        f"{counts}.",
         "",
         f"**All six work in all linear layers of** {', '.join(f'`{name}`' for name in whole)} (each a `model_type`).",
         "",
-        "The others, with the number of layers replaced; numbers in brackets are notes:",
+        "The others; numbers in brackets are notes:",
         "",
-        f"| family | replaced | {' | '.join(operators)} |",
-        f"| --- | --- | {' | '.join('---' for _ in operators)} |",
+        "| family | layers replaced | works | refused |",
+        "| --- | --- | --- | --- |",
         *rows,
         "",
-        "- **ok**: the model trained one step and generated four tokens, with a cache and without. It was saved, and",
-        "  loaded in another process, where it gave the same tokens, and the same logits within",
-        f"  {record['tolerance']:.0e}.",
-        "- **refused**: `attach_` or `replace_` declines before anything runs.",
-        "- **FAILED**: the command below ends with status 1.",
+        "- **works**: the model trains one step and generates four tokens, with a cache and without. Saved and loaded in",
+        f"  another process, it gives the same tokens, and the same logits within {record['tolerance']:.0e}.",
+        "- **refused**: `attach_` or `replace_` raises an error before anything runs.",
         "",
-        'Experts that are held as one tensor become layers by `relinear.attach_(model, "separate_experts")`;',
-        "`relinear.compress` does so by itself.",
+        'Experts stored as one tensor become layers by `relinear.attach_(model, "separate_experts")`; `relinear.compress`',
+        "does this for you.",
     ]
     if notes:
         lines += ["", "## Notes", "", *(f"{n}. {text}" for text, n in notes.items())]
     lines += [
         "",
-        "## Again",
+        "## Run it again",
         "",
-        f"`make families` runs this. The page is of {record['date']}, torch {record['torch']} and transformers "
-        f"{record['transformers']}; settings are in `results/families.json`.",
+        f"`make families` makes this page. Last run: {record['date']}, torch {record['torch']}, transformers "
+        f"{record['transformers']}. Settings are in `results/families.json`.",
         "",
         "<!-- not run (minutes): every operator in a model of every family -->",
         "```sh",
@@ -324,16 +322,28 @@ def _layers(cells: Mapping[str, Any], notes: dict[str, int]) -> str:
 _HEADS = ("output head", "tied to the embedding")
 
 
-def _cell(cell: Mapping[str, Any], notes: dict[str, int]) -> str:
-    if cell["status"] == OK and "note" not in cell:
-        return OK
+def _working(cells: Mapping[str, Any], notes: dict[str, int]) -> str:
+    working = [name for name, cell in cells.items() if cell["status"] == OK]
+    noted = sorted({_number(cell, notes) for cell in cells.values() if cell["status"] == OK and "note" in cell})
+    names = f"all {len(cells)}" if len(working) == len(cells) else ", ".join(working) or "none"
+    if 1 < len(working) < len(cells):
+        names = f"all but {', '.join(name for name in cells if name not in working)}"
+    return f"{names} ({', '.join(map(str, noted))})" if noted else names
+
+
+def _not_working(cells: Mapping[str, Any], notes: dict[str, int]) -> str:
+    others = {name: cell for name, cell in cells.items() if cell["status"] != OK}
+    failed = {name: f" {FAILED}" * (cell["status"] == FAILED) for name, cell in others.items()}
+    return ", ".join(f"{name}{failed[name]} ({_number(cell, notes)})" for name, cell in others.items()) or "–"
+
+
+def _number(cell: Mapping[str, Any], notes: dict[str, int]) -> int:
     text = {OK: cell.get("note"), REFUSED: cell.get("message")}.get(
         cell["status"], f"{cell.get('step')}: {cell.get('message')}"
     )
     text = " ".join(text.split()).partition("; ")[0]  # without the advice
     text = text if len(text) <= _MESSAGE else f"{text[:_MESSAGE].rstrip()} ..."
-    number = notes.setdefault(text, len(notes) + 1)
-    return f"{cell['status']} ({number})"
+    return notes.setdefault(text, len(notes) + 1)
 
 
 def main(arguments: list[str] | None = None) -> int:
