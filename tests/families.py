@@ -275,12 +275,12 @@ def page(record: Mapping[str, Any]) -> str:
         "| --- | --- | --- | --- |",
         *rows,
         "",
-        "- **works**: the model trains one step and generates four tokens, with a cache and without. Saved and loaded in",
-        f"  another process, it gives the same tokens, and the same logits within {record['tolerance']:.0e}.",
+        "- **works**: the model trains one step and generates four tokens, with a cache and without. Saved and loaded",
+        f"  in another process, it gives the same tokens, and the same logits within {record['tolerance']:.0e}.",
         "- **refused**: `attach_` or `replace_` raises an error before anything runs.",
         "",
-        'Experts stored as one tensor become layers by `relinear.attach_(model, "separate_experts")`; `relinear.compress`',
-        "does this for you.",
+        'Experts stored as one tensor become layers by `relinear.attach_(model, "separate_experts")`;',
+        "`relinear.compress` does this for you.",
     ]
     if notes:
         lines += ["", "## Notes", "", *(f"{n}. {text}" for text, n in notes.items())]

@@ -73,6 +73,8 @@ def pages() -> dict[Path, str]:
     readme, results = DOCS.parent / "README.md", measured.RESULTS / "README.md"
     found[readme] = filled(readme.read_text(encoding="utf-8"), {"claims": claims.in_readme}, "README")
     found[results] = filled(results.read_text(encoding="utf-8"), {"gaps": evidence.in_results}, "results")
+    structures = measured.RESULTS / "bytes" / "README.md"
+    found[structures] = filled(structures.read_text(encoding="utf-8"), {"file_sizes": file_sizes.in_page}, "bytes")
     for theme in forest.THEMES:
         for paper in ("", *claims.PAPERS):
             found[DOCS / "pictures" / f"{forest.file_name(paper)}-{theme}.svg"] = forest.picture(theme, paper)

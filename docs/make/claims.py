@@ -13,7 +13,6 @@ from typing import Any
 import budgets
 import decisions
 import evidence
-import file_sizes
 import forest
 from measured import RESULTS, folded, table
 from relinear.compare.recipe import read_yaml
@@ -114,9 +113,7 @@ def _overview() -> str:
         told["drawn"],
         table(["verdict", *names], lines),
         table(["verdict", "claims", "meaning"], legend),
-        "## Is a structure worth its bytes?",
         told["bytes"],
-        file_sizes.in_page(),
         "## How far short runs decide",
         told["short"],
         decisions.in_page(),

@@ -125,7 +125,7 @@ def _described() -> str:
 
 
 def in_page() -> str:
-    """Pictures and table of the page of claims."""
+    """Pictures and table, for the page of results/bytes."""
     rows = []
     for size in _sizes():
         for entry in _by_loss(size):
@@ -142,4 +142,4 @@ def in_page() -> str:
         "file-sizes-bits": "Loss of short runs of every structure by the bits of a weight, at one file size",
     }
     below = folded("Table of losses, gaps and files", table(head, rows))
-    return "\n\n".join([*(svg.themed(f"pictures/{name}", alt[name]) for name in PICTURES), below])
+    return "\n\n".join([*(svg.themed(f"../../docs/pictures/{name}", alt[name]) for name in PICTURES), below])
