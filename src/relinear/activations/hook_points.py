@@ -1,8 +1,8 @@
-"""Hook points: activations inside a model that can be read and changed while it runs. Their names are
+"""Hook points: activations inside a model that can be read and changed while it runs.
 
-- an operator's latent: the operator's name, ``model.layers.0.self_attn.q_proj``;
-- a gate: its module's name and its own, ``...up_proj.basis_gate``, ``...down_proj.modulator.channel``;
-- a layer's output: the layer's name and ``output``.
+- An operator's latent has the operator's name, ``model.layers.0.self_attn.q_proj``.
+- A gate has its module's name followed by its own, ``...up_proj.basis_gate``, ``...down_proj.modulator.channel``.
+- A layer's output has the layer's name followed by ``output``.
 
 A hook point has at most one ``ActivationHook``: the module passes the value to it and uses the result.
 """
@@ -32,7 +32,7 @@ LATENT = "latent"
 
 
 class Latent(NamedTuple):
-    """A Gaussian latent of one forward: the z in use, and mu, logvar and ``sigma`` of its posterior; all (..., R)."""
+    """Hold a Gaussian latent of one forward: its value z, its posterior's mu, logvar and ``sigma``; all (..., R)."""
 
     z: Tensor
     mu: Tensor
@@ -41,8 +41,8 @@ class Latent(NamedTuple):
     @property
     def sigma(self) -> Tensor:
         """Return the posterior's standard deviation, exp(logvar / 2)."""
-        # Computed on access: an observed forward must save the same tensors for backward as any other, or gradient
-        # checkpointing could not match the two after the end of the block.
+        # Computed on access: a forward with observers must save the same tensors for backward as one without. If the
+        # backward runs after the block, gradient checkpointing compares the two.
         return torch.exp(0.5 * self.logvar)
 
 
@@ -73,10 +73,10 @@ class ActivationHook:
 
 
 class HasHookPoints:
-    """Mixin for modules with hook points, such as gates: ``forward`` passes each value through ``_hooked``.
+    """Give a module, such as a gate, hook points: its ``forward`` passes each value through ``_hooked``.
 
-    It must be the first base class. If ``_is_intervened`` is False, hooks only read: the forward may still use its
-    fused kernel after passing the values to them.
+    It must be the first base class. If ``_is_intervened`` is False, hooks only read: ``forward`` passes the values to
+    them and may still use its fused kernel.
     """
 
     #: kind of the values, in one word
@@ -111,7 +111,7 @@ class HasHookPoints:
 
 
 class LatentOperator(HasHookPoints, Operator):
-    """An operator with a latent: its forward calls ``self._latent_hook``, unless it is None, and decodes the result."""
+    """Base of operators with a latent: their ``forward`` passes it through ``_latent_hook``, if set, and decodes it."""
 
     hook_kind = LATENT
     _latent_tap = RenamedHook("_latent_hook")
@@ -131,7 +131,7 @@ class LatentOperator(HasHookPoints, Operator):
 
 @dataclasses.dataclass(eq=False)
 class HookPoint:
-    """The value ``name`` of a module, with ``size`` dimensions, to which one hook can be attached.
+    """Name a value of a module to which one hook can be attached; ``size`` is its number of dimensions.
 
     ``kind`` is "latent", "gate" or another ``hook_kind``, or "output". ``set_hook(None)`` removes the hook.
     """
@@ -146,7 +146,7 @@ class HookPoint:
 
     def set_hook(self, hook: ActivationHook | None) -> None:
         # a new mapping, so that a compiled forward sees the change
-        hooks = {name: other for name, other in (self.module._activation_hooks or {}).items() if name != self.name}
+        hooks = {n: h for n, h in (self.module._activation_hooks or {}).items() if n != self.name}
         self.module._activation_hooks = (hooks if hook is None else hooks | {self.name: hook}) or None
 
 
@@ -203,7 +203,10 @@ def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoi
 def with_hooks(
     points: Mapping[str, HookPoint], interventions=(), observers=(), value=None, intervened_model: Any = None
 ) -> Iterator[Any]:
-    """Add interventions and observers, by name of hook point, within the block; yield ``value``."""
+    """Add interventions and observers, by name of hook point, within the block; the ``with`` statement gives ``value``.
+
+    Raises ValueError if ``intervened_model`` trains with gradient checkpointing.
+    """
     if getattr(intervened_model, "training", False) and getattr(intervened_model, "is_gradient_checkpointing", False):
         raise ValueError(
             "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "

@@ -17,7 +17,7 @@ Values = float | Sequence[float] | Tensor
 
 
 class Intervention:
-    """Base of interventions: ``check`` validates one for a hook point, ``apply`` changes the value."""
+    """Base of interventions: ``check`` validates one against a hook point, ``apply`` returns the changed value."""
 
     def check(self, name: str, size: int) -> None:
         """Raise ValueError if this cannot be applied to the hook point ``name`` with ``size`` dimensions."""
@@ -29,7 +29,7 @@ class Intervention:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _DimensionIntervention(Intervention):
-    """An intervention on all or some dimensions with constant values."""
+    """Base of interventions that change all or some dimensions with constant values."""
 
     def values(self) -> dict[str, Values | None]:
         """Return the constants by field name."""
@@ -222,11 +222,11 @@ def intervene(
     """
     check_model(model, "intervene")
     points = hook_points(model, outputs=True)
-    chosen = _resolve(model, points, interventions)
+    chosen = _by_full_name(model, points, interventions)
     return with_hooks({name: points[name] for name in chosen}, interventions=chosen, intervened_model=model)
 
 
-def _resolve(
+def _by_full_name(
     model: nn.Module,
     points: Mapping[str, HookPoint],
     interventions: Mapping[str, Intervention | Sequence[Intervention]],
@@ -234,8 +234,8 @@ def _resolve(
     """Return the interventions by full names of hook points, after checking them against the points' sizes."""
     if not isinstance(interventions, Mapping):
         raise ValueError(f"intervene takes a mapping such as {{'q_proj': Clamp(-1, 1)}}, got {quoted(interventions)}")
-    inside = [name for name, point in points.items() if point.kind != OUTPUT]
-    if not inside and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in interventions):
+    inner = [name for name, point in points.items() if point.kind != OUTPUT]
+    if not inner and not any(str(pattern).rpartition(".")[2] == OUTPUT for pattern in interventions):
         raise ValueError(
             f"{type(model).__name__} has no operator with a latent or with gates; replace some layers by "
             "relinear.HDPL, relinear.CCL or relinear.Transponder, or name a layer's output, as in 'q_proj.output'"
@@ -244,7 +244,7 @@ def _resolve(
     for pattern, value in interventions.items():
         names = [name for name in points if name == pattern or name.endswith(f".{pattern}")]
         if not names:
-            suggestion = did_you_mean(str(pattern), inside or points)
+            suggestion = did_you_mean(str(pattern), inner or points)
             raise ValueError(f"no latent, gate or layer output is named {quoted(pattern)}; {suggestion}")
         for intervention in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
             if not isinstance(intervention, Intervention):

@@ -33,7 +33,7 @@ def latent_operators(model: nn.Module) -> dict[str, LatentOperator]:
 
 
 def _latent_points(model: nn.Module) -> dict[str, HookPoint]:
-    check_model(model, "a reader of latents")
+    check_model(model, "reading latents")
     points = {name: point for name, point in hook_points(model).items() if point.kind == LATENT}
     if not points:
         raise ValueError(f"{type(model).__name__} has no operator with a latent; replace some layers by relinear.HDPL")
@@ -41,7 +41,7 @@ def _latent_points(model: nn.Module) -> dict[str, HookPoint]:
 
 
 class Latents(dict[str, Latent]):
-    """Latents of the last forward within the block, by operator name."""
+    """Map operator names to the latents of the last forward within the block; a wrong name raises with a hint."""
 
     def __missing__(self, name: str) -> Latent:
         hint = did_you_mean(name, self) if self else "no forward has run within the block"
@@ -92,7 +92,7 @@ class _Recorder:
 
 
 class LatentDistribution(NamedTuple):
-    """Mean and standard deviation of a latent's dimensions over tokens; both (R,)."""
+    """Hold the mean and the standard deviation of a latent's dimensions over tokens; both (R,)."""
 
     mean: Tensor
     std: Tensor
@@ -159,6 +159,7 @@ def _distribution(value: Latent | LatentDistribution) -> LatentDistribution:
 
 
 def _recorded(source: Recorded) -> Mapping[str, Any]:
+    """Return the latents or distributions by operator name; raise ValueError if there are none."""
     record: Mapping[str, Any] = {} if isinstance(source, nn.Module) else source
     if isinstance(source, nn.Module):
         for operator in latent_operators(source).values():

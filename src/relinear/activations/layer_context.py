@@ -5,8 +5,9 @@
    the forward that runs in this thread and makes it an argument of the layer.
 3. A pre-hook on the layer's attention removes it from the arguments.
 
-Gradient checkpointing repeats a layer with its arguments, and so with the value of the right forward. If a layer does
-not pass keywords on to its attention (StableLM), recomputation would miss the value, and gradient checkpointing raises.
+Gradient checkpointing calls a layer again with the same arguments, and so with the value of the right forward. If a
+layer does not pass keywords on to its attention (StableLM), the recomputation would miss the value: gradient
+checkpointing then raises an error.
 """
 
 import inspect
@@ -20,7 +21,7 @@ from torch import nn
 
 from relinear.hf.model_layout import attention_of, decoder, decoder_layers, takes_keywords
 
-#: per thread, the value of the forward that is running, in one attribute for each key
+#: per thread: attribute ``key`` is a weak reference to the value of the forward that is running
 _running = threading.local()
 
 
@@ -54,17 +55,17 @@ def install_layer_context(
             copies.
     """
     base = decoder(model)
-    forward = _DecoderHooks(key, base, compute, set_value)
-    base.register_forward_pre_hook(forward.start, with_kwargs=True)
-    base.register_forward_hook(forward.finish)
+    decoder_hooks = _DecoderHooks(key, base, compute, set_value)
+    base.register_forward_pre_hook(decoder_hooks.start, with_kwargs=True)
+    base.register_forward_hook(decoder_hooks.finish)
     for index, layer in enumerate(decoder_layers(model)):
-        entry = _LayerHooks(key, index, layer, set_value)
-        layer.register_forward_pre_hook(entry.enter_layer, with_kwargs=True)
-        attention_of(index, layer).register_forward_pre_hook(entry.enter_attention, with_kwargs=True)
+        hooks = _LayerHooks(key, index, layer, set_value)
+        layer.register_forward_pre_hook(hooks.enter_layer, with_kwargs=True)
+        attention_of(index, layer).register_forward_pre_hook(hooks.enter_attention, with_kwargs=True)
 
 
 class _DecoderHooks:
-    """The hooks of the decoder."""
+    """Compute the value before the decoder runs and forget it afterwards."""
 
     def __init__(self, key: str, base: nn.Module, compute: Callable[..., Any], set_value: Callable[..., None]) -> None:
         self.key, self.compute, self.set_value = key, compute, set_value
@@ -75,7 +76,7 @@ class _DecoderHooks:
     def start(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs = dict(zip(self.names, args)) | kwargs
         value = self.compute(base, inputs)
-        setattr(_running, self.key, weak_ref(value))  # the arguments alone keep it alive
+        setattr(_running, self.key, weak_ref(value))  # weak: only the arguments keep the value alive
         return (), inputs | {self.key: value}
 
     def finish(self, base: nn.Module, args: tuple, output: Any) -> None:
@@ -84,7 +85,7 @@ class _DecoderHooks:
 
 
 class _LayerHooks:
-    """The hooks of one layer and of its attention."""
+    """Take the value from the arguments of one layer and of its attention, and pass it to ``set_value``."""
 
     def __init__(self, key: str, index: int, layer: nn.Module, set_value: Callable[[int, Any], None]) -> None:
         self.key, self.index, self.layer, self.set_value = key, index, layer, set_value
@@ -94,7 +95,7 @@ class _LayerHooks:
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if layer.training and getattr(layer, "gradient_checkpointing", False):
             keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
-            if keywords.get("use_reentrant") is True:  # a mock in place of the function may answer anything
+            if keywords.get("use_reentrant") is True:  # ``is``: a mock of the function returns any value
                 raise ValueError(
                     f"reentrant gradient checkpointing gives wrong gradients with a {self.label}; use "
                     'model.gradient_checkpointing_enable({"use_reentrant": False})'

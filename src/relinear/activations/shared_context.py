@@ -23,7 +23,7 @@ _KEY = "relinear_context"
 
 
 class _Carrier(threading.local):
-    """Per thread: the context of the innermost ``context`` block, and a weak reference to that of the running layer."""
+    """Hold, per thread, the context of the innermost ``context`` block and a weak reference to the running layer's."""
 
     manual: Tensor | None = None
     layer: Any = None
@@ -95,17 +95,18 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
         raise ValueError(f"{kind} was built for {context_dim=}, not for a context of width {value.shape[-1]}")
     if x is None:
         return value
-    lead, tokens = tuple(value.shape[:-1]), tuple(x.shape[:-1])
-    if len(lead) > len(tokens) or any(a not in (1, b) for a, b in zip(reversed(lead), reversed(tokens))):
+    context_tokens, tokens = tuple(value.shape[:-1]), tuple(x.shape[:-1])
+    pairs = zip(reversed(context_tokens), reversed(tokens))
+    if len(context_tokens) > len(tokens) or any(a not in (1, b) for a, b in pairs):
         raise ValueError(
-            f"{kind}: the context is for tokens {lead}, the input has {tokens}. A layer that sees flattened or routed "
-            "tokens (experts) cannot be conditioned"
+            f"{kind}: the context is for tokens {context_tokens}, the input has {tokens}. A layer that sees flattened "
+            "or routed tokens (experts) cannot be conditioned"
         )
     return value
 
 
 def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
-    """Raise ValueError if the owner attached to ``model`` cannot serve an operator of ``config`` at ``name``."""
+    """Raise ValueError if the context owner of ``model`` cannot serve an operator of ``config`` at ``name``."""
     owner = context_owner(model)
     if owner is None or not config.conditioned:
         return

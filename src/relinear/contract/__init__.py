@@ -1,4 +1,4 @@
-"""The contract: base classes for authors of operators, attachments and objectives, and the auxiliary losses."""
+"""Base classes of operators, attachments and objectives, and the auxiliary losses that operators record."""
 
 from types import ModuleType as _ModuleType
 

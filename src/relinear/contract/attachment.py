@@ -14,7 +14,7 @@ from relinear.contract.config import Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttachmentConfig(Config):
-    """Hold the settings of a model-level part: the base class of context managers, residual methods and others.
+    """Hold the settings of a model-level part; base class of context managers, residual methods and others.
 
     ``relinear.attach_`` adds the part to a model. Subclasses override ``check`` and ``attach``.
 
@@ -54,8 +54,8 @@ def factory_kwargs_like(module: nn.Module) -> dict[str, Any]:
 
 def add_part(owner: nn.Module, name: str, part: nn.Module, like: nn.Module) -> None:
     """Register ``part`` in ``owner``, in its training mode, with ``requires_grad`` as in ``like``."""
-    trained = next(p.requires_grad for p in like.parameters() if p.is_floating_point())
-    owner.add_module(name, part.train(owner.training).requires_grad_(trained))
+    requires_grad = next(p.requires_grad for p in like.parameters() if p.is_floating_point())
+    owner.add_module(name, part.train(owner.training).requires_grad_(requires_grad))
 
 
 class ResidualHooks:
@@ -103,6 +103,6 @@ def apply_to_output(module: nn.Module, output: Any, x: Any, part: Any) -> Any:
     if y.shape != stream.shape:
         raise ValueError(
             f"{type(module).__name__} returned shape {tuple(y.shape)}, not {tuple(stream.shape)} as the residual "
-            "stream; modules in the sub-block must keep it"
+            "stream; modules in the sub-block must keep this shape"
         )
     return (part(x, y), *output[1:]) if isinstance(output, tuple) else part(x, y)

@@ -1,4 +1,4 @@
-"""Collect the operators' auxiliary losses after a forward pass and add them to the model's loss, once.
+"""Collect the operators' auxiliary losses after a forward pass and add them to the model's loss.
 
 Operators record one value per token. The hooks here see the arguments of the model's forward, so they compute the loss
 mask and average over the tokens whose prediction the model's own loss counts. Operators need no mask.
@@ -82,7 +82,7 @@ def _shifts_labels(model: Any) -> bool:
     return name in ("ForCausalLM", "ForCausalLMLoss") or not (name or "").startswith("For")
 
 
-def _targets(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
+def _target_mask(inputs: Mapping[str, Any], shifted: bool) -> Tensor | None:
     """Return a mask (..., T - 1) or (..., T) of the labels that are not ignored; None without labels."""
     labels, shift_labels = inputs.get("labels"), inputs.get("shift_labels")
     if shift_labels is not None or labels is None:
@@ -107,7 +107,7 @@ def loss_mask(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None  # labels belong to the decoder's tokens, most layers see the encoder's
     shifted = _shifts_labels(model)
-    mask = _targets(inputs, shifted)
+    mask = _target_mask(inputs, shifted)
     if mask is not None and mask.ndim == 2:
         if shifted and inputs.get("shift_labels") is None:
             mask = F.pad(mask, (0, 1))  # the last token predicts nothing
@@ -148,18 +148,18 @@ def share_of_batch(inputs: Mapping[str, Any], model: Any = None) -> Tensor | flo
     Args:
         inputs, model: as for ``loss_mask``.
     """
-    total, targets = inputs.get("num_items_in_batch"), _targets(inputs, _shifts_labels(model))
+    total, targets = inputs.get("num_items_in_batch"), _target_mask(inputs, _shifts_labels(model))
     return 1.0 if total is None or targets is None else targets.sum() / total
 
 
 def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     # torch.compile makes a separate graph of what hooks of the outermost module compute
-    if not model.training or not (recording := [op for _, op in named_operators(model) if op.has_auxiliary()]):
+    if not model.training or not (recorders := [op for _, op in named_operators(model) if op.has_auxiliary()]):
         return None
     names = list(inspect.signature(model.forward).parameters) if len(args) > 1 else ["input_ids"]
     inputs = dict(zip(names, args)) | kwargs
     mask = loss_mask(inputs, model)
-    for operator in recording:
+    for operator in recorders:
         operator.reduce_auxiliary(mask)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     terms = aux_losses(model)
@@ -168,7 +168,7 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
-    trainable = (p.requires_grad for op in recording if op.aux_losses() for p in op.parameters())
+    trainable = (p.requires_grad for op in recorders if op.aux_losses() for p in op.parameters())
     if loss.requires_grad and not total.requires_grad and any(trainable):
         raise ValueError(
             "reentrant gradient checkpointing cuts off the gradient of auxiliary losses; use "

@@ -80,7 +80,7 @@ class AuxiliaryLossMixin(nn.Module):
         If one forward of the model calls this several times, the last call counts. When gradient checkpointing
         recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
         """
-        # the model's forward clears the losses first, so some are left only within its backward pass
+        # the model's forward clears the losses first, so if there are any, this runs within its backward pass
         recomputing = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if not recomputing:
             # nn.Module.__setattr__ would look for parameters

@@ -24,7 +24,7 @@ class CalibrationStatistics:
         outputs: G (O, O), the mean of g g^T over the loss's gradients g at the output; only its diagonal (O,) for
             outputs as many as a vocabulary; None means the identity.
         tokens: number of calibration tokens; None if unknown.
-        kinds: A (I, I) of each kind of text, if there are several.
+        kinds: A (I, I) of each kind of calibration text, if there are several.
     """
 
     inputs: Tensor
@@ -49,9 +49,9 @@ class CalibrationStatistics:
 
     def check(self, in_features: int, out_features: int) -> None:
         """Raise ValueError unless the statistics have a layer's sizes."""
-        measured = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
-        if measured != (in_features, out_features):
-            raise ValueError(f"statistics of sizes {measured} do not fit a layer of sizes {in_features, out_features}")
+        sizes = self.inputs.shape[0], out_features if self.outputs is None else self.outputs.shape[0]
+        if sizes != (in_features, out_features):
+            raise ValueError(f"statistics of sizes {sizes} do not fit a layer of sizes {in_features, out_features}")
 
     def weighted(self, difference: Tensor) -> Tensor:
         """Return G D A for a difference D (O, I): half the gradient of ``error``."""
@@ -71,16 +71,16 @@ def descend_(operator: Any, weight: Tensor, statistics: CalibrationStatistics, s
 
     The parameters change only if the error falls.
     """
-    wide = deepcopy(operator).to(statistics.inputs.dtype).train()
-    bias = wide.bias
-    parameters = [p.requires_grad_(True) for p in wide.parameters() if p is not bias]
+    high_precision = deepcopy(operator).to(statistics.inputs.dtype).train()
+    bias = high_precision.bias
+    parameters = [p.requires_grad_(True) for p in high_precision.parameters() if p is not bias]
     weight = weight.detach().to(statistics.inputs)
     scale = float(statistics.error(weight)) or 1.0
     optimizer = torch.optim.LBFGS(parameters, max_iter=steps, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        dense = wide.to_dense()
+        dense = high_precision.to_dense()
         with torch.no_grad():  # G D A gives the error and the gradient; autograd would compute it again
             difference = dense - weight
             weighted = statistics.weighted(difference) / scale
@@ -90,6 +90,6 @@ def descend_(operator: Any, weight: Tensor, statistics: CalibrationStatistics, s
     with torch.enable_grad():
         initial_error = float(optimizer.step(closure))
     with torch.no_grad():
-        if float(statistics.error(weight - wide.to_dense())) / scale <= initial_error:  # NaN counts as worse
-            for parameter, fitted in zip(operator.parameters(), wide.parameters(), strict=True):
+        if float(statistics.error(weight - high_precision.to_dense())) / scale <= initial_error:  # NaN counts as worse
+            for parameter, fitted in zip(operator.parameters(), high_precision.parameters(), strict=True):
                 parameter.copy_(fitted)

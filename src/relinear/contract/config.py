@@ -147,11 +147,11 @@ class Config:
             raise ValueError(f"{kind!r} is not a {cls.__name__}")
         target._check_names(values, kind)
         fields = dataclasses.fields(target)
-        text = {f.name for f in fields if isinstance(f.default, str) and not _is_optional(target, f)}
-        values |= {key: "none" for key in text if key in values and values[key] is None}  # YAML reads none as null
+        texts = {f.name for f in fields if isinstance(f.default, str) and not _is_optional(target, f)}
+        values |= {key: "none" for key in texts if key in values and values[key] is None}  # YAML reads none as null
         decoded = {key: _decode(value) for key, value in values.items()}
-        known_before = {f.name for f in fields} - target.legacy_defaults.keys()
-        settings = (dict(target.legacy_defaults) if known_before <= decoded.keys() else {}) | decoded
+        first_version = {f.name for f in fields} - target.legacy_defaults.keys()
+        settings = (dict(target.legacy_defaults) if first_version <= decoded.keys() else {}) | decoded
         missing = [f.name for f in fields if f.name not in settings and f.default is f.default_factory]  # both MISSING
         if missing:
             raise ValueError(f"{kind}: the setting {' and '.join(missing)} is missing")
@@ -180,11 +180,11 @@ class Config:
     def __str__(self) -> str:
         """Show the integer settings (ranks, blocks), which define the size, and all that differ from their defaults."""
         values = {f: getattr(self, f.name) for f in dataclasses.fields(self)}
-        fields = [f for f, v in values.items() if (type(v) is int and f.name != "seed") or _differs(self, f)]
+        fields = [f for f, v in values.items() if (type(v) is int and f.name != "seed") or _is_changed(self, f)]
         return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields)})"
 
 
-def _differs(config: Config, field: dataclasses.Field) -> bool:
+def _is_changed(config: Config, field: dataclasses.Field) -> bool:
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return bool(getattr(config, field.name) != default)
 
@@ -205,9 +205,9 @@ def _decode(value: Any) -> Any:
         family = value.pop("family", "operator")
         if not isinstance(family, str) or family not in _REGISTRY:
             raise ValueError(f"unknown config family {quoted(family)}; {did_you_mean(str(family), _REGISTRY)}")
-        base = next(iter(_REGISTRY[family].values()))
-        root: Any = next(c for c in reversed(base.__mro__) if getattr(c, "family", None) == family)
-        return root.from_dict(value)
+        config_class = next(iter(_REGISTRY[family].values()))
+        base: Any = next(c for c in reversed(config_class.__mro__) if getattr(c, "family", None) == family)
+        return base.from_dict(value)
     if isinstance(value, list):
         return tuple(_decode(item) for item in value)
     return value
@@ -276,8 +276,8 @@ def check_divides(name: str, value: int, **sizes: int) -> None:
     """Raise ValueError unless ``value`` divides every size; the error lists the values that do."""
     if any(size % value for size in sizes.values()):
         possible = [k for k in range(1, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
-        stated = ", ".join(f"{key}={size}" for key, size in sizes.items())
-        raise ValueError(f"{name}={value} does not divide {stated}; possible values: {', '.join(map(str, possible))}")
+        listed = ", ".join(f"{key}={size}" for key, size in sizes.items())
+        raise ValueError(f"{name}={value} does not divide {listed}; possible values: {', '.join(map(str, possible))}")
 
 
 def layer_indices(layers: Any) -> tuple[int, ...]:

@@ -14,18 +14,16 @@ from torch import Tensor, nn
 Model = TypeVar("Model", bound=nn.Module)
 #: attribute of modules with activation hooks (``relinear.activations.hook_points``)
 ACTIVATION_HOOKS = "_activation_hooks"
-#: a decoder layer's class, with its module -> function from such a layer to its fused forward, None if unsupported
+#: a decoder layer's class as "module.Class" -> function that returns a layer's fused forward, or None if unsupported
 FUSED_FORWARDS: dict[str, Callable[[nn.Module], Callable[..., Any] | None]] = {}
 
 
 class ParameterCache:
     """Cache values computed from a module's parameters, which must not change (``relinear.for_inference_``).
 
-    The cache empties itself when a parameter or buffer was replaced, moved, added, or changed in place under torch's
-    version counter, or when a submodule was replaced. It does not notice writes through ``.data`` and by fused
-    optimisers.
-
-    Several threads may read and fill it.
+    The cache empties itself if a parameter or buffer was replaced, moved or added, if torch's version counter says that
+    one was changed in place, or if a submodule was replaced. It does not notice writes through ``.data`` or by fused
+    optimisers. Several threads may read and fill it.
 
     Args:
         owner: the module whose parameters, and whose children's, the values depend on.
@@ -33,9 +31,9 @@ class ParameterCache:
 
     def __init__(self, owner: nn.Module) -> None:
         self._owner = owner
-        #: (slots, sources, values); one tuple, so that a thread never sees values with the sources of others
+        #: (slots, sources, values); one tuple, so that a thread never sees values computed from other sources
         self._state: tuple[list[tuple], list[tuple], dict[Hashable, Any]] | None = None
-        #: whether kernels may round the inputs of a few rows: in use, but not in evaluations
+        #: whether kernels may round a few rows of inputs: after ``for_inference_``, but not in evaluations
         self.rounds_inputs = False
 
     def get(self, key: Hashable, compute: Callable[[], Any]) -> Any:
@@ -75,12 +73,13 @@ class ParameterCache:
         return not parametrised and all(map(_is_ordinary, self._owner.parameters()))
 
     def _slots(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return (dictionary, name, occupant) for every parameter, buffer and submodule; occupants may be None."""
+        """Return (dictionary, name, value) for every parameter, buffer and submodule; the value may be None."""
         modules = self._owner.modules()
         slots = (slot for m in modules for slot in (m._parameters, m._buffers, m._modules))
         return [(slot, name, occupant) for slot in slots for name, occupant in slot.items()]
 
     def _source(self, parameter: Tensor) -> tuple:
+        """Return ``parameter`` with what ``_are_same`` compares to notice a change."""
         return parameter, parameter._version, parameter.data_ptr()
 
     def _are_same(self, sources: list[tuple]) -> bool:
@@ -98,8 +97,8 @@ class ComparingCache(ParameterCache):
 
     def _are_same(self, sources: list[tuple]) -> bool:
         for parameter, copy in sources:
-            alike = parameter.dtype == copy.dtype and parameter.device == copy.device
-            if not (alike and torch.equal(parameter, copy)):
+            comparable = parameter.dtype == copy.dtype and parameter.device == copy.device
+            if not (comparable and torch.equal(parameter, copy)):
                 return False
         return True
 
@@ -165,14 +164,14 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
     The weights must not change afterwards. What becomes faster, as long as no gradients are recorded:
 
     - Small linear operators multiply by a dense matrix, and rotors by factors, that are computed once.
-    - A few rows through HDPL, CCL or Transponder are one call of a compiled kernel, which is built if needed.
+    - HDPL, CCL and Transponder process a few rows in one call of a compiled kernel, which is built if needed.
     - Quantized layers round the inputs of a few rows to 8 bits, with a scale for every 32 inputs, as llama.cpp does.
-      Outputs of normal inputs are then off by 0.5 % in the Frobenius norm.
-    - A token through a Llama decoder layer in float32 with only quantized linear layers is two calls.
+      For normally distributed inputs, outputs are then off by 0.5 % in the Frobenius norm.
+    - A Llama decoder layer in float32 whose linear layers are all quantized processes one token in two calls.
 
     ``model.train()`` or ``for_inference_(model, False)`` ends this and frees the caches; ``train()`` on a submodule
     ends it there. Call ``for_inference_`` again after changing weights. In-place changes that torch counts are noticed.
-    Writes through ``.data``, ``parameter.numpy()`` or another pointer are not: outputs are then those of the old
+    Writes through ``.data``, ``parameter.numpy()`` or another pointer are not noticed: outputs then come from the old
     weights. Copies, pickles and checkpoints of the model hold no caches. Several threads may run the model.
 
     Args:
@@ -197,7 +196,7 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
         raise ValueError(f"for_inference_ expects a module, got {type(model).__name__}")
     if mode:
         model.eval()
-    for module in _caching(model):
+    for module in _caching_modules(model):
         module.cache_parameters(mode)
         if module.parameter_cache is not None:
             module.parameter_cache.rounds_inputs = True
@@ -212,7 +211,7 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
 @contextlib.contextmanager
 def caching_for_inference(model: nn.Module) -> Iterator[None]:
     """Cache as ``for_inference_`` does within the block; leave modes and existing caches alone."""
-    fresh = [module for module in _caching(model) if module.parameter_cache is None]
+    fresh = [module for module in _caching_modules(model) if module.parameter_cache is None]
     for module in fresh:
         module.cache_parameters(True)
     try:
@@ -222,7 +221,7 @@ def caching_for_inference(model: nn.Module) -> Iterator[None]:
             module.cache_parameters(False)
 
 
-def _caching(model: nn.Module) -> list[CachingModule]:
+def _caching_modules(model: nn.Module) -> list[CachingModule]:
     return [module for module in model.modules() if isinstance(module, CachingModule)]
 
 
@@ -230,6 +229,6 @@ def _is_ordinary(parameter: Tensor) -> bool:
     return (
         type(parameter) in (Tensor, nn.Parameter)
         and not parameter.is_meta
-        and not parameter.is_inference()  # counts no versions
+        and not parameter.is_inference()  # inference tensors have no version counter
         and not torch._C._functorch.is_functorch_wrapped_tensor(parameter)
     )

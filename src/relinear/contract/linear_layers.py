@@ -35,8 +35,8 @@ _SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
 
 def is_embedding(module: Any) -> bool:
     """Return whether ``module`` is a stock embedding, which only looks up rows of its weight and scales them."""
-    known = type(module) is nn.Embedding or _SCALED.fullmatch(_class_name(module)) is not None
-    return known and module.max_norm is None
+    stock = type(module) is nn.Embedding or _SCALED.fullmatch(_class_name(module)) is not None
+    return stock and module.max_norm is None
 
 
 def row_scale(module: Any) -> float:

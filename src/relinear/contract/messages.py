@@ -1,4 +1,4 @@
-"""Format messages about wrong settings: shortened values, suggested names, pydantic's errors one a line."""
+"""Format messages about wrong settings: shortened values, suggested names, and pydantic's errors, one per line."""
 
 import difflib
 import re
@@ -17,7 +17,7 @@ _MAX_CHARACTERS = 200
 #: faults that a message lists
 _MAX_FAULTS = 10
 
-# reads no more of a value than it shows
+# reprlib does not read the rest of a long value
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _MAX_CHARACTERS
 
@@ -37,9 +37,9 @@ def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _
     Names are similar if difflib says so, or if ``name`` abbreviates them ("lr" for "learning_rate").
     """
     known = list(known)
-    short = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
+    initials = [key for key in known if name.lower() == "".join(word[:1] for word in key.split("_")) and len(name) > 1]
     # Long texts are similar to no name and slow to compare.
-    close = short or (
+    close = initials or (
         difflib.get_close_matches(name, known, n=count, cutoff=0.6) if len(name) <= _MAX_CHARACTERS else []
     )
     if close:
@@ -53,8 +53,8 @@ def validation_message(error: ValidationError, name: str = "") -> str:
     lines = []
     faults = error.errors(include_url=False)
     # pydantic also reports a list with a wrong value as too short
-    inside = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
-    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
+    parents = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
+    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in parents]
     for fault in faults[:_MAX_FAULTS]:
         location = shorten(".".join(filter(None, [name, *map(str, fault["loc"])])))
         value, limits = fault["input"], fault.get("ctx", {})

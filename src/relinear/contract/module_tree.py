@@ -7,7 +7,7 @@ from torch import nn
 
 
 def outermost(model: nn.Module, is_wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) for every module that ``is_wanted``, each once; skip those inside of a yielded one."""
+    """Yield (name, module) for every module for which ``is_wanted`` is true, once; skip modules inside of these."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Objectives: losses that a run minimises instead of the model's own, with settings that recipes can name."""
+"""Objectives: losses that training minimises instead of the model's own, with settings that recipes can name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from relinear.contract.auxiliary_losses import share_of_batch
 from relinear.contract.config import Config
 
-#: (model, batch) -> (the loss, a mean over the batch's targets; its weighted terms by name; the model's output)
+#: (model, batch) -> (loss averaged over the batch's targets, the loss's weighted terms by name, the model's output)
 Objective = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor], Any]]
 
 

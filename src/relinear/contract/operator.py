@@ -1,4 +1,4 @@
-"""The operator contract: a config without dimensions, and a module that replaces ``nn.Linear``."""
+"""Base classes of operators: a config without layer sizes, and a module that replaces ``nn.Linear``."""
 
 # Legend: I in_features, O out_features
 
@@ -179,9 +179,9 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     finite_fan_out: tuple[str, ...] = ()
     #: tensor parallelism: name of a parameter (or submodule, with all its parameters) -> dimension to split
     tensor_parallel: ClassVar[Mapping[str, int]] = {}
-    #: whether folding gives GPT-2's transposed Conv1D instead of nn.Linear
+    #: whether it replaces GPT-2's transposed Conv1D, so that folding returns one instead of an nn.Linear
     replaces_conv1d: bool = False
-    #: corrects the parameter count of quantized layers: plus integer codes, minus scales and zero points
+    #: added to the number of parameters to count weights; for quantized layers: integer codes minus scales
     weights_beyond_parameters: int = 0
     #: size of the vocabulary if it replaces an nn.Embedding (it maps token ids to ``rows``); None for other layers
     num_embeddings: int | None = None

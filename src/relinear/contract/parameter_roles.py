@@ -117,13 +117,14 @@ class DeclaredFans:
 
 
 def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:
+    """Return the parameters that ``module`` and its submodules name in ``attribute``."""
     result: set[Tensor] = set()
     old = _OLD_NAMES[attribute]
     for part in module.modules():
         if hasattr(part, old):
             message = f"{type(part).__name__}.{old} has a new name: {attribute}; the old one works in this version only"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-        stated = getattr(part, old, ()) or getattr(part, attribute, ())
-        named = part.named_parameters() if stated else ()
-        result.update(p for name, p in named if any(name == s or name.startswith(f"{s}.") for s in stated))
+        declared = getattr(part, old, ()) or getattr(part, attribute, ())
+        named = part.named_parameters() if declared else ()
+        result.update(p for name, p in named if any(name == d or name.startswith(f"{d}.") for d in declared))
     return result

@@ -2,8 +2,8 @@
 
 An operator that computes several parts in one kernel never calls them as layers. They must not be ``nn.Linear``: PEFT
 would put adapters on layers that are never called, and quantisers would replace them. Yet they must be modules:
-accelerate's offloading moves weights around a module's call. So each part is a small module with the parameter names of
-a layer, and calling it returns its parameters.
+accelerate's offloading loads weights before a module's call and removes them after it. So each part is a small module
+with the parameter names of a layer, and calling it returns its parameters.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 
 _ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# those of all modules, which torch keeps in dictionaries of these names
+# torch's dictionaries of the hooks that run for all modules
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOOKS)
 
 
@@ -56,9 +56,9 @@ class AffineParameters(nn.Module):
 
     def __call__(self) -> tuple[Any, Any]:
         """Return (weight, bias); skip the slow ``nn.Module.__call__`` unless there are hooks."""
-        state, parameters = self.__dict__, self._parameters
-        hooked = state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
-        if hooked or state["_backward_pre_hooks"] or "forward" in state or any(_GLOBAL_HOOKS):
+        attributes, parameters = self.__dict__, self._parameters
+        hooked = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or attributes["_backward_hooks"]
+        if hooked or attributes["_backward_pre_hooks"] or "forward" in attributes or any(_GLOBAL_HOOKS):
             return super().__call__()
         if "weight" not in parameters or "bias" not in parameters:  # sharded, pruned or parametrised
             return super().__call__()
@@ -75,7 +75,7 @@ class AffineParameters(nn.Module):
 class ListedParameters(nn.ParameterList):
     """A list of parameters: ``first, second = part()``."""
 
-    __call__ = nn.Module.__call__  # which a plain ParameterList refuses
+    __call__ = nn.Module.__call__  # nn.ParameterList's own raises an error
 
     def forward(self) -> list[Tensor]:
         """Return the parameters."""

@@ -11,7 +11,7 @@ from relinear.deprecated import with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-#: anything larger is a typing error
+#: anything larger is a typo
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
 #: sequences per batch; more would end the process for lack of memory, without a message
 Batch = Annotated[int, Field(gt=0, le=2**20)]
@@ -19,14 +19,14 @@ Batch = Annotated[int, Field(gt=0, le=2**20)]
 Threads = Annotated[int, Field(gt=0, le=1024)]
 
 
-def _refuse_twice(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _refuse_repeated(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) != len(values):
         raise ValueError(f"values come twice: {list(values)}")
     return values
 
 
 #: refuses a list with a repeated value
-Unique = AfterValidator(_refuse_twice)
+Unique = AfterValidator(_refuse_repeated)
 #: patterns of module names; a single pattern may be a string
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 

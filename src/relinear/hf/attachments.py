@@ -17,29 +17,29 @@ def apply_attachment_(model: nn.Module, setting: AttachmentConfig) -> None:
 
     In a PEFT model the part is attached to the wrapped model and trains. A warning says that PEFT will not save it.
     """
-    inside = unwrapped(model)
-    setting.check(inside)
-    known = {id(parameter) for parameter in inside.parameters()}
-    names = {name for name, _ in inside.named_modules()}
-    setting.attach(inside)
-    parts = (vars(inside), vars(getattr(inside, "base_model", inside)))
-    settings: list[AttachmentConfig] = next((part[_ATTRIBUTE] for part in parts if _ATTRIBUTE in part), [])
+    hf_model = unwrapped(model)
+    setting.check(hf_model)
+    old_parameters = {id(parameter) for parameter in hf_model.parameters()}
+    old_names = {name for name, _ in hf_model.named_modules()}
+    setting.attach(hf_model)
+    owners = (vars(hf_model), vars(getattr(hf_model, "base_model", hf_model)))
+    settings: list[AttachmentConfig] = next((owner[_ATTRIBUTE] for owner in owners if _ATTRIBUTE in owner), [])
     settings.append(setting)
-    for part in parts:
-        part[_ATTRIBUTE] = settings
-    added = [n for n, _ in inside.named_modules() if n not in names and n.rpartition(".")[0] in names]
+    for owner in owners:
+        owner[_ATTRIBUTE] = settings
+    added = [n for n, _ in hf_model.named_modules() if n not in old_names and n.rpartition(".")[0] in old_names]
     for name in added:
-        mark_initialized_(inside.get_submodule(name))
-    if inside is not model:
-        train_new_parameters(inside, known)
+        mark_initialized_(hf_model.get_submodule(name))
+    if hf_model is not model:
+        train_new_parameters(hf_model, old_parameters)
         warn_adapters_omit(str(setting), added)
 
 
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     """Return the settings of the parts attached to ``model`` or its submodules, in order of attachment."""
-    inside: Any = unwrapped(model)
-    lists = {id(listed): listed for part in inside.modules() if (listed := vars(part).get(_ATTRIBUTE))}
-    settings = (setting.for_part(inside) for listed in lists.values() for setting in listed)
+    hf_model: Any = unwrapped(model)
+    lists = {id(listed): listed for part in hf_model.modules() if (listed := vars(part).get(_ATTRIBUTE))}
+    settings = (setting.for_part(hf_model) for listed in lists.values() for setting in listed)
     return tuple(setting for setting in settings if setting is not None)
 
 

@@ -13,8 +13,8 @@ from relinear.contract.plugins import packages_of
 from relinear.hf.attachments import attachments
 from relinear.hf.peft_models import stock_name, unwrapped
 
-METHOD = "relinear"  # the name of the quantizer that rebuilds a model
-LOADER = "configuration_relinear"  # the module beside a checkpoint by which programs without relinear load it
+METHOD = "relinear"  # name of the transformers quantizer that rebuilds a model
+LOADER = "configuration_relinear"  # module saved in a checkpoint, by which programs load it without importing relinear
 FORMAT_VERSION = 1
 
 
@@ -81,14 +81,14 @@ def sync_record(model: nn.Module) -> None:
     values = make_record(model)
     if values != record_in_config(model.config):
         is_whole = getattr(model, "base_model", model) is not model
-        config: Any = _config_of_its_own(model, whole) if is_whole else model.config
+        config: Any = _copy_shared_config(model, whole) if is_whole else model.config
         if values is not None:
             config.quantization_config = values
         else:
             del config.quantization_config
 
 
-def _config_of_its_own(model: Any, whole: nn.Module) -> Any:
+def _copy_shared_config(model: Any, whole: nn.Module) -> Any:
     """Give ``model``, a part of ``whole``, a shallow copy of its config, and return it."""
     shared, copied = model.config, copy.copy(model.config)
     for module in whole.modules():

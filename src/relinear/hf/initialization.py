@@ -18,8 +18,8 @@ INITIALIZED = "_is_hf_initialized"
 
 def initialize_(module: Any) -> None:
     """Initialise relinear's ``module``, except for loaded tensors; a wrapped layer is initialised separately."""
-    ours = isinstance(module, Operator) or type(module).__module__.partition(".")[0] == "relinear"
-    if not ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
+    is_ours = isinstance(module, Operator) or type(module).__module__.partition(".")[0] == "relinear"
+    if not is_ours or isinstance(module, Wrapper) or not callable(getattr(module, "reset_parameters", None)):
         return
     tensors = module.state_dict(keep_vars=True).values()
     loaded = [(tensor, tensor.detach().clone()) for tensor in tensors if getattr(tensor, INITIALIZED, False)]

@@ -30,7 +30,7 @@ def model_name(model: Any) -> str:
 
 
 def find_module(model: Any, name: str) -> nn.Module | None:
-    """Return the module ``name``, or what ``model`` calls it with another or no base model prefix; None if missing."""
+    """Return the module ``name``, also if its base model prefix is missing or another in ``model``; else None."""
     prefix = getattr(model, "base_model_prefix", "")
     inner = name.partition(".")[2]
     for candidate in (name, inner, f"{prefix}.{name}", f"{prefix}.{inner}"):
@@ -79,10 +79,10 @@ def _decoder_stacks(model: Any) -> list[_Stack]:
     """Return the module lists as long as the config says; if there are several, those inside ``get_decoder()``."""
     count = _layer_count(model)
     stacks = [stack for stack in _outermost_stacks(model) if count is None or len(stack.layers) == count]
-    named = getattr(model, "get_decoder", None)
-    if len(stacks) > 1 and callable(named) and isinstance(named(), nn.Module):
-        inside = {id(module) for module in named().modules()}
-        stacks = [stack for stack in stacks if id(stack.owner) in inside] or stacks
+    get_decoder = getattr(model, "get_decoder", None)
+    if len(stacks) > 1 and callable(get_decoder) and isinstance(get_decoder(), nn.Module):
+        decoder_modules = {id(module) for module in get_decoder().modules()}
+        stacks = [stack for stack in stacks if id(stack.owner) in decoder_modules] or stacks
     return stacks
 
 
@@ -118,11 +118,11 @@ def layer_finder(model: Any) -> Callable[[str], int | None]:
     If a model has several stacks (encoder and decoder), or none that fits its config, every outermost module list is a
     stack of layers.
     """
-    inside = unwrapped(model)
-    is_encoder_decoder = getattr(getattr(inside, "config", None), "is_encoder_decoder", False)
-    stacks = [] if is_encoder_decoder else _decoder_stacks(inside)
+    hf_model = unwrapped(model)
+    is_encoder_decoder = getattr(getattr(hf_model, "config", None), "is_encoder_decoder", False)
+    stacks = [] if is_encoder_decoder else _decoder_stacks(hf_model)
     if len(stacks) != 1:
-        stacks = list(_outermost_stacks(inside))
+        stacks = list(_outermost_stacks(hf_model))
     indices = {id(layer): index for stack in stacks for index, layer in enumerate(stack.layers)}
 
     def find(name: str) -> int | None:
@@ -144,8 +144,8 @@ def is_checkpointing(base: Any) -> bool:
 
 def takes_keywords(module: nn.Module) -> bool:
     """Return whether a module's forward accepts any keyword arguments (``**kwargs``)."""
-    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def attention_of(index: int, layer: nn.Module) -> nn.Module:

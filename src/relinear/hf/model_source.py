@@ -33,8 +33,8 @@ def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any 
     """
     known = list(presets)
     if not isinstance(name, str) or not name.strip() or len(name) > 4096 or "\0" in name:
-        kinds = "a preset, a directory or a name of the Hub" if known else "a directory or a name of the Hub"
-        raise ValueError(f"a model is named by {kinds}, got {quoted(name)}")
+        expected = "a preset, a directory or a name of the Hub" if known else "a directory or a name of the Hub"
+        raise ValueError(f"a model is named by {expected}, got {quoted(name)}")
     path = Path(name).expanduser()
     if exists(path):
         if not path.is_dir():

@@ -12,7 +12,8 @@ from torch import nn
 def training_modes_restored(model: nn.Module) -> Iterator[None]:
     """Restore the training mode of every module after the block.
 
-    ``model.train(mode)`` would set all modules to the root's mode, also those kept in eval mode (a frozen tower, say).
+    ``model.train(mode)`` would set all modules to the root's mode, also those that stay in eval mode, such as a frozen
+    vision tower.
     A module that was added within the block gets the mode of the module that it replaced, else its parent's.
     """
     named = list(model.named_modules())

@@ -51,15 +51,15 @@ def check_predicts_next_token(model: Any, caller: str, *, needs_logits: bool = T
     ids[:, 1 : length // 2 : 2] = 1
     other = ids.clone()
     other[:, length // 2 :] = 1
-    inside = getattr(model, "_orig_mod", model)  # a compiled model would compile for this length
+    uncompiled = getattr(model, "_orig_mod", model)  # a compiled model would compile for this length
     with eval_mode(model):
-        logits = _logits(inside, ids)
+        logits = _logits(uncompiled, ids)
         if logits is None and not needs_logits:
             return
         if logits is None or logits.shape[:-1] != ids.shape:
             raise ValueError(f"{class_name} returns no logits of each token; {caller} {_REQUIREMENT}")
         check_no_nan(model, logits, caller)
-        change = (_logits(inside, other) - logits).float()[:, : length // 2].abs().max()
+        change = (_logits(uncompiled, other) - logits).float()[:, : length // 2].abs().max()
     if change > rounding_bound(model, logits):
         raise ValueError(
             f"{class_name} sees later tokens: its logits move by {float(change):.2g} where only later ones change; "

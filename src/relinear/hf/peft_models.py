@@ -1,4 +1,4 @@
-"""Support for PEFT models: the wrapped model, names without wrappers, and warnings about adapter checkpoints."""
+"""Handle PEFT models: find the wrapped model, strip wrappers from names, warn about adapter checkpoints."""
 
 import warnings
 from typing import Any
@@ -11,8 +11,8 @@ BASE_LAYER = "base_layer"
 
 def unwrapped(model: Any) -> Any:
     """Return the Hugging Face model inside a PEFT model; any other model is returned unchanged."""
-    inside = getattr(model, "get_base_model", None)
-    return inside() if callable(inside) and hasattr(model, "peft_config") else model
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) and hasattr(model, "peft_config") else model
 
 
 def stock_name(name: str) -> str:

@@ -26,10 +26,10 @@ def vocab_size_of(table: Any) -> int:
 
 def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
     """Raise ValueError if ``base`` has more tokens than ``table``, the token embedding of ``part``."""
-    known = vocab_size_of(base.get_input_embeddings())
-    if known > table.num_embeddings:
+    vocab_size = vocab_size_of(base.get_input_embeddings())
+    if vocab_size > table.num_embeddings:
         raise ValueError(
-            f"the model's vocabulary has grown to {known}, the {part} knows {table.num_embeddings} tokens; "
+            f"the model's vocabulary has grown to {vocab_size}, the {part} knows {table.num_embeddings} tokens; "
             "resize it by model.resize_token_embeddings, which resizes both"
         )
 
