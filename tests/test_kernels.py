@@ -112,7 +112,7 @@ def on_a_gpu(tokens: int = 1, width: int = 8) -> Call:
 def test_no_kernel_of_a_gpu_inside_a_transform(monkeypatch) -> None:
     monkeypatch.setattr(triton, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton, "against_unseen", lambda kind, device, dtype: "")
+    monkeypatch.setattr(triton, "failed_check", lambda kind, device, dtype: "")
     chosen = []
 
     def ask(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def any_inputs(monkeypatch) -> None:
 
 
 def test_kernels_of_a_gpu_run_where_they_were_the_faster_form(any_inputs, monkeypatch) -> None:
-    monkeypatch.setattr(triton, "against_unseen", lambda *given: "")
+    monkeypatch.setattr(triton, "failed_check", lambda *given: "")
 
     def runs(kernel, tokens: int, width: int) -> bool:
         given = types.SimpleNamespace(shape=(width, width), numel=lambda: 1)
@@ -157,7 +157,7 @@ def test_kernels_of_a_gpu_run_where_they_were_the_faster_form(any_inputs, monkey
 
 def test_kernels_of_a_gpu_can_be_forced_and_turned_off(any_inputs, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(triton, "against_unseen", lambda *given: asked.append(given) or "off by 1")
+    monkeypatch.setattr(triton, "failed_check", lambda *given: asked.append(given) or "off by 1")
     call = Call(torch.zeros(2, dtype=torch.float16))
     with triton.triton_kernels("force"):
         assert not triton.unsupported_reason(call, "hdpl", 1, outputs=lambda call: 8)

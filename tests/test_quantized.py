@@ -12,7 +12,7 @@ import relinear
 from conftest import make_tiny_llama
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.quantized import IQ4_NL, dequantized, pack, unpack
-from relinear.functional.rounding import Grid, descend, gptq, held_out, nearest, nearest_grid, shrunk
+from relinear.functional.rounding import Grid, cross_validated_shrinkage, descend, gptq, nearest, nearest_grid, shrunk
 
 
 def moments_of(inputs: int, outputs: int, seed: int = 0) -> CalibrationStatistics:
@@ -305,7 +305,7 @@ def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
     shares = []
     for texts in (alike, unlike[:2]):
         moments = tuple(x.T @ x / len(x) for x in texts)
-        share, left = held_out(moments)
+        share, left = cross_validated_shrinkage(moments)
         shares.append(share)
         low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
         scale = (high - low) / 63  # not the best for these weights: errors are as those of any grid
@@ -331,7 +331,7 @@ def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
 
 def test_kinds_whose_inputs_are_nearly_one_vector_are_told_apart() -> None:
     x = [5 + 1e-4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    _, left = held_out(tuple((rows.T @ rows).double() / 64 for rows in x))  # of sums in float32
+    _, left = cross_validated_shrinkage(tuple((rows.T @ rows).double() / 64 for rows in x))  # of sums in float32
     assert bool((left > 0).all())
 
 
@@ -341,7 +341,7 @@ def test_fewer_tokens_than_inputs_and_one_of_enormous_size_are_no_obstacle() -> 
     texts = torch.randn(2, 100, 600)
     texts[:, 0] *= 1e4
     moments = tuple((x.T @ x).double() / len(x) for x in texts)
-    share, left = held_out(moments)
+    share, left = cross_validated_shrinkage(moments)
     assert 0 < share < 1
     assert bool((left > 0).all())
 

@@ -37,7 +37,7 @@ def _without_tokens(values, RANK: tl.constexpr, PAD: tl.constexpr):
 @pytest.fixture(autouse=True)
 def _at_first(monkeypatch):
     for kind, sample in SAMPLES.items():  # the interpreter takes its time
-        monkeypatch.setitem(SAMPLES, kind, dataclasses.replace(sample, given=sample.given[:1]))
+        monkeypatch.setitem(SAMPLES, kind, dataclasses.replace(sample, argument_lists=sample.argument_lists[:1]))
     kernel_selfcheck.forget()
     yield
     kernel_selfcheck.forget()
@@ -56,8 +56,8 @@ def count(monkeypatch) -> list:
 def test_kernels_that_are_right_are_used(kind: str, count) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
-        assert not kernel_selfcheck.against_unseen(kind, "cpu", DTYPE)
+        assert not kernel_selfcheck.failed_check(kind, "cpu", DTYPE)
+        assert not kernel_selfcheck.failed_check(kind, "cpu", DTYPE)
     assert len(count) == 1
 
 
@@ -95,7 +95,7 @@ def test_rows_that_were_never_written_are_not_lost_in_the_norm_of_the_whole(kind
 
     def of(function) -> float:
         given = dataclasses.replace(sample, module=SimpleNamespace(kernel=function), function="kernel")
-        return largest_error(given, sample.given[0], torch.bfloat16, "cpu")
+        return largest_error(given, sample.argument_lists[0], torch.bfloat16, "cpu")
 
     assert of(sample.reference) < kernel_selfcheck.TOLERANCES[torch.bfloat16] < of(without_the_last_rows)
 
@@ -103,14 +103,14 @@ def test_rows_that_were_never_written_are_not_lost_in_the_norm_of_the_whole(kind
 def test_a_kernel_that_does_not_compile_gives_way(monkeypatch) -> None:
     monkeypatch.setattr(cgt, "_across", _without_tokens)
     with pytest.warns(UserWarning, match="cgt is not used .* it fails with"):
-        assert "it fails with" in kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
+        assert "it fails with" in kernel_selfcheck.failed_check("cgt", "cpu", DTYPE)
 
 
 def test_not_a_number_is_not_right(monkeypatch) -> None:
     kernel = rotor.sandwich_windows
     monkeypatch.setattr(rotor, "sandwich_windows", lambda *given: kernel(*given) * float("nan"))
     with pytest.warns(UserWarning, match="off by inf"):
-        assert kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
+        assert kernel_selfcheck.failed_check("rotor", "cpu", DTYPE)
 
 
 def test_without_memory_to_check_it_a_kernel_is_not_used(monkeypatch) -> None:
@@ -120,9 +120,9 @@ def test_without_memory_to_check_it_a_kernel_is_not_used(monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(rotor, "sandwich_windows", full)
         with pytest.warns(UserWarning, match="it fails with OutOfMemoryError"):
-            assert kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
+            assert kernel_selfcheck.failed_check("rotor", "cpu", DTYPE)
     kernel_selfcheck.forget()
-    assert not kernel_selfcheck.against_unseen("rotor", "cpu", DTYPE)
+    assert not kernel_selfcheck.failed_check("rotor", "cpu", DTYPE)
 
 
 def test_what_the_caller_has_set_is_no_part_of_the_check() -> None:
@@ -130,7 +130,7 @@ def test_what_the_caller_has_set_is_no_part_of_the_check() -> None:
     x = torch.randn(3, 2, 4, requires_grad=True)
 
     def use(x):
-        assert not kernel_selfcheck.against_unseen("cgt", "cpu", DTYPE)
+        assert not kernel_selfcheck.failed_check("cgt", "cpu", DTYPE)
         return x.sin() * x
 
     checkpoint(use, x, use_reentrant=False).sum().backward()
@@ -144,7 +144,7 @@ def test_what_the_caller_has_set_is_no_part_of_the_check() -> None:
 
 def test_compilers_take_the_verdict_for_a_constant() -> None:
     def run(x):
-        return x + 1 if kernel_selfcheck.against_unseen("cgt", str(x.device), x.dtype) else x * 2
+        return x + 1 if kernel_selfcheck.failed_check("cgt", str(x.device), x.dtype) else x * 2
 
     x = torch.randn(4, dtype=DTYPE)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")

@@ -95,7 +95,7 @@ def on_grid(source: nn.Module, config: relinear.Quantized, grid: Grid) -> nn.Mod
 
 def taken(operator: Operator, source: nn.Module, grid: Grid, codes: Tensor) -> nn.Module:
     """The operator with these codes on this grid, and the source's bias."""
-    operator._take_(grid, codes)
+    operator._store_(grid, codes)
     operator.copy_bias_(source)
     return operator
 

@@ -35,7 +35,7 @@ from relinear.compression.corpus import read_corpus, read_elsewhere, with_sample
 from relinear.compression.task import Task, linear_layers
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
-from relinear.functional.rounding import expected_error, gptq, held_out, nearest_grid, shrunk
+from relinear.functional.rounding import cross_validated_shrinkage, expected_error, gptq, nearest_grid, shrunk
 from relinear.system.machine import describe_machine
 
 SIZES = [relinear.Quantized(bits=bits, group=group) for group in (64, 256) for bits in (2, 3, 4, 5, 6, 8)]
@@ -63,7 +63,7 @@ def measure(model, blocks: dict[str, Tensor], settings: CompressSettings, work: 
 def errors(weight: Tensor, inputs: dict[str, Tensor], outputs: dict[str, Tensor], near: list[str]) -> dict:
     """Predictions of the rules for every size of a layer, and its errors under each kind."""
     pooled = sum(inputs[kind] for kind in near) / len(near)
-    share, left = held_out(tuple(inputs[kind].double() for kind in near))
+    share, left = cross_validated_shrinkage(tuple(inputs[kind].double() for kind in near))
     mean = sum(outputs[kind] for kind in near) / len(near)
     crosses = {}
     for known, kind in (near, near[::-1]):

@@ -1,4 +1,4 @@
-"""Distil a pretrained model: fit operators to its layers, one decoder layer after another."""
+"""Distil a pretrained model: fit operators to the outputs of its layers, one decoder layer after another."""
 
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.run import distill_

@@ -1,6 +1,7 @@
-"""Fit operators to recorded outputs of layers or, within the model, to the outputs of a module or its logits.
+"""Fit operators to the recorded outputs of layers or, within the model, to a module's outputs or the logits.
 
-A ``FitObjective`` has samples, the loss of some of them, and an evaluation of the result; ``improve`` trains on it.
+A ``FitObjective`` defines the samples, the loss of some of them, and how a result is evaluated; ``improve`` trains on
+it.
 """
 
 # Legend: M recorded tokens, I in_features, O out_features, N blocks, T tokens per block, V vocabulary
@@ -28,8 +29,8 @@ _ROWS = 4096
 class FitError:
     """Hold the errors of outputs relative to the target outputs.
 
-    relative: sum of squared errors over sum of squares, or the divergence of logits. cosine: mean cosine of a token's
-    output with the target; None if nothing has one.
+    relative: sum of squared errors over the targets' sum of squares, or the divergence of logits.
+    cosine: mean cosine of a token's output with the target; None for logits.
     """
 
     relative: float
@@ -38,9 +39,11 @@ class FitError:
 
 @dataclasses.dataclass(frozen=True)
 class FitObjective:
-    """Hold an objective on which modules are trained together.
+    """Define what modules are trained on together.
 
-    samples: number of training samples. loss: of some samples, by index. error: of the current modules in eval mode.
+    samples: number of training samples.
+    loss: returns the loss of some samples, by their indices.
+    error: returns the error of the current modules in eval mode.
     by_cosine: whether results are compared by cosine.
     """
 
@@ -58,7 +61,7 @@ class FitObjective:
 
 @dataclasses.dataclass(frozen=True)
 class FitSchedule:
-    """Set how modules are trained: passes over the samples, samples per step, Adam's peak learning rate, seed.
+    """Hold how modules are trained: passes over the samples, samples per step, Adam's peak learning rate, seed.
 
     report_every: steps between two reports of progress.
     """
@@ -82,13 +85,16 @@ def improve(
     schedule: FitSchedule,
     on_progress: Callable[[int, int, float], None] = lambda step, steps, loss: None,
 ) -> tuple[FitError, FitError]:
-    """Train ``modules`` together in place: Adam, a cosine from the full rate to 0, auxiliary losses of operators added.
+    """Train ``modules`` together in place with Adam and a cosine schedule; operators' auxiliary losses are added.
 
     Args:
+        modules: to train.
+        objective: what to train on.
+        schedule: how to train.
         on_progress: called with step, steps and the loss.
 
     Returns:
-        the errors before and after. Where the second is worse, the modules get their first parameters back.
+        the errors before and after. If training raises the error, the initial parameters are restored.
     """
     group = nn.ModuleList(modules).eval()
     before = objective.error()
@@ -103,7 +109,8 @@ def improve(
             groups.append({"params": [parameter], "lr": rate})
     optimizer = torch.optim.Adam(groups)
     order = schedule.steps(objective.samples)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5 * (1 + math.cos(math.pi * at / len(order))))
+    cosine = lambda step: 0.5 * (1 + math.cos(math.pi * step / len(order)))  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
     with torch.enable_grad():
         for step, rows in enumerate(order, start=1):
             value = objective.loss(rows) + sum(
@@ -124,26 +131,26 @@ def improve(
     return before, before
 
 
-# Outputs, by how far they are from the target outputs
+# Errors and losses of outputs
 
 
 def _error(pairs: Iterator[tuple[Tensor, Tensor]]) -> FitError:
-    """Return the error of outputs (N, O) against the target outputs, part by part, in double precision."""
-    wrong = total = cosine = 0.0
+    """Return the error of pairs of outputs and target outputs (N, O), computed in double precision."""
+    squared_error = total = cosine = 0.0
     rows = 0
-    for got, target_outputs in ((part.double() for part in pair) for pair in pairs):
-        wrong += float((got - target_outputs).square().sum())
-        total += float(target_outputs.square().sum())
-        cosine += float(torch.nn.functional.cosine_similarity(got, target_outputs, dim=-1).sum())
-        rows += len(got)
-    return FitError(wrong / max(total, 1e-30), cosine / rows)
+    for outputs, targets in ((part.double() for part in pair) for pair in pairs):
+        squared_error += float((outputs - targets).square().sum())
+        total += float(targets.square().sum())
+        cosine += float(torch.nn.functional.cosine_similarity(outputs, targets, dim=-1).sum())
+        rows += len(outputs)
+    return FitError(squared_error / max(total, 1e-30), cosine / rows)
 
 
-def _loss(kind: str, got: Tensor, target_outputs: Tensor, mean_square: float) -> Tensor:
+def _loss(kind: str, outputs: Tensor, targets: Tensor, mean_square: float) -> Tensor:
     """Return the loss "mse", relative to ``mean_square``, or "cosine" of outputs (..., O)."""
     if kind == "cosine":
-        return 1 - torch.nn.functional.cosine_similarity(got, target_outputs, dim=-1).mean()
-    return (got - target_outputs).square().mean() / mean_square
+        return 1 - torch.nn.functional.cosine_similarity(outputs, targets, dim=-1).mean()
+    return (outputs - targets).square().mean() / mean_square
 
 
 # One layer, on recorded inputs
@@ -151,9 +158,9 @@ def _loss(kind: str, got: Tensor, target_outputs: Tensor, mean_square: float) ->
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Hold inputs (M, I), the function that gives their target outputs, and the contexts (M, C) or None.
+    """Hold inputs (M, I), a function that returns their target outputs, and the contexts (M, C) or None.
 
-    outputs: rows -> (rows, O); an index tensor or slice in.
+    outputs: takes rows, an index tensor or a slice, and returns (rows, O).
     """
 
     inputs: Tensor
@@ -167,7 +174,7 @@ class Pairs:
             return module(self.inputs[rows].to(reference))
 
     def both(self, module: nn.Module, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the outputs of ``module`` for the rows and the target outputs, some rows at a time."""
+        """Yield pairs of the outputs of ``module`` and the target outputs, for some of the rows at a time."""
         for start in range(rows.start, rows.stop, _ROWS):
             part = slice(start, min(start + _ROWS, rows.stop))
             yield self.run(module, part), self.outputs(part)
@@ -191,8 +198,8 @@ def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) ->
     assert module.bias is not None
     with eval_mode(module):
         sums = [
-            (target_outputs.double() - got.double() if fitted else target_outputs.double()).sum(0)
-            for got, target_outputs in pairs.both(module, rows)
+            (targets.double() - outputs.double() if fitted else targets.double()).sum(0)
+            for outputs, targets in pairs.both(module, rows)
         ]
     mean = sum(sums) / (rows.stop - rows.start)
     module.bias.copy_(module.bias + mean if fitted else mean)
@@ -202,15 +209,17 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> F
     """Return the objective that trains ``module``, in its training precision, towards the outputs of ``pairs``.
 
     Args:
-        train_rows: the first rows, to train on; those behind them evaluate.
+        module: to train.
+        pairs: inputs and target outputs.
+        train_rows: number of rows to train on, the first ones; the others are for evaluation.
         loss: "mse" or "cosine".
     """
     held_out = slice(train_rows, len(pairs.inputs))
     mean_square = float(pairs.outputs(slice(0, min(train_rows, 16384))).double().square().mean()) or 1.0
 
     def value(rows: Tensor) -> Tensor:
-        got = pairs.run(module, rows)
-        return _loss(loss, got, pairs.outputs(rows).to(got), mean_square)
+        outputs = pairs.run(module, rows)
+        return _loss(loss, outputs, pairs.outputs(rows).to(outputs), mean_square)
 
     return FitObjective(train_rows, value, lambda: measure(module, pairs, held_out), loss == "cosine")
 
@@ -220,22 +229,22 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> F
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put ``modules`` into ``model`` under their names (aliases included) within the block."""
-    before = {name: model.get_submodule(name) for name in modules}
+    """Put ``modules`` into ``model`` under their names (including aliases) within the block."""
+    previous = {name: model.get_submodule(name) for name in modules}
     try:
-        _put(model, modules)
+        _set_submodules(model, modules)
         yield
     finally:
-        _put(model, before)
+        _set_submodules(model, previous)
 
 
-def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def _set_submodules(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         model.set_submodule(name, module)
 
 
 class _SinglePrecision(nn.Module):
-    """Train an operator in single precision within a model of another precision."""
+    """Run an operator in its own precision within a model of another one, so that it can be trained in float32."""
 
     def __init__(self, operator: nn.Module) -> None:
         super().__init__()
@@ -247,11 +256,13 @@ class _SinglePrecision(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class InModelFit:
-    """Fit operators within the model on blocks of tokens; targets are the outputs of the original.
+    """Fit operators within the model on blocks of tokens; targets are the outputs of the original model.
 
-    model: in eval mode; its own parameters stay unchanged. operators: name -> operator, including every alias of a
-    layer, perhaps in another dtype than the model. originals: the original modules by the same names. blocks: (N, T);
-    those from ``train_blocks`` on evaluate. batch: blocks per pass.
+    model: in eval mode; its parameters do not change.
+    operators: name -> operator, with every alias of a layer; the dtype may differ from the model's.
+    originals: the original modules by the same names.
+    blocks: (N, T); those from index ``train_blocks`` on are for evaluation.
+    batch: blocks per forward pass.
     """
 
     model: nn.Module
@@ -272,33 +283,33 @@ class InModelFit:
     def _ids(self, rows: Tensor | slice) -> Tensor:
         return self.blocks[rows].to(next(self.model.parameters()).device)
 
-    def _held_out(self) -> Iterator[Tensor]:
+    def _validation_ids(self) -> Iterator[Tensor]:
         for start in range(self.train_blocks, len(self.blocks), self.batch):
             yield self._ids(slice(start, start + self.batch))
 
     def to_logits(self) -> FitObjective:
-        """Return the objective of the model's logits, by KL(model || model with operators) in nats per token."""
+        """Return the objective KL(original model || model with operators) of the logits, in nats per token."""
 
         def divergence(ids: Tensor) -> Tensor:
             with torch.no_grad(), swapped(self.model, self.originals):
-                target_outputs = self.model(input_ids=ids).logits
+                target_logits = self.model(input_ids=ids).logits
             with swapped(self.model, self.operators):
-                return kl_terms(self.model(input_ids=ids).logits, target_outputs).sum(-1).mean()
+                return kl_terms(self.model(input_ids=ids).logits, target_logits).sum(-1).mean()
 
         @torch.no_grad()
         def error() -> FitError:
             evaluated = len(self.blocks) - self.train_blocks
-            return FitError(sum(float(divergence(ids)) * len(ids) for ids in self._held_out()) / evaluated)
+            return FitError(sum(float(divergence(ids)) * len(ids) for ids in self._validation_ids()) / evaluated)
 
         return FitObjective(self.train_blocks, lambda rows: divergence(self._ids(rows)), error)
 
     def to_output(self, holder: str, loss: str) -> FitObjective:
-        """Return the objective of the outputs of ``holder``, which holds the operators; by "mse" or "cosine"."""
-        cast = {id(operator): _SinglePrecision(operator).eval() for operator in self.operators.values()}
-        placed = {name: cast[id(operator)] for name, operator in self.operators.items()}
+        """Return the objective "mse" or "cosine" of the outputs of the module ``holder``, which holds the operators."""
+        casting = {id(operator): _SinglePrecision(operator).eval() for operator in self.operators.values()}
+        operators = {name: casting[id(operator)] for name, operator in self.operators.items()}
 
-        def output(ids: Tensor, by: Mapping[str, nn.Module]) -> Tensor:
-            with swapped(self.model, by):
+        def output(ids: Tensor, modules: Mapping[str, nn.Module]) -> Tensor:
+            with swapped(self.model, modules):
                 return output_of(self.model, holder, ids).float()
 
         @torch.no_grad()
@@ -307,14 +318,14 @@ class InModelFit:
 
         @torch.no_grad()
         def error() -> FitError:
-            both = ((output(ids, placed), target_outputs(ids)) for ids in self._held_out())
-            return _error((got.flatten(0, -2), right.flatten(0, -2)) for got, right in both)
+            pairs = ((output(ids, operators), target_outputs(ids)) for ids in self._validation_ids())
+            return _error((outputs.flatten(0, -2), targets.flatten(0, -2)) for outputs, targets in pairs)
 
-        some = self._ids(slice(0, min(self.train_blocks, self.batch)))
-        mean_square = float(target_outputs(some).double().square().mean()) or 1.0
+        first_ids = self._ids(slice(0, min(self.train_blocks, self.batch)))
+        mean_square = float(target_outputs(first_ids).double().square().mean()) or 1.0
 
         def value(rows: Tensor) -> Tensor:
             ids = self._ids(rows)
-            return _loss(loss, output(ids, placed), target_outputs(ids), mean_square)
+            return _loss(loss, output(ids, operators), target_outputs(ids), mean_square)
 
         return FitObjective(self.train_blocks, value, error, loss == "cosine")

@@ -1,4 +1,4 @@
-"""Record activations of layers on blocks of tokens, in bounded memory."""
+"""Record inputs or outputs of layers on blocks of tokens, in memory or on disk."""
 
 # Legend: N blocks, T tokens per block, M recorded tokens, I in_features, C context_dim
 
@@ -29,7 +29,7 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
     """Yield the documents of a corpus as text (a ``Conversation`` is one), or as token ids without padding.
 
     Raises:
-        ValueError: if it is not a corpus, has items of several kinds, or text and no tokenizer.
+        ValueError: if it is not a corpus, has items of several kinds, or has text and there is no tokenizer.
     """
     try:
         items = iter(data)
@@ -57,8 +57,8 @@ def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:
         try:
             row = {name: torch.as_tensor(row[name]) for name in ("input_ids", "attention_mask") if name in row}
         except (RuntimeError, TypeError, ValueError):
-            kinds = "token ids are whole numbers, a conversation a list of {'role', 'content'}"
-            raise ValueError(f"data must hold texts, conversations or token ids, got {quoted(item)}; {kinds}") from None
+            hint = "token ids are whole numbers, a conversation a list of {'role', 'content'}"
+            raise ValueError(f"data must hold texts, conversations or token ids, got {quoted(item)}; {hint}") from None
         yield without_padding(row, "input_ids")[0].tolist()
 
 
@@ -75,19 +75,19 @@ def _encoded(items: Iterator[str | list[int]], tokenizer: Any) -> Iterator[list[
 def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, count: int) -> Tensor:
     """Return the first ``count`` blocks (N, T) of a corpus, read no further than needed.
 
-    Blocks of text begin with what the tokenizer puts before every text; token ids are taken as they are.
+    Every block of text begins with the tokens that the tokenizer puts before a text; token ids are used unchanged.
 
     Args:
         data: texts and conversations (tokenised as one stream), or tensors of token ids, or mappings with
-            ``input_ids``, end to end, without what their ``attention_mask`` masks. A conversation is a list of
-            ``{"role", "content"}``, or a mapping with such a list as ``messages``; the tokenizer's chat template makes
-            text of it.
+            ``input_ids``; these are concatenated, without the tokens that their ``attention_mask`` masks. A
+            conversation is a list of ``{"role", "content"}``, or a mapping with such a list as ``messages``; the
+            tokenizer's chat template turns it into text.
         tokenizer: of the model, for texts.
         sequence_length: T.
         count: N.
 
     Raises:
-        ValueError: if the corpus is too short, is none, or its items are of another kind.
+        ValueError: if ``data`` is not a corpus, is too short, or has items of another kind.
     """
     if isinstance(data, str):
         data = [data]
@@ -95,7 +95,7 @@ def token_blocks(data: Iterable[Any], tokenizer: Any, sequence_length: int, coun
     ids: list[int] = []
     items = documents(data, tokenizer)
     first = next(items, None)
-    prefix = text_start(tokenizer) if isinstance(first, str) else []  # token ids are taken as they are
+    prefix = text_start(tokenizer) if isinstance(first, str) else []  # token ids are used unchanged
     for document in _encoded(itertools.chain([] if first is None else [first], items), tokenizer):
         ids += document
         if len(ids) >= total:
@@ -111,26 +111,30 @@ class _Done(Exception):
 
 
 class Recording:
-    """Store the inputs of modules, each tensor once: ``inputs(name)`` (M, I), ``contexts(name)`` (M, C) or None."""
+    """Store the inputs of modules; a tensor that several modules read is stored once."""
 
     def __init__(self, tokens: int, folder: Path | None) -> None:
         self.tokens, self.folder = tokens, folder
         self._stores: dict[str, Tensor] = {}
-        self._where: dict[str, str] = {}
+        #: name -> key in ``_stores``
+        self._keys: dict[str, str] = {}
 
     def clear(self) -> None:
         """Forget the recorded values."""
         self._stores.clear()
 
     def write(self, name: str, values: Tensor, start: int, shared: dict[int, str]) -> None:
-        """Store values (..., size) from row ``start`` on; memory already stored in this pass is not stored twice.
+        """Store values (..., size) from row ``start`` on, unless this pass has already stored the same memory.
 
         Args:
-            shared: address -> name of what this pass has stored.
+            name: of the values.
+            values: (..., size).
+            start: first row.
+            shared: address -> name of the values that this pass has stored.
         """
         if start == 0:
-            self._where[name] = shared.setdefault(values.data_ptr(), name)
-        if self._where[name] != name:
+            self._keys[name] = shared.setdefault(values.data_ptr(), name)
+        if self._keys[name] != name:
             return
         rows = values.detach().reshape(-1, values.shape[-1])
         if name not in self._stores:
@@ -155,7 +159,7 @@ class Recording:
         return self._values(f"{name} context")
 
     def _values(self, name: str) -> Tensor | None:
-        return self._stores.get(self._where.get(name, name))
+        return self._stores.get(self._keys.get(name, name))
 
 
 @contextlib.contextmanager
@@ -172,23 +176,23 @@ def record(
 ) -> Iterator[Recording]:
     """Run ``model`` over ``blocks`` and record the inputs of ``modules``; they are available within the ``with`` block.
 
-    Each pass stops after the last of them. What was recorded is there until the block ends.
+    A forward pass stops after the last of these modules.
 
     Args:
         model: in eval mode; takes ``input_ids``.
         blocks: (N, T).
         modules: name -> module.
-        batch: blocks a pass.
-        outputs: record these in place of inputs.
-        context_dims: names that read a context, and its width.
-        folder: for memory-mapped files; None keeps everything in memory.
-        on_progress: called with blocks done and in all.
+        batch: blocks per pass.
+        outputs: record outputs instead of inputs.
+        context_dims: name of a module that reads a context -> width of the context.
+        folder: for memory-mapped files; None stores everything in memory.
+        on_progress: called with the numbers of blocks done and of all blocks.
     """
     dims = dict(context_dims or {})
     seen: set[str] = set()
     shared: dict[int, str] = {}
     row = 0
-    alive: list[Tensor] = []  # so that addresses are not used again within a pass
+    alive: list[Tensor] = []  # references, so that addresses are not reused within a pass
 
     def on_output(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         value = output if outputs else args[0]
@@ -226,7 +230,7 @@ def _run_until_done(model: Any, ids: Tensor) -> None:
 
 
 def first_call(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple, Any] | None:
-    """Return arguments and output of the first call of ``module`` in ``run()``, then stop it; None without a call."""
+    """Call ``run`` until ``module`` is called; return that call's arguments and output, or None without a call."""
     calls: list[tuple[tuple, Any]] = []
 
     def on_output(name: str, module: nn.Module, args: tuple, output: Any) -> None:
@@ -242,17 +246,17 @@ def output_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
     """Return the (first) output of the module ``name`` for ids (N, T); later modules do not run.
 
     Raises:
-        ValueError: if that is not a tensor, or the module is never called.
+        ValueError: if the output is not a tensor, or the module is never called.
     """
-    seen = first_call(model.get_submodule(name), lambda: _run_until_done(model, ids))
-    output = None if seen is None else seen[1][0] if isinstance(seen[1], tuple | list) else seen[1]
+    call = first_call(model.get_submodule(name), lambda: _run_until_done(model, ids))
+    output = None if call is None else call[1][0] if isinstance(call[1], tuple | list) else call[1]
     if not isinstance(output, Tensor):
         raise ValueError(f"{name or 'the model'} gives no tensor in a forward pass, so there is nothing to fit it to")
     return output
 
 
 def fingerprint_of(values: Any, tensors: Iterable[Tensor | str]) -> str:
-    """Return the hash of JSON values, and of tensors and names of them, in their order."""
+    """Return a hash of JSON values and of a sequence of tensors and strings."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     for tensor in tensors:
         if isinstance(tensor, Tensor):

@@ -1,4 +1,4 @@
-"""Report a distillation, layer by layer."""
+"""The report of a distillation, layer by layer, and its page."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ class LayerFit:
 
     name: of the layer in the model.
     operator: its setting, as text.
-    parameters, parameters_before: of the operator and of what it replaced.
-    start_error, error: squared error of the output over its square, on the validation tokens, before and after
-        fitting; with the loss "kl" the divergence of the final logits in nats per token.
+    parameters, parameters_before: of the operator and of the layer that it replaced.
+    start_error, error: squared error of the outputs over the targets' squares, on the validation tokens, before and
+        after fitting; with the loss "kl" the divergence of the final logits in nats per token.
     cosine: mean cosine of a token's output with the target output (None with the loss "kl").
-    retrained: whether this is a layer that was trained again rather than replaced.
-    joint_start_error, joint_error: where the targets of a decoder layer were trained together, the same error of the
-        output of the module that holds them, before and after that.
+    retrained: whether this layer was retrained rather than replaced.
+    joint_start_error, joint_error: if the operators of a decoder layer were trained together, the error of the outputs
+        of the module that contains them, before and after.
     """
 
     name: str
@@ -60,15 +60,15 @@ class DistillReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        shown = _table([vars(fit) for fit in self.layers], self.loss)
-        rows = [[cell.text for cell in row.shown] for row in shown.rows]
+        table = _table([vars(fit) for fit in self.layers], self.loss)
+        rows = [[cell.text for cell in row.shown] for row in table.rows]
         for fit, row in zip(self.layers, rows, strict=True):
             row.append("worse than an output of zeros" if fit.worse_than_zeros else "")
-        table = columns([[*shown.head, ""], *rows], left_aligned=2)
+        text = columns([[*table.head, ""], *rows], left_aligned=2)
         if self.perplexity_before is not None and self.perplexity is not None:
-            stated = f"{self.perplexity_before:,.2f} before, {self.perplexity:,.2f} after"
-            table += f"\nperplexity on tokens that were not fitted on: {stated}"
-        return table
+            change = f"{self.perplexity_before:,.2f} before, {self.perplexity:,.2f} after"
+            text += f"\nperplexity on tokens that were not fitted on: {change}"
+        return text
 
 
 # The page
@@ -115,11 +115,11 @@ def _table(layers: list[Mapping[str, Any]], loss: str) -> Table:
 
 
 def _chart(layers: list[Mapping[str, Any]], error: str) -> Chart:
-    shown = []
+    series = []
     for number, (key, name) in enumerate((("start_error", "before fitting"), ("error", "after fitting"))):
         values, indices = [fit[key] for fit in layers], list(range(len(layers)))
         texts = [f"{fit['name']}, {name}: {fit[key]:.4g}" for fit in layers]
         look: dict[str, Any] = {"number": number, "mode": "points", "texts": texts}
-        shown.append(Series(name=name, colour=PALETTE[1 - number], x=indices, y=values, **look))
-    panel = Panel(shown, Axis(title="layer, in the order of fitting"), Axis(title=error, from_zero=True))
+        series.append(Series(name=name, colour=PALETTE[1 - number], x=indices, y=values, **look))
+    panel = Panel(series, Axis(title="layer, in the order of fitting"), Axis(title=error, from_zero=True))
     return Chart("Every layer's error before and after fitting; point at a dot for its name.", panel)

@@ -98,7 +98,7 @@ def distill_(
     """
     settings = DistillSettings.load(settings or {}, "distill settings")
     full_plan = plan(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
-    stated, folder = settings.model_dump(mode="json"), None
+    settings_json, folder = settings.model_dump(mode="json"), None
     overwrite = overwriting(overwrite, resume)
     if out_dir is not None:
         folder = RunFolder(
@@ -109,7 +109,7 @@ def distill_(
             earlier_records={"distill.json": ("fingerprint", "settings", "done")},
             settings_of=lambda record: DistillSettings.upgraded(record.get("settings")),
         )
-        folder.check(stated, overwrite=overwrite)
+        folder.check(settings_json, overwrite=overwrite)
     if not full_plan.replacements:
         raise ValueError("the mapping leaves every layer alone: there is nothing to distill")
     if settings.bias:
@@ -123,15 +123,15 @@ def distill_(
     run = _Run(model, settings, blocks, train_blocks, folder, on_progress)
     layer_of = layer_finder(model)
     groups = [list(g) for _, g in itertools.groupby(full_plan.replacements, key=lambda r: layer_of(r.name))]
-    for group in groups:  # both refuse what cannot be, before any work
+    for group in groups:  # both raise errors for impossible settings, before any work
         run.retrained(group)
         if settings.joint:
             _common_parent(group)
-    with contextlib.nullcontext() if folder is None else folder.open(stated, overwrite=overwrite) as earlier:
+    with contextlib.nullcontext() if folder is None else folder.open(settings_json, overwrite=overwrite) as earlier:
         report = _fit_remaining(run, groups, full_plan, earlier)
         if folder is not None:
             save_pretrained(model, folder.take("model"), tokenizer=tokenizer)
-            facts = {"model": model_name(model), "settings": stated}
+            facts = {"model": model_name(model), "settings": settings_json}
             write_json(folder.take("report.json"), report.to_dict() | facts | provenance())
     return report
 
@@ -143,9 +143,9 @@ def _fit_remaining(
     with eval_mode(run.model):
         before = run.perplexity("before")
     if run.settings.bias:  # Give every target without a bias a zero bias, so its operator gets one.
-        bare = [stock_name(r.name) for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
-        if bare:
-            attach_(run.model, LayerBias(layers=tuple(bare)))
+        without = [stock_name(r.name) for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
+        if without:
+            attach_(run.model, LayerBias(layers=tuple(without)))
     done = run.restore(groups, full_plan, earlier)
     with eval_mode(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
@@ -173,7 +173,7 @@ def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
         except (ValueError, TypeError):
             return []
         return [stored] if known == configs else []
-    # the first version did not write them down
+    # the first version did not save them
     first = [[name, to_legacy_dict(config)] for name, config in configs]
     now = [[name, config.to_dict()] for name, config in configs]
     return [now] if any(values is None for _, values in first) else [now, first]
@@ -199,6 +199,8 @@ def _check_biases(full_plan: Plan) -> None:
 
 @dataclasses.dataclass
 class _Run:
+    """Fit decoder layers one after another, and save and restore the state on disk."""
+
     model: nn.Module
     settings: DistillSettings
     blocks: Tensor
@@ -255,7 +257,7 @@ class _Run:
         with damaged_file_errors(self.folder.record_path, "not the state of a distillation", "choose another out_dir"):
             done = [[LayerFit(**fit) for fit in fits] for fits in earlier["done"]]
             self.weights = dict(earlier.get("weights", {}))  # the first versions did not record them
-        # of the settings as they were saved: earlier versions had fewer
+        # hashed with the settings as they were saved, as earlier versions had fewer
         saved = _saved_operators(full_plan, earlier)
         digests = [self.fingerprint(full_plan, earlier["settings"], operators) for operators in saved]
         if earlier["fingerprint"] not in digests:
@@ -296,6 +298,7 @@ class _Run:
         return {r.name: self.model.get_submodule(r.name) for r in group} | self.retrained(group)
 
     def retrained(self, group: list[Replacement]) -> dict[str, nn.Module]:
+        """Return the layers to train again after a group was replaced, by name; raise ValueError if none match."""
         pattern = self.settings.retrain
         if pattern is None:
             return {}
@@ -351,7 +354,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _pairs(self, group: list[Replacement]) -> Iterator[dict[str, Pairs]]:
-        """Return the inputs and the target outputs of each target of a group."""
+        """Record and return the inputs and the target outputs of each layer of a group, by name."""
         modules = {r.name: r.target.module for r in group}
         dims = {r.name: r.config.context_dim for r in group if r.config.conditioned}  # type: ignore[attr-defined]
         with contextlib.ExitStack() as stack:
@@ -379,7 +382,7 @@ class _Run:
         return Pairs(inputs, outputs, contexts)
 
     def _initialised(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
-        """Return a new operator, initialised the same in every call; with ``settings.bias`` its bias fits the mean."""
+        """Return a new operator; its random numbers depend only on seed and layer. With ``bias``, set its bias."""
         config, settings = replacement.config, self.settings
         key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
         operator = None
@@ -397,7 +400,7 @@ class _Run:
         return operator
 
     def _fit(self, number: int, group: list[Replacement]) -> list[LayerFit]:
-        """Fit the operators of a decoder layer, each to its outputs or all to the logits, and replace the layers."""
+        """Fit a decoder layer's operators, each to its layer's outputs or all to the logits; replace the layers."""
         by_logits, operators = self.settings.loss == "kl", dict[str, Operator]()
         nothing: contextlib.AbstractContextManager[dict[str, Pairs]] = contextlib.nullcontext({})
         with nothing if by_logits and not self.settings.bias else self._pairs(group) as pairs:
@@ -405,17 +408,15 @@ class _Run:
                 source = copy.deepcopy(r.target.module)
                 source = source if by_logits else source.float()
                 operators[r.name] = self._initialised(r, number, source, pairs.get(r.name))
-            everywhere = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
+            by_name = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
             schedule, joint = self._by_blocks, dict[str, Any]()
-            in_model = InModelFit(
-                self.model, everywhere, self.originals, self.blocks, self.train_blocks, schedule.batch
-            )
+            in_model = InModelFit(self.model, by_name, self.originals, self.blocks, self.train_blocks, schedule.batch)
             if not by_logits:
                 by_rows, errors = self._by_rows(self.settings.learning_rate), {}
                 for name, operator in operators.items():
                     objective = to_outputs(operator, pairs[name], self.train_tokens, self.settings.loss)
                     errors[name] = improve([operator], objective, by_rows, self._reporting("fit", name))
-            if self.settings.joint:  # then on what the nearest module that holds them all gives
+            if self.settings.joint:  # then together, to the outputs of the nearest module that holds them all
                 holder = _common_parent(group)
                 objective = in_model.to_output(holder, self.settings.loss)
                 before, after = in_model.improve(objective, schedule, self._reporting("fit", holder))

@@ -1,4 +1,4 @@
-"""Define the settings of a distillation."""
+"""The settings of a distillation."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class DistillSettings(Settings):
     """Hold the settings of ``distill_``; unknown keys and values out of range are errors.
 
     Args:
-        tokens: to fit on. They are recorded: with the width of the layer they decide the memory (or disk) needed.
-        validation_tokens: recorded after these, for the stated fit error only.
-        sequence_length: tokens a block of the corpus.
-        record_batch: blocks a forward pass while recording, and in the loss "kl".
-        batch_size: tokens an optimiser step.
+        tokens: to fit on. Their activations are stored, so tokens and layer widths decide the memory (or disk) needed.
+        validation_tokens: further tokens, only for the reported fit error.
+        sequence_length: tokens per block of the corpus.
+        record_batch: blocks per forward pass while recording, and with the loss "kl".
+        batch_size: tokens per optimiser step.
         epochs: passes over the recorded tokens.
         learning_rate: of Adam, falling to 0 along a cosine. The paper's rotors take 0.05, matrices much less.
         loss: of a layer's outputs, or of the final logits ("kl"). "mse": squared error over the mean square; "cosine":
             one minus the cosine of each token's output; "kl": all layers of a decoder layer are fitted together.
         target: "layer": the outputs of the replaced layer for its inputs, with earlier replacements active; "original":
-            its outputs in the original model for the same tokens, so that an operator also makes up for the
-            replacements before it (the inputs are the same). "original" keeps a copy of every replaced layer until the
+            its outputs in the original model for the same tokens, so that an operator also compensates the errors of
+            earlier replacements (the inputs are the same). "original" keeps a copy of every replaced layer until the
             end.
-        joint: then train the operators of a decoder layer together, until the module that holds them all
-            (``self_attn`` for q, k and v) gives what it gave. Same loss, epochs and rate.
-        bias: give layers without a bias one, and start every operator's at the mean of what it is to give. After a
-            closed-form fit: at the mean of what is missing.
-        init: "auto" starts from the closed-form fit of the weight where the operator has one, else fresh; "fresh" draws
-            new parameters always. Where the fit ends worse than it began (on the validation tokens) the first stays.
-        retrain: pattern of layers to train again behind the replaced ones, such as ``o_proj``, to give what they gave
-            before. None for none.
-        retrain_learning_rate: of these.
-        on_disk: keep recorded activations in memory-mapped files rather than in memory.
+        joint: afterwards train the operators of a decoder layer together, towards the original outputs of the module
+            that contains them all (``self_attn`` for q, k and v), with the same loss, epochs and rate.
+        bias: add a bias to layers without one, and initialise every operator's with its mean target output. After a
+            closed-form fit: with the mean error.
+        init: "auto" starts from the closed-form fit of the weight if the operator has one; "fresh" always draws new
+            parameters. If training raises the error on the validation tokens, the initial parameters are kept.
+        retrain: pattern of layers to train after the replaced ones, such as ``o_proj``, towards their earlier outputs.
+            None for none.
+        retrain_learning_rate: for these layers.
+        on_disk: store recorded activations in memory-mapped files rather than in memory.
         seed: of fresh parameters and the order of tokens.
 
     Raises:

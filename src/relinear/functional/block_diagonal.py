@@ -1,4 +1,4 @@
-"""Products by block-diagonal matrices: the part that several operators share."""
+"""Multiply by block-diagonal matrices, as several operators do."""
 
 # Legend: I in, O out, K blocks
 
@@ -26,11 +26,11 @@ def block_diagonal_to_dense(blocks: Tensor) -> Tensor:
 
 
 def block_diagonal_of(weight: Tensor, blocks: int) -> Tensor:
-    """Return the K diagonal blocks (K, O/K, I/K) of ``weight`` (O, I); its closest block-diagonal matrix."""
+    """Return the K diagonal blocks (K, O/K, I/K) of ``weight`` (O, I), which form its closest block-diagonal matrix."""
     rows, columns = weight.shape[0] // blocks, weight.shape[1] // blocks
     return weight.reshape(blocks, rows, blocks, columns).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def zero_padded(x: Tensor, size: int) -> Tensor:
-    """Return x (..., I) with zeros behind, up to ``size`` coordinates; x itself if it has as many."""
+    """Return x (..., I) with zeros appended up to ``size`` coordinates; x itself if it has that many."""
     return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))

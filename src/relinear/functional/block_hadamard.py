@@ -1,4 +1,4 @@
-"""Block-Hadamard products: a fast Walsh-Hadamard transform, then a block-diagonal product, repeated."""
+"""Block-Hadamard maps: fast Walsh-Hadamard transforms, each followed by a block-diagonal product."""
 
 # Legend: I in, O out, N padded width of one stage, P the largest power of two that divides N, Q = N / P, K blocks
 
@@ -15,8 +15,8 @@ from relinear.functional.block_diagonal import block_diagonal, block_diagonal_to
 def hadamard(x: Tensor) -> Tensor:
     """Return the orthonormal Walsh-Hadamard transform H_P (x) I_Q along the last dimension; symmetric, its own inverse.
 
-    P is the largest power of two that divides the size N = P Q of the last dimension: on a power of two this is the
-    transform in natural (Sylvester) order, on an odd size it is the identity. Takes log2(P) additions a coordinate.
+    P is the largest power of two that divides the size N = P Q of the last dimension: for a power of two this is the
+    transform in natural (Sylvester) order, for an odd size the identity. It takes log2(P) additions per coordinate.
 
     Args:
         x: (..., N).
@@ -34,11 +34,11 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth: int) -> list[tuple[int, int]]:
-    """Return (input, output) width of each stage, padded so that each transform reaches across all blocks.
+    """Return (input, output) width of each stage, padded so that each transform mixes all blocks.
 
-    A transform of N = P Q coordinates mixes coordinates Q apart, so every block of N/K coordinates sees every input
-    exactly when P >= K: N is the next multiple of lcm(K, the next power of two of K), which is no padding at all for
-    the usual widths. Between stages the width is that of the narrower side.
+    A transform of N = P Q coordinates mixes coordinates Q apart, so every block of N/K coordinates depends on every
+    input exactly if P >= K. So N is the next multiple of lcm(K, the next power of two of K). The usual widths need no
+    padding. Between stages the width is that of the narrower side.
     """
     unit = math.lcm(blocks, 1 << (blocks - 1).bit_length())
 
@@ -53,14 +53,14 @@ def block_hadamard_sizes(in_features: int, out_features: int, blocks: int, depth
 def block_hadamard(
     x: Tensor, blocks: Sequence[Tensor], out_features: int, bias: Tensor | None = None, mix_input: bool = True
 ) -> Tensor:
-    """Return y = B_L H ... B_1 H x + bias, the input padded with zeros, the output cut to ``out_features``.
+    """Return y = B_L H ... B_1 H x + bias; the input is padded with zeros, the output truncated to ``out_features``.
 
     Args:
         x: (..., I).
-        blocks: one (K, N_out/K, N_in/K) a stage, of the sizes of ``block_hadamard_sizes``.
+        blocks: one (K, N_out/K, N_in/K) per stage, with the sizes of ``block_hadamard_sizes``.
         out_features: O.
         bias: (O,) or None.
-        mix_input: whether there is a transform in front of the first product, too.
+        mix_input: whether a transform precedes the first product, too.
     """
     y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
     for index, stage in enumerate(blocks):
@@ -71,7 +71,7 @@ def block_hadamard(
 
 def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: bool = True) -> Tensor:
     """Return the (N_out, I) matrix of the stages, padded output rows included."""
-    # H is symmetric, so that B H is the transform of B's rows.
+    # H is symmetric, so B H is the transform of B's rows.
     first = block_diagonal_to_dense(blocks[0])
     dense = (hadamard(first) if mix_input else first)[:, :in_features]
     for stage in blocks[1:]:
@@ -82,17 +82,17 @@ def block_hadamard_dense(blocks: Sequence[Tensor], in_features: int, mix_input: 
 def block_hadamard_fit(
     weight: Tensor, blocks: Sequence[Tensor], mix_input: bool = True, sweeps: int = 8
 ) -> list[Tensor]:
-    """Return least-squares stages for ``weight``: in closed form at depth 1, by alternating closed forms beyond.
+    """Fit the stages to ``weight`` by least squares: in closed form at depth 1, by alternating closed forms otherwise.
 
-    At depth 1 and without padding H is orthogonal and the fit is the diagonal blocks of W H^T; with padding the k-th
-    block solves min |W_k - B_k H_k|, H_k its rows of the first I columns of H. At depth L > 1 the last stage (given the
-    others) and the first (given the others, inputs padded) are such problems too: they are solved in turn, ``sweeps``
-    times, the stages between them staying as they are.
+    At depth 1 without padding, H is orthogonal and the fit is the diagonal blocks of W H^T. With padding, block k
+    solves min |W_k - B_k H_k|, where H_k are its rows in the first I columns of H. At depth L > 1 the last stage and
+    the first (with padded inputs) solve such problems if the other stages are fixed. They are solved in turn,
+    ``sweeps`` times; the stages between them do not change.
 
     Args:
         weight: (O, I).
-        blocks: one (K, N_out/K, N_in/K) a stage: the sizes, and where depth > 1 the starting point.
-        mix_input: whether there is a transform in front of the first stage, too.
+        blocks: one (K, N_out/K, N_in/K) per stage, which gives the sizes and, at depth > 1, the initial values.
+        mix_input: whether a transform precedes the first stage, too.
 
     Returns:
         the stages, in float64.

@@ -1,4 +1,4 @@
-"""Context-conditioned linear maps (CCL): the reference form of Eq. 1 to 5, and two ways without gates on the basis."""
+"""Context-conditioned linear maps (CCL): reference of Eq. 1 to 5, and mixtures of templates instead of basis gates."""
 
 # Legend: T tokens, I in_features, O out_features, R rank (d_basis), G width of the gate network's last hidden layer,
 # E templates
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def gate(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return sigma(phi(c)) of Eq. 2 for one part of the gates, in float32 for half precision.
+    """Return K gates sigma(phi(c)) (..., K) of Eq. 2, in at least float32.
 
     Args:
         features: (..., G), the gate network's last hidden layer.
-        weight, bias: (K, G) and (K,), this part of its last layer.
+        weight, bias: (K, G) and (K,), its output layer for these gates.
     """
     features, weight, bias = _upcast(features), _upcast(weight), _upcast(bias)
     return torch.sigmoid(features @ weight.T + bias)
@@ -42,9 +42,9 @@ def ccl(
         mix: (O, R), W_mix transposed.
         bias: (O,) or None.
         norm_gain, norm_offset: (R,) of the LayerNorm; None leaves it out.
-        basis_gate, basis_gate_bias: (R, G) and (R,), last layer of g_basis; None means g_basis = 1.
-        output_gate, output_gate_bias: (O, G) and (O,), last layer of g_out; None means g_out = 1.
-        gate_bias: Eq. 4, where g_out gates the bias too; False is the paper's Figure 3, y * g_out + b.
+        basis_gate, basis_gate_bias: (R, G) and (R,), the gate network's output layer for g_basis; None: g_basis = 1.
+        output_gate, output_gate_bias: (O, G) and (O,), the same for g_out; None: g_out = 1.
+        gate_bias: whether g_out gates the bias too (Eq. 4); False is the paper's Figure 3, y * g_out + b.
         eps: of the LayerNorm.
     """
     g_basis = _gate(features, basis_gate, basis_gate_bias)
@@ -64,41 +64,42 @@ def ccl_gated(
     gate_bias: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return ``ccl`` with the gates themselves.
+    """Return the same as ``ccl`` for gates that have been computed.
+
+    For a mixture of templates, ``g_basis`` is the weight p_e of each feature's template. Template e is the low-rank map
+    U_e V_e of part e of ``mix`` and ``basis``: without norm and output gate this is y = sum_e p_e U_e V_e x + b.
 
     Args:
-        g_basis, g_out: (..., R) and (..., O), or None for ones. With a share of every template in place of g_basis,
-            repeated over its R / E features, template e is the low-rank map U_e V_e of part e of ``mix`` and ``basis``:
-            without norm and output gate this is y = sum_e shares_e U_e V_e x + b.
+        g_basis, g_out: (..., R) and (..., O), or None for ones.
         x, basis, mix, bias, norm_gain, norm_offset, gate_bias, eps: as in ``ccl``.
     """
     h = _basis_features(x, basis, norm_gain, norm_offset, eps)
     h = h if g_basis is None else h * g_basis
-    return _mixed(h, g_out, mix, bias, gate_bias).to(x.dtype)
+    return _gated_outputs(h, g_out, mix, bias, gate_bias).to(x.dtype)
 
 
 def template_shares(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return softmax(phi(c)) over E templates, (..., E), in float32 for half precision.
+    """Return the probabilities softmax(phi(c)) (..., E) of the templates, in at least float32.
 
     Args:
         features: (..., G), the gate network's last hidden layer.
-        weight, bias: (E, G) and (E,), its last layer.
+        weight, bias: (E, G) and (E,), its output layer.
     """
     features, weight, bias = _upcast(features), _upcast(weight), _upcast(bias)
     return torch.softmax(features @ weight.T + bias, -1)
 
 
 def largest_shares(shares: Tensor, selected: int) -> Tensor:
-    """Return ``shares`` (..., E) with all but the ``selected`` largest at zero.
+    """Return ``shares`` (..., E) with all but the ``selected`` largest set to zero.
 
-    Those keep their values, as in the Switch Transformer (Fedus et al., 2022), through which the choice is learnt.
+    These keep their values, as in the Switch Transformer (Fedus et al., 2022), so that gradients train the selection.
     """
     chosen = shares.topk(selected, -1).indices
     return torch.zeros_like(shares).scatter(-1, chosen, shares.gather(-1, chosen))
 
 
 def _basis_features(x: Tensor, basis: Tensor, gain: Tensor | None, offset: Tensor | None, eps: float) -> Tensor:
-    """Return LayerNorm(x W_basis) (Eq. 1), or without the norm; (..., R), at least float32."""
+    """Return LayerNorm(x W_basis) (..., R) (Eq. 1), without the norm if ``gain`` is None; in at least float32."""
     h = _upcast(x) @ _upcast(basis).T
     if gain is None:
         return h
@@ -116,8 +117,8 @@ def _gate(features: Tensor | None, weight: Tensor | None, bias: Tensor | None) -
     return gate(features, weight, bias)
 
 
-def _mixed(h: Tensor, g_out: Tensor | None, mix: Tensor, bias: Tensor | None, gate_bias: bool) -> Tensor:
-    """Return (h W_mix + b) * g_out (Eq. 4), or without the gate; (..., O), at least float32."""
+def _gated_outputs(h: Tensor, g_out: Tensor | None, mix: Tensor, bias: Tensor | None, gate_bias: bool) -> Tensor:
+    """Return (h W_mix + b) * g_out (..., O) (Eq. 4), without the gate if it is None; in at least float32."""
     y = h @ _upcast(mix).T
     b = torch.zeros_like(y[..., :1]) if bias is None else bias
     if g_out is None:
@@ -134,8 +135,8 @@ def ccl_dense(basis: Tensor, mix: Tensor, g_basis: Tensor | None, g_out: Tensor 
         g_basis: (..., R) or None for ones.
         g_out: (..., O) or None for ones.
     """
-    left = mix if g_basis is None else mix * g_basis[..., None, :]
-    weight = left @ basis.to(left.dtype)
+    gated_mix = mix if g_basis is None else mix * g_basis[..., None, :]
+    weight = gated_mix @ basis.to(gated_mix.dtype)
     return weight if g_out is None else weight * g_out[..., :, None]
 
 

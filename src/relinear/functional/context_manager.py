@@ -1,4 +1,4 @@
-"""The memory of a context manager: a first-order linear recurrence over the tokens, the reference form."""
+"""The memory of a context manager: a first-order linear recurrence over the tokens (reference)."""
 
 # Legend: B batch, T tokens, D channels
 
@@ -15,7 +15,7 @@ def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
         state: (B, D), the state before the first token.
 
     Returns:
-        (B, T, D), every s_t; the last one is the state to go on with.
+        (B, T, D), every s_t; the last one is the state for the next call.
     """
     decay = decay.expand_as(value)
     states = []

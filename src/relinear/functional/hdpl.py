@@ -42,7 +42,7 @@ def hdpl(
         logvar_weight, logvar_bias: (R, I) and (R,), the encoder of log sigma^2; unused without noise, and may be None.
         decoder: D (O, R).
         bias: (O,) or None.
-        noise: standard normal (..., R), or None for the deterministic form.
+        noise: standard normal (..., R), or None for the deterministic z = mu.
     """
     mu = linear(x, mu_weight, mu_bias)
     if noise is None:
@@ -54,13 +54,13 @@ def hdpl(
 
 
 def hdpl_results(*arguments: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the tensors of ``hdpl`` that differ: (y, z, mu, logvar), or (y, mu) without noise; the same arguments."""
+    """Return the different tensors of ``hdpl``: (y, z, mu, logvar), or (y, mu) without noise, where z is mu."""
     y, z, mu, logvar = hdpl(*arguments)  # type: ignore[arg-type]
     return (y, mu) if logvar is None else (y, z, mu, logvar)
 
 
 def hdpl_sample(mu: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
-    """Return z = mu + exp(logvar / 2) * noise (Eq. 6), in at least float32, returned in mu's dtype; all (..., R)."""
+    """Return z = mu + exp(logvar / 2) * noise (Eq. 6), computed in at least float32, in mu's dtype; all (..., R)."""
     wide = torch.promote_types(mu.dtype, torch.float32)
     return torch.addcmul(mu.to(wide), torch.exp(0.5 * logvar.to(wide)), noise).to(mu.dtype)
 
@@ -93,12 +93,12 @@ def bounded_kl(kl: Tensor, bound: float = math.log(2)) -> tuple[Tensor, Tensor]:
 def free_bits_kl(kl: Tensor, free: float) -> tuple[Tensor, Tensor]:
     """Return the KL with free bits in each dimension (Kingma et al. 2016, arXiv 1606.04934): sum_j max(free, KL_j).
 
-    Taken for each token rather than for a mean over the batch, so that accumulated batches give the gradient of one
-    large batch. Opposite to the paper's bound, the gradient vanishes below the threshold rather than above it.
+    The threshold applies to each token, not to the mean over a batch, so that accumulated batches give the gradient of
+    one large batch. The gradient vanishes below the threshold; with the paper's bound it vanishes above.
 
     Args:
-        kl: (..., R), of ``gaussian_kl``.
-        free: nats that a dimension may use at no cost.
+        kl: (..., R), from ``gaussian_kl``.
+        free: nats that a dimension may use without loss.
 
     Returns:
         the loss of each token (...,), and the share of its dimensions without gradient (...,).
@@ -126,7 +126,7 @@ def geometric_jsd(mu: Tensor, logvar: Tensor) -> Tensor:
     wide = torch.promote_types(mu.dtype, torch.float32)
     mu, logvar = mu.to(wide), logvar.to(wide)
     half = 0.5 * logvar
-    # In forms that do not overflow before v does: log cosh a = |a| + log((1 + exp(-2 |a|)) / 2), and
+    # Written so that nothing overflows before v does: log cosh a = |a| + log((1 + exp(-2 |a|)) / 2), and
     # cosh(l) / (1 + v) = (v + 1/v) / (2 (1 + v)).
     log_cosh = half.abs() + softplus(-2 * half.abs()) - math.log(2)
     shape = 0.5 * (torch.sinh(half).square() - log_cosh)
@@ -140,7 +140,7 @@ def regulariser(mu: Tensor, logvar: Tensor, bound: str, free: float | None) -> t
     Args:
         mu, logvar: (..., R).
         bound: "clamp" (``bounded_kl``), "free_bits" (``free_bits_kl``) or "geometric_jsd".
-        free: nats per dimension with "free_bits"; None shares the paper's ln 2 out over R dimensions.
+        free: nats per dimension with "free_bits"; None divides the paper's ln 2 by R.
     """
     if bound == "geometric_jsd":
         loss = geometric_jsd(mu, logvar)
@@ -153,10 +153,10 @@ def regulariser(mu: Tensor, logvar: Tensor, bound: str, free: float | None) -> t
 
 
 def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit blocks plus a low-rank part to a weight by least squares: diag(B_1 .. B_K) + up down, alternating.
+    """Fit diag(B_1 .. B_K) + up down to a weight by alternating least squares.
 
-    Starts from the diagonal blocks of the weight and the truncated SVD of the rest, then solves for blocks, ``up`` and
-    ``down`` in turn; the error never rises.
+    The initial values are the diagonal blocks of the weight and a truncated SVD of the remainder. Then blocks, ``up``
+    and ``down`` are solved for in turn; the error never rises.
 
     Args:
         weight: (O, I).

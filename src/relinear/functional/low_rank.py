@@ -1,4 +1,4 @@
-"""Low-rank linear maps: the reference form."""
+"""Low-rank linear maps (reference), and their best fits to a weight."""
 
 # Legend: I in_features, O out_features, R rank, K = min(I, O); A, G moments of inputs and output gradients
 
@@ -13,8 +13,8 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) ->
 
     Args:
         x: (..., I).
-        down: (R, I), into the subspace.
-        up: (O, R), out of it.
+        down: (R, I), maps into the subspace.
+        up: (O, R), maps out of it.
         bias: (O,) or None.
     """
     y = torch.nn.functional.linear(torch.nn.functional.linear(x, down), up)
@@ -22,7 +22,7 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None = None) ->
 
 
 def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the best rank-R factors of ``weight`` in the Frobenius norm (Eckart-Young), the scale shared by both.
+    """Return the best rank-R factors of ``weight`` in the Frobenius norm (Eckart-Young), of equal norms.
 
     Args:
         weight: (O, I).
@@ -39,7 +39,7 @@ def low_rank_factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     """Return S, with S S = ``moment`` + ``ridge`` times its mean diagonal, and its pseudo-inverse; (K, K), float64.
 
-    By eigenvalues, so that singular moments work; a moment of zero counts as the identity.
+    They are computed from eigenvalues, so the moment may be singular; a moment of zero is replaced by the identity.
     """
     moment = moment.double()
     scale = float(moment.diagonal().mean())
@@ -52,10 +52,11 @@ def moment_roots(moment: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 class WeightedSpectrum(NamedTuple):
-    """Hold G^(1/2) W A^(1/2), decomposed on its smaller side.
+    """Hold the singular values of M = G^(1/2) W A^(1/2), and its singular vectors on the smaller side.
 
-    energies: (K,) its squared singular values, falling; the error of the best fit of rank R is the sum from R on.
-    vectors: (K, K) the singular vectors of the smaller side. root, inverse: of that side's moment.
+    energies: (K,), the squared singular values, falling; the error of the best fit of rank R is the sum from R on.
+    vectors: (K, K), the singular vectors of the smaller side.
+    root, inverse: (K, K), the square root of that side's moment and its inverse.
     on_inputs: whether the smaller side is that of the inputs.
     """
 
@@ -66,13 +67,13 @@ class WeightedSpectrum(NamedTuple):
     on_inputs: bool
 
     def factors(self, weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Return down (R, I) and up (O, R) in float64: the best fit of rank R to ``weight`` (O, I), as decomposed."""
+        """Return down (R, I) and up (O, R), in float64: the best fit of rank R to the decomposed ``weight`` (O, I)."""
         leading = self.vectors[:, :rank]
         if self.on_inputs:
             down, up = leading.T @ self.inverse, weight.double() @ self.root @ leading
         else:
             down, up = leading.T @ self.root @ weight.double(), self.inverse @ leading
-        # the scale is shared by both factors, as in the plain fit
+        # both factors get equal norms, as in ``low_rank_factors``
         balance = (down.norm() / up.norm().clamp_min(1e-300)).sqrt().clamp_min(1e-150)
         return down / balance, up * balance
 
@@ -80,18 +81,18 @@ class WeightedSpectrum(NamedTuple):
 def weighted_spectrum(
     weight: Tensor, inputs: Tensor, outputs: Tensor | None = None, ridge: float = 1e-6
 ) -> WeightedSpectrum:
-    """Return everything that the best low-rank fits of ``weight`` under given moments need, for all ranks at once.
+    """Decompose ``weight`` under the moments A and G, which gives its best fits of all ranks and their errors.
 
-    With M = G^(1/2) W A^(1/2) the best rank-R fit is G^(-1/2) [M]_R A^(-1/2) (Eckart-Young). Only the root of the
-    smaller side's moment is ever taken: for I <= O, [M]_R = M V V^T with the leading eigenvectors V of
-    A^(1/2) W^T G W A^(1/2), so that the fit is W A^(1/2) V V^T A^(-1/2) and G^(1/2) cancels; likewise for O < I.
+    With M = G^(1/2) W A^(1/2), the best rank-R fit is G^(-1/2) [M]_R A^(-1/2) (Eckart-Young). Only the smaller side's
+    moment needs a root: for I <= O, [M]_R = M V V^T with the leading eigenvectors V of A^(1/2) W^T G W A^(1/2), so the
+    fit is W A^(1/2) V V^T A^(-1/2) and G^(1/2) cancels; likewise for O < I.
 
     Args:
         weight: W (O, I).
         inputs: A (I, I), second moments of the inputs.
-        outputs: G (O, O), of the output gradients; None for the identity.
-        ridge: added to the moment whose root is taken, as a share of its mean diagonal: directions that the data never
-            showed keep this little weight, and singular moments can be inverted.
+        outputs: G (O, O), second moments of the output gradients; None for the identity.
+        ridge: added to the moment whose root is taken, as a share of its mean diagonal. Directions that do not occur in
+            the data get this small weight, and singular moments can be inverted.
     """
     weight = weight.detach().double()
     a = inputs.to(weight)

@@ -1,4 +1,4 @@
-"""Monarch products (Dao et al. 2022, arXiv 2204.00595): two block-diagonal products with fixed permutations."""
+"""Monarch maps (Dao et al. 2022, arXiv 2204.00595): two block-diagonal products with fixed permutations (reference)."""
 
 # Legend: I in, O out, K blocks, P = ceil(I / K), S = ceil(O / K), R rank of a sub-block
 
@@ -9,10 +9,10 @@ from relinear.functional.block_diagonal import block_diagonal, zero_padded
 
 
 def monarch(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
-    """Return y = P L P^T R x + bias (Definition 3.1, for any sizes), P the permutation that swaps block and position.
+    """Return y = P L P^T R x + bias (Definition 3.1, for any sizes); permutation P swaps block and position.
 
-    Output s K + l and input k P + p meet in sub-block (l, k), of rank R: sum_r L[l, s, k R + r] R[k, l R + r, p].
-    The input is padded with zeros to K P, the output cut to ``out_features``.
+    The matrix's entry for output s K + l and input k P + p is sum_r L[l, s, k R + r] R[k, l R + r, p], so sub-block
+    (l, k) has rank R. The input is padded with zeros to K P, the output truncated to ``out_features``.
 
     Args:
         x: (..., I).
@@ -36,12 +36,12 @@ def monarch_dense(right: Tensor, left: Tensor, in_features: int, out_features: i
 
 
 def monarch_factors(weight: Tensor, blocks: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the closest Monarch matrix to ``weight`` in the Frobenius norm (Theorem 1): one truncated SVD a sub-block.
+    """Return the Monarch matrix closest to ``weight`` in the Frobenius norm (Theorem 1), by an SVD of each sub-block.
 
     Args:
         weight: (O, I).
         blocks: K.
-        rank: R; 1 is the paper's theorem, min(P, S) loses nothing.
+        rank: R; 1 is the paper's theorem; with min(P, S) the fit is exact.
 
     Returns:
         right (K, K R, P) and left (K, S, K R), in float64.

@@ -1,11 +1,11 @@
-"""A full-width sigmoid gate on a projection's output: the reference form."""
+"""Sigmoid gates on all outputs of a projection (reference)."""
 
 import torch
 from torch import Tensor
 
 
 def gated(z: Tensor, logits: Tensor) -> Tensor:
-    """Return z * sigmoid(W_g x), the gate of Qiu et al. (2025, Eq. 5) on any projection.
+    """Return z * sigmoid(W_g x): the gate of Qiu et al. (2025, Eq. 5), for any projection.
 
     Args:
         z: (..., O), the projection's output.

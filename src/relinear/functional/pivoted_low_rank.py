@@ -1,7 +1,7 @@
-"""Reference of low-rank linear maps whose latent contains some of the inputs unchanged.
+"""Low-rank linear maps whose latent contains some of the inputs unchanged (reference).
 
-The factors of a product of rank R are known up to an invertible (R, R) matrix; using it to make R columns of the first
-factor an identity takes away R^2 numbers and as many multiplications, and changes no product.
+The factors of a product of rank R are determined up to an invertible (R, R) matrix. It can be chosen so that R columns
+of the first factor are an identity. This saves R^2 parameters and as many multiplications and keeps the product.
 """
 
 # Legend: I in_features, O out_features, R rank, S the inputs in the latent (pivots)
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relinear.clifford.tables import take_last
 
-#: entries of a pivoted basis stay below this in magnitude, so that nothing is lost in rounding
+#: entries of a pivoted basis stay below this in magnitude, so that rounding errors stay small
 LARGEST_PIVOTED = 1.05
 
 
@@ -21,7 +21,7 @@ def pivoted_low_rank(x: Tensor, order: Tensor, mix: Tensor, up: Tensor, bias: Te
     Args:
         x: (..., I).
         order: (I,) integers, a permutation of the inputs; the first R of them are S.
-        mix: (R, I - R), what the rest adds.
+        mix: (R, I - R), the map of the remaining inputs into the latent.
         up: (O, R).
         bias: (O,) or None.
     """
@@ -42,9 +42,9 @@ def latent(x: Tensor, mix: Tensor) -> Tensor:
 def pivoted_factors(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rewrite up @ down with an identity in ``down``: return order (I,), mix (R, I - R), up (O, R); in float64.
 
-    ``down`` restricted to R of its columns, D_S, is taken into the other factor: D_S^(-1) down holds an identity, which
-    is neither stored nor multiplied by. S starts from the pivots of an LU decomposition; columns are then exchanged
-    until no entry of ``mix`` exceeds ``LARGEST_PIVOTED`` (the volume of D_S grows with each exchange, so this ends).
+    With R columns D_S of ``down``, the product is (up D_S) (D_S^(-1) down). Its second factor contains an identity,
+    which is neither stored nor multiplied by. S is initialised as the pivots of an LU decomposition. Columns are then
+    exchanged until no entry of ``mix`` exceeds ``LARGEST_PIVOTED``; each exchange increases |det D_S|, so this ends.
 
     Args:
         down: (R, I) with R at most I.

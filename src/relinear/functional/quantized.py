@@ -1,4 +1,4 @@
-"""Integers of 2 to 8 bits in groups that share a scale: packing, unpacking and their values."""
+"""Pack and unpack integers of 2 to 8 bits, compute their values, and convert them to GGUF's blocks."""
 
 # Legend: I in_features, O out_features, B bits, K = ceil(I / group) groups of a row
 
@@ -20,9 +20,11 @@ SUPER = 256
 class KType(NamedTuple):
     """Describe one of llama.cpp's K types, Q2_K to Q6_K.
 
-    group: inputs that share a scale. symmetric: whether there are no offsets. bits: of the multiples that scales and
-    offsets are. parts: of ``SUPER`` weights in the order in which they are stored: the codes' low bits (of single bits
-    2 or 4), their high ones, the multiples, the units.
+    group: inputs that share a scale.
+    symmetric: whether there are no offsets.
+    bits: of the integer multiples that scales and offsets are.
+    parts: of a block of ``SUPER`` weights, in the order in which they are stored: the codes' low bits (2 or 4), their
+        high bits, the multiples, the units.
     """
 
     group: int
@@ -31,7 +33,7 @@ class KType(NamedTuple):
     parts: tuple[str, ...]
 
 
-#: by bits of a code
+#: bits of a code -> type
 K_TYPES = {
     2: KType(16, False, 4, ("multiples", "low", "units")),
     3: KType(16, True, 6, ("high", "low", "multiples", "units")),
@@ -39,7 +41,7 @@ K_TYPES = {
     5: KType(32, False, 6, ("units", "multiples", "high", "low")),
     6: KType(16, True, 8, ("low", "high", "multiples", "units")),
 }
-#: bits of codes that are stored apart, highest first: 3 bits are 2 and 1, 5 are 4 and 1, 7 are 4, 2 and 1
+#: sizes in bits of the planes into which codes are split, highest first: 3 bits are 2 and 1, 7 are 4, 2 and 1
 _PLANES = (8, 4, 2, 1)
 
 
@@ -54,7 +56,7 @@ def packed_width(in_features: int, bits: int) -> int:
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:
-    """Divide a row of ``width`` codes, a multiple of 8, into blocks: return (how many, of how many codes)."""
+    """Divide a row of ``width`` codes, a multiple of 8, into blocks; return pairs (number of blocks, codes in each)."""
     whole, rest = divmod(width, BLOCK)
     return [(count, size) for count, size in ((whole, BLOCK), (1, rest)) if count and size]
 
@@ -62,17 +64,18 @@ def _blocks(width: int) -> list[tuple[int, int]]:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Return codes (O, I), integers below 2^B, as bytes (O, ceil(I / 8) B).
 
-    A block of n codes is its planes of 8, 4, 2 and 1 bits one after another, as B is their sum. A byte of a plane of p
-    bits holds codes that are n p / 8 apart, the first in its lowest bits; of a plane of single bits, 8 neighbours.
+    A block of n codes is stored as planes of 8, 4, 2 or 1 bits, one after another, whose sizes add up to B. A byte of a
+    plane of p bits holds codes that are n p / 8 apart, the first in its lowest bits. A byte of a plane of single bits
+    holds 8 neighbours.
     """
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[1] % 8))
     packed, start = [], 0
     for count, size in _blocks(codes.shape[1]):
         block = codes[:, start : start + count * size].unflatten(1, (count, size))
-        start, left, planes = start + count * size, bits, []
+        start, shift, planes = start + count * size, bits, []
         for plane in (p for p in _PLANES if bits & p):
-            left -= plane
-            field = (block >> left) & ((1 << plane) - 1)
+            shift -= plane
+            field = (block >> shift) & ((1 << plane) - 1)
             parts = field.unflatten(2, (-1, 8)).mT if plane == 1 else field.unflatten(2, (8 // plane, -1))
             shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=codes.device)
             planes.append((parts << shifts[:, None]).sum(2, dtype=torch.uint8))
@@ -85,10 +88,10 @@ def unpack(packed: Tensor, bits: int, in_features: int) -> Tensor:
     rows, start = [], 0
     for count, size in _blocks(-(-in_features // 8) * 8):
         block = packed[:, start : start + count * size * bits // 8].unflatten(1, (count, -1))
-        start, at, codes = start + count * size * bits // 8, 0, 0
+        start, offset, codes = start + count * size * bits // 8, 0, 0
         for plane in (p for p in _PLANES if bits & p):
-            plane_bytes = block[:, :, at : at + size * plane // 8]
-            at += size * plane // 8
+            plane_bytes = block[:, :, offset : offset + size * plane // 8]
+            offset += size * plane // 8
             shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=packed.device)
             parts = (plane_bytes.unsqueeze(2) >> shifts[:, None]) & ((1 << plane) - 1)
             codes = (codes << plane) | (parts.mT if plane == 1 else parts).flatten(2)
@@ -105,13 +108,13 @@ def dequantized(
     in_features: int,
     levels: Tensor | None = None,
 ) -> Tensor:
-    """Return the matrix (O, I) of scales' dtype: scale times (code - zero point), in every group.
+    """Return the matrix (O, I) in the scales' dtype: scale times (code - zero point), in every group.
 
-    A zero point counts in steps of 2^(B - 8), so that one byte holds it to a fraction of a code. All differences are
-    whole numbers below 2^8 in such steps: exact in bfloat16, too.
+    Zero points are in steps of 2^(B - 8), so that a byte represents fractions of a code. In these steps all differences
+    are whole numbers below 2^8, which are exact in bfloat16, too.
 
     Args:
-        packed: bytes (O, ceil(I / 8) B) of ``pack``.
+        packed: bytes (O, ceil(I / 8) B), from ``pack``.
         scales: (O, K), of either sign.
         zeros: (O, K) uint8; None for 128, the middle.
         bits: B, 2 to 8.
@@ -131,23 +134,23 @@ def dequantized(
 
 
 def gguf_rows(packed: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, in_features: int) -> Tensor:
-    """Return the rows (O, bytes) of ``dequantized``'s matrix in GGUF's blocks of 32 inputs, codes as they are.
+    """Return the rows (O, bytes) of ``dequantized``'s matrix in GGUF's blocks of 32 inputs, with unchanged codes.
 
-    Without zero points the blocks are Q4_0 (or IQ4_NL), Q5_0 or Q8_0, whichever holds B bits; with
-    them Q4_1 or Q5_1, which add an offset, -scale zero. Scales and offsets are rounded to half precision.
+    Without zero points the blocks are Q4_0 (or IQ4_NL), Q5_0 or Q8_0, the smallest that holds B bits. With zero points
+    they are Q4_1 or Q5_1, which add an offset, -scale zero. Scales and offsets are rounded to half precision.
     """
     blocks = in_features // 32
     codes = unpack(packed, bits, in_features).to(torch.int16).unflatten(1, (blocks, 32))
 
-    def each(values: Tensor) -> Tensor:
+    def per_block(values: Tensor) -> Tensor:
         return values.float().repeat_interleave(group // 32, 1)[:, :blocks, None]
 
     stored_bits = next(width for width in (4, 5, 8) if bits <= width)
-    parts = [each(scales).half().view(torch.uint8)]
+    parts = [per_block(scales).half().view(torch.uint8)]
     if zeros is None:
         codes += (2 ** (stored_bits - 1) if stored_bits < 8 else 0) - 2 ** (bits - 1)
     else:
-        parts.append((each(zeros) * each(scales) * -(2.0 ** (bits - 8))).half().view(torch.uint8))
+        parts.append((per_block(zeros) * per_block(scales) * -(2.0 ** (bits - 8))).half().view(torch.uint8))
     if stored_bits == 5:
         shifts = torch.arange(8, dtype=torch.int16, device=codes.device)
         parts.append(((codes >> 4).unflatten(2, (4, 8)) << shifts).sum(3).to(torch.uint8))
@@ -162,32 +165,33 @@ def k_dequantized(
     """Return the matrix (O, I) of a K type, computed in float32 as llama.cpp does, in the dtype of ``units``.
 
     Args:
-        packed: bytes (O, I B / 8) of ``pack``.
-        units: (O, U) of scales, U = I / ``SUPER``; (O, 2 U) with those of offsets behind them.
-        multiples: (O, K), scales in their units, as bytes: with half of the range added if they have a sign.
-        offsets: (O, K), in their units; None for the middle.
-        bits: B, a key of ``K_TYPES``. in_features: I.
+        packed: bytes (O, I B / 8), from ``pack``.
+        units: (O, U) of scales, U = I / ``SUPER``; with offsets (O, 2 U), the units of offsets after those of scales.
+        multiples: (O, K) bytes, the scales in their units; if these have a sign, plus half of the range.
+        offsets: (O, K) bytes, in their units; None if the middle code means zero.
+        bits: B, a key of ``K_TYPES``.
+        in_features: I.
     """
     kind, wide = K_TYPES[bits], torch.promote_types(units.dtype, torch.float32)
     codes = unpack(packed, bits, in_features).to(wide).unflatten(1, (-1, kind.group))
-    each, groups = units.to(wide).repeat_interleave(SUPER // kind.group, 1), multiples.shape[1]
+    group_units, groups = units.to(wide).repeat_interleave(SUPER // kind.group, 1), multiples.shape[1]
     middle = 2.0 ** (kind.bits - 1) if kind.symmetric else 0.0
-    scales = (each[:, :groups] * (multiples - middle)).unsqueeze(2)
+    scales = (group_units[:, :groups] * (multiples - middle)).unsqueeze(2)
     if offsets is None:
         values = (codes - 2.0 ** (bits - 1)) * scales
     else:
-        values = codes * scales - (each[:, groups:] * offsets).unsqueeze(2)
+        values = codes * scales - (group_units[:, groups:] * offsets).unsqueeze(2)
     return values.flatten(1).to(units.dtype)
 
 
 def gguf_k_rows(packed: Tensor, units: Tensor, multiples: Tensor, offsets: Tensor | None, bits: int) -> Tensor:
-    """Return the rows (O, bytes) of ``k_dequantized``'s matrix in the blocks of its K type, codes as they are."""
+    """Return the rows (O, bytes) of ``k_dequantized``'s matrix in the blocks of its K type, with unchanged codes."""
     kind, blocks = K_TYPES[bits], multiples.shape[1] * K_TYPES[bits].group // SUPER
     codes = unpack(packed, bits, blocks * SUPER).unflatten(1, (blocks, SUPER))
     scale, *offset = (t.unflatten(1, (blocks, -1)) for t in (multiples, offsets) if t is not None)
 
     def fields(values: Tensor, width: int, stride: int) -> Tensor:
-        """Return bytes of the lowest ``width`` bits of values that are ``stride`` apart, the first one lowest."""
+        """Pack the lowest ``width`` bits of values that are ``stride`` apart into bytes, the first one lowest."""
         parts = (values & (1 << width) - 1).unflatten(2, (-1, 8 // width, stride))
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=values.device)
         return (parts << shifts[:, None]).sum(3, dtype=torch.uint8).flatten(2)
@@ -225,7 +229,7 @@ def quantized(
 
     Args:
         x: (..., I).
-        packed, scales, zeros, bits, group: as there.
+        packed, scales, zeros, bits, group: as for ``dequantized``.
         bias: (O,) or None.
     """
     weight = dequantized(packed, scales, zeros, bits, group, x.shape[-1])

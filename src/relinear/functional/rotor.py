@@ -1,13 +1,14 @@
-"""Rotor layers: sums of sandwiches r x s~ over windows of a vector, in the real spin representation.
+"""Rotor layers: sums of sandwiches r x s~ over windows of a vector, in the real spin representation (reference).
 
-A window of V = 2^n coordinates is an element X of Cl(n); for rotors r and s the sandwich is A X B^T with two small
-matrices (``relinear.clifford.spin``), the left one acting on the rows of X seen as (L, M/L), the right one on the
-columns of X seen as (M/R, R). General elements of the algebra (Lemma 1 of arXiv 2507.11688) and free Kronecker factors
-have the same form.
+A window of V = 2^n coordinates is an element X of Cl(n). For rotors r and s the sandwich is A X B^T with two small
+matrices (``relinear.clifford.spin``): A multiplies X, viewed as (L, M/L), from the left, and B^T multiplies X, viewed
+as (M/R, R), from the right. General elements of the algebra (Lemma 1 of arXiv 2507.11688) and free Kronecker factors
+act in the same way.
 """
 
-# Legend: N tokens, I / O windows of the input / output, W terms, M coordinates that share factors (V, or V/2 where the
-# algebra has two blocks), L and R sizes of the left and the right factor, V = 2^n window
+# Legend: N tokens, I / O windows of the input / output, W terms, M coordinates that share a pair of factors (V, or V/2
+# if the algebra has two blocks), S blocks of a window with separate factors, L and R sizes of the left and the right
+# factor, V = 2^n window, P = n(n-1)/2 planes, J = n // 2 simple parts of a bivector
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from relinear.clifford.tables import device_table, take_last
 
 
 def _elu(x: Tensor) -> Tensor:
-    # torch.nn.functional.elu under torch.compile is wrong about the strides of its gradient
+    # under torch.compile, torch.nn.functional.elu returns a gradient with other strides than the compiler expects
     return torch.where(x > 0, x, torch.expm1(x.clamp(max=0)))
 
 
-#: what activates branches: a function, or the slope of a PReLU that does not learn; None for one that does
+#: activation of branches by name: a function, the slope of a PReLU that does not learn, or None for one that learns
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | float | None] = {
     "prelu": None,
     "relu": 0.0,
@@ -56,12 +57,12 @@ def window_coordinates(size: int, window: int, spread: bool) -> np.ndarray:
     count = window_count(size, window)
     if not spread:
         return np.arange(count * window) % size
-    starts = [i * size // count for i in range(count)]  # and they wrap round
+    starts = [i * size // count for i in range(count)]  # windows wrap round the end
     return np.concatenate([np.arange(start, start + window) % size for start in starts])
 
 
 def coordinate_places(size: int, window: int, spread: bool) -> np.ndarray:
-    """Return the two positions, or one twice, whose mean ``from_windows`` takes for every coordinate: (2 size,)."""
+    """Return for every coordinate the two positions, or one twice, that ``from_windows`` averages: (2 size,)."""
     coordinates = window_coordinates(size, window, spread)
     positions = [np.flatnonzero(coordinates == coordinate) for coordinate in range(size)]
     assert all(1 <= len(pair) <= 2 for pair in positions)
@@ -82,11 +83,11 @@ def window_tables(in_features: int, out_features: int, network: NetworkSettings,
 
 
 def basis_tables(network: NetworkSettings, like: Tensor) -> tuple[list[Tensor], list[Tensor], list[int], list[int]]:
-    """Return the tables from coordinates of blades to those of factors, layer by layer; empty in the spinor basis.
+    """Return the tables from blade to spin coordinates, one entry per layer; four empty lists in the spinor basis.
 
     Returns:
-        As ``clifford.string_tables``: the blade of every string (V,) and its sign (V,); and K and F of
-        ``clifford.spin_shape``.
+        From ``clifford.string_tables`` the blade of every Pauli string (V,) and its sign (V,); from
+        ``clifford.spin_shape`` the number of rows and of components.
     """
     if network.basis == "spinor":
         return [], [], [], []
@@ -101,7 +102,7 @@ def to_windows(x: Tensor, window: int, layout: str = "wrapped") -> Tensor:
 
     Args:
         layout: "wrapped": one after another, the last wrapping round to the beginning; "spread": at equal distances,
-            from i size / count on. The same where ``window`` divides the size.
+            window i starting at i size / count. Both are the same if ``window`` divides the size.
     """
     missing = -x.shape[-1] % window
     if missing and layout == "spread":
@@ -125,31 +126,31 @@ def from_windows(y: Tensor, size: int, layout: str = "wrapped") -> Tensor:
 
 
 def branch_permutation(window: int, branches: int, seed: int, step: int) -> np.ndarray:
-    """Return fixed random permutations of adjacent branches, each within itself: indices (branches * window,).
+    """Return indices (branches * window,) that permute each of several adjacent branches in a fixed random order.
 
-    numpy's legacy generator keeps its stream for good, so that a seed in a checkpoint means the same everywhere.
+    numpy's legacy generator never changes its numbers, so that a seed in a checkpoint means the same everywhere.
     """
-    draw = np.random.RandomState([seed, step])
-    return np.concatenate([draw.permutation(window) + branch * window for branch in range(branches)])
+    generator = np.random.RandomState([seed, step])
+    return np.concatenate([generator.permutation(window) + branch * window for branch in range(branches)])
 
 
 def mixed_branches(
     x: Tensor, order: Tensor | None, slopes: Tensor, mix: Tensor, normalize: bool = True, activation: str = "prelu"
 ) -> Tensor:
-    """Return what stands between two layers of rotors: branches permuted, normalised and activated, then mixed.
+    """Permute, normalise and activate branches and return their weighted sum, as between two layers of rotors.
 
     Args:
-        x: (N, W, V), a branch each of the W.
-        order: (W V,) integers, of ``branch_permutation``; None leaves coordinates where they are.
-        slopes: of the PReLU, (W,) or (1,) for all; an activation that is none does not read them.
-        mix: (W,), the factors of the sum.
+        x: (N, W, V), the outputs of W branches.
+        order: (W V,) integers, from ``branch_permutation``; None for no permutation.
+        slopes: (W,), or (1,) for all, slopes of the PReLU; other activations ignore them.
+        mix: (W,), the weights of the sum.
         normalize: whether each branch is normalised (LayerNorm without parameters).
-        activation: of ``ACTIVATIONS``.
+        activation: a key of ``ACTIVATIONS``.
 
     Returns:
         (N, V).
     """
-    if normalize:  # which knows no order, and reads rows as they lie
+    if normalize:  # before the permutation, on whose order LayerNorm does not depend
         x = torch.nn.functional.layer_norm(x, x.shape[-1:])
     if order is not None:
         x = take_last(x.flatten(1), order).unflatten(-1, x.shape[1:])
@@ -159,9 +160,9 @@ def mixed_branches(
 
 
 def branch_orders(window: int, width: int, depth: int, after_entry: bool, seed: int) -> np.ndarray:
-    """Return ``branch_permutation`` of every step of a network, within each of its branches: indices (B, V).
+    """Return the permutations of all B branches of a network's steps, as indices (B, V) within each branch.
 
-    That after the entry layer comes first, and is numbered last.
+    The step after the entry layer comes first; its number for ``branch_permutation`` is the last, ``depth``.
     """
     steps = [(depth, 1)] * after_entry + [(step, width) for step in range(depth)]
     orders = [branch_permutation(window, branches, seed, step) for step, branches in steps]
@@ -169,7 +170,7 @@ def branch_orders(window: int, width: int, depth: int, after_entry: bool, seed: 
 
 
 def term_orders(window: int, terms: int, seed: int) -> np.ndarray:
-    """Return an order of a window's coordinates for every term of a sum, the first as they are: indices (terms V,)."""
+    """Return a random order of a window's coordinates per term, as indices (terms V,); the first is not permuted."""
     orders = [np.arange(window)]
     orders += [np.random.RandomState([seed, 0, term]).permutation(window) for term in range(1, terms)]
     return np.concatenate(orders)
@@ -180,8 +181,8 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
     Args:
         x: (N, I, M).
-        left: A, (W, O, I, L, L), acting on X as (L, M/L).
-        right: B, (W, O, I, R, R), acting on X as (M/R, R).
+        left: A, (W, O, I, L, L), which multiplies X viewed as (L, M/L).
+        right: B, (W, O, I, R, R), which multiplies X viewed as (M/R, R).
 
     Returns:
         (N, O, M).
@@ -193,20 +194,20 @@ def sandwich_sum(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def shared_coordinates(window: int, left: Tensor, right: Tensor) -> int:
-    """Return M, how many coordinates of a window share a pair of factors (..., S, L, L) and (..., S, R, R)."""
+    """Return M, the number of a window's coordinates that share a pair of factors (..., S, L, L), (..., S, R, R)."""
     if left.shape[-1] * right.shape[-1] < window:  # two blocks with the same factors
         return window // clifford.spin_shape(window.bit_length() - 1).blocks
     return window // left.shape[-3]
 
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """Return ``sandwich_sum`` of whole windows, of one block or two, in either basis.
+    """Return ``sandwich_sum`` of whole windows, which may have several blocks, in the spinor or the blade basis.
 
     Args:
         x: (N, I, V).
-        left, right: (W, O, I, S, L, L) and (W, O, I, S, R, R); S = 1 where all blocks of a window share their factors.
-        basis: "blade": coordinates are those of blades, so that rotors act as in the paper; "spinor": they are
-            coordinates of the spin representation, the same family of maps conjugated by a fixed orthogonal one.
+        left, right: (W, O, I, S, L, L) and (W, O, I, S, R, R); S = 1 if all blocks of a window share their factors.
+        basis: "blade": coordinates of blades, so that rotors act as in the paper; "spinor": coordinates of the spin
+            representation. Both give the same family of maps, up to a fixed orthogonal change of basis.
 
     Returns:
         (N, O, V).
@@ -220,7 +221,7 @@ def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spino
         y = torch.stack([sandwich_sum(part, a, b) for part, a, b in pairs], dim=-2).flatten(-2)
     else:
         count = x.shape[-1] // shared_coordinates(x.shape[-1], left, right)
-        tokens = x.unflatten(-1, (count, -1)).transpose(1, 2).flatten(0, 1)  # every part is a token of its own
+        tokens = x.unflatten(-1, (count, -1)).transpose(1, 2).flatten(0, 1)  # every part counts as a separate token
         y = sandwich_sum(tokens, left.squeeze(3), right.squeeze(3))
         y = y.unflatten(0, (-1, count)).transpose(1, 2).flatten(-2)
     return clifford.from_spin(y) if basis == "blade" else y
@@ -237,23 +238,23 @@ def rotor_layer(
     layout: str = "wrapped",
     orders: Tensor | None = None,
 ) -> Tensor:
-    """Return a layer of sandwiches: windows of the input, ``sandwich_windows``, mean over the windows of the output.
+    """Split x into windows, apply ``sandwich_windows``, and merge the output windows.
 
     Args:
         x: (..., in_features).
         left, right, basis: as for ``sandwich_windows``.
         out_features: size of the result.
         window: V.
-        product: ``sandwich_windows`` or its twin.
+        product: ``sandwich_windows``, or its kernel.
         layout: of the windows, see ``to_windows``.
-        orders: (W V,), the order in which each term reads a window (``term_orders``); None if all read it as it is.
+        orders: (W V,), the order in which each term reads a window (``term_orders``); None for the natural order.
 
     Returns:
         (..., out_features).
     """
     windows = to_windows(x.reshape(-1, x.shape[-1]), window, layout)
     if orders is not None:
-        # a window in another order is another input window, and a term that reads it alone one of a single term
+        # a window in each term's order counts as a further input window, so that W terms become a sum of one term
         windows = take_last(windows, orders).unflatten(-1, (-1, window)).transpose(1, 2).flatten(1, 2)
         left, right = (factor.transpose(0, 1).flatten(1, 2).unsqueeze(0) for factor in (left, right))
     y = product(windows, left, right, basis)
@@ -272,13 +273,14 @@ def rotor_step(
     normalize: bool = True,
     activation: str = "prelu",
 ) -> Tensor:
-    """Return a hidden step of a network: W sandwiches of one window, then ``mixed_branches``.
+    """Apply a hidden step of a network: W sandwiches of one window, then ``mixed_branches``.
 
     Args:
         x: (N, V).
-        left, right: (1, W, 1, S, L, L) and (1, W, 1, S, R, R), of ``sandwich_windows``: a branch is an output window.
+        left, right: (1, W, 1, S, L, L) and (1, W, 1, S, R, R), as for ``sandwich_windows``; each output window is a
+            branch.
         slopes, mix, normalize, activation: as for ``mixed_branches``.
-        seed, step: of ``branch_permutation``; ``seed`` None leaves coordinates where they are.
+        seed, step: as for ``branch_permutation``; ``seed`` None for no permutation.
         basis: as for ``sandwich_windows``.
 
     Returns:
@@ -290,7 +292,7 @@ def rotor_step(
 
 
 def step_order(x: Tensor, branches: int, seed: int, step: int) -> Tensor:
-    """Return ``branch_permutation`` of a step's branches, for x (N, V): int32 (W V,)."""
+    """Return ``branch_permutation`` of a step on the device of x (N, V), int32 (W V,)."""
     return device_table(branch_permutation, (x.shape[-1], branches, seed, step), x, torch.int32)
 
 
@@ -299,11 +301,11 @@ class NetworkSettings(NamedTuple):
 
     Attributes:
         out_features: size of the result.
-        windows: V of every layer: entry, hidden ones, exit. The width within is that of the hidden ones.
+        windows: V of every layer: entry, hidden ones, exit. The inner width is the V of the hidden layers.
         basis, layout: as for ``rotor_layer``.
         normalize, activation: as for ``mixed_branches``.
         after_entry: whether permutation, norm and activation follow the entry layer too.
-        residual: whether the entry and the exit layer add their input, where they have as many inputs as outputs.
+        residual: whether the entry and the exit layer add their input if they have as many inputs as outputs.
     """
 
     out_features: int
@@ -323,7 +325,7 @@ def through_network(
     exit: Callable[[Tensor], Tensor],
     residual: bool,
 ) -> Tensor:
-    """Run ``x`` through the layers of a network; with ``residual`` the first and last add inputs of their own size."""
+    """Run x through the layers of a network; with ``residual``, entry and exit add their input if sizes are equal."""
     y = entry(x)
     if residual and x.shape[-1] == y.shape[-1]:
         y = y + x
@@ -343,40 +345,43 @@ def rotor_network(
     bias: Tensor | None,
     network: NetworkSettings,
 ) -> Tensor:
-    """Run layers of rotors with ``mixed_branches`` between them, the B branches of all steps one after another.
+    """Run a network: layers of rotors with ``mixed_branches`` between them.
+
+    The tensors of all steps' B branches are concatenated.
 
     Args:
         x: (N, in_features).
-        left, right: of every layer, (o, i, S, L, L) and (o, i, S, R, R).
-        orders: (B, V), of ``branch_orders``; None leaves coordinates where they are.
-        slopes, mix: (B,).
-        bias: (out_features,).
+        left, right: of every layer, with its o output and i input windows: (o, i, S, L, L) and (o, i, S, R, R).
+        orders: (B, V), from ``branch_orders``; None for no permutation.
+        slopes, mix: (B,), as for ``mixed_branches``.
+        bias: (out_features,), or None.
+        network: the other settings.
 
     Returns:
         (N, out_features).
     """
     settings, inner = (network.basis, sandwich_windows, network.layout), network.windows[1]
-    of_steps = _of_steps(orders, slopes, mix, [1] * network.after_entry + [len(a) for a in left[1:-1]])
+    step_tensors = _split_by_step(orders, slopes, mix, [1] * network.after_entry + [len(a) for a in left[1:-1]])
 
-    def layer(at: int, size: int, y: Tensor) -> Tensor:
-        a, b = (factor[at].unsqueeze(0).to(y.dtype) for factor in (left, right))
-        return rotor_layer(y, a, b, size, network.windows[at], *settings)
+    def layer(index: int, size: int, y: Tensor) -> Tensor:
+        a, b = (factor[index].unsqueeze(0).to(y.dtype) for factor in (left, right))
+        return rotor_layer(y, a, b, size, network.windows[index], *settings)
 
-    def step(at: int, y: Tensor) -> Tensor:
-        branches = layer(at, left[at].shape[0] * network.windows[at], y).unflatten(-1, (-1, inner))
-        return mixed_branches(branches, *next(of_steps), network.normalize, network.activation)
+    def step(index: int, y: Tensor) -> Tensor:
+        branches = layer(index, left[index].shape[0] * network.windows[index], y).unflatten(-1, (-1, inner))
+        return mixed_branches(branches, *next(step_tensors), network.normalize, network.activation)
 
     entry = functools.partial(step, 0) if network.after_entry else functools.partial(layer, 0, inner)
-    hidden = [functools.partial(step, at) for at in range(1, len(left) - 1)]
+    hidden = [functools.partial(step, index) for index in range(1, len(left) - 1)]
     exit = functools.partial(layer, len(left) - 1, network.out_features)
     z = through_network(x, entry, hidden, exit, network.residual)
     return z if bias is None else z + bias.to(z.dtype)
 
 
-def _of_steps(
+def _split_by_step(
     orders: Tensor | None, slopes: Tensor, mix: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
-    """Split ``orders``, ``slopes`` and ``mix`` of a network by step, as ``mixed_branches`` takes them."""
+    """Split ``orders``, ``slopes`` and ``mix`` of a network into the arguments of ``mixed_branches`` of every step."""
     permutations: list[Tensor | None] = [None] * len(counts)
     if orders is not None:
         starts = orders.shape[1] * torch.arange(max(counts), device=orders.device)[:, None]
@@ -386,12 +391,12 @@ def _of_steps(
 
 @torch.no_grad()
 def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
-    """Turn vectors towards the planes of bivectors, largest first, from their current values (Algorithm 2).
+    """Turn vectors into the planes of bivectors by power iteration (Algorithm 2), the largest plane first.
 
     Args:
         beta: (..., P).
-        vectors: (J - 1, ..., n), J = n // 2; those of an earlier beta are a warm start.
-        iterations: steps for each plane.
+        vectors: initial values (J - 1, ..., n); the result for an earlier beta is a warm start.
+        iterations: per plane.
 
     Returns:
         (J - 1, ..., n).
@@ -406,12 +411,13 @@ def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
 
 
 def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:
-    """Return simple parts (J, ..., P) of bivectors (..., P): Algorithm 1, with a differentiable step of Algorithm 2.
+    """Decompose bivectors into simple parts (J, ..., P): Algorithm 1 with one differentiable step of Algorithm 2.
 
-    They sum to ``beta``; the last is what the others leave, simple as far as these have converged.
+    The parts sum to ``beta``. The last is the remainder, which is simple if the others have converged.
 
     Args:
-        vectors: (J - 1, ..., n), of ``turned_vectors``.
+        beta: (..., P).
+        vectors: (J - 1, ..., n), from ``turned_vectors``.
     """
     matrix, parts = clifford.bivector_to_matrix(beta), []
     for vector in vectors:
@@ -422,17 +428,17 @@ def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:
 
 
 def product_of_simple_rotors(parts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``clifford.left_factor`` and ``right_factor`` of the product of cos|b| + b sin|b| / |b| over parts b.
+    """Return the factors of the rotor that is the product of cos|b| + b sin|b| / |b| over simple parts b.
 
     Args:
         parts: (J, ..., P).
 
     Returns:
-        (..., L, L) and (..., R, R).
+        (..., L, L) and (..., R, R), as ``clifford.left_factor`` and ``right_factor`` return them.
     """
     angle = torch.linalg.vector_norm(parts, dim=-1)[..., None, None]
     elements = clifford.to_spin(clifford.embed_bivector(parts))
-    # even elements act alike on both blocks
+    # even elements act in the same way on both blocks
     left = clifford.left_multiplication(elements)[..., 0, :, :]
     right = -clifford.right_multiplication(elements)[..., 0, :, :]
     eye, sinc = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device), torch.sinc(angle / torch.pi)
@@ -450,7 +456,7 @@ def nearest_kronecker(weight: Tensor, rows: int, columns: int, terms: int) -> tu
         terms: W, at most min(L^2, R^2).
 
     Returns:
-        left (W, L, L) and right (W, R, R) in float64 with sum_w left_w (x) right_w nearest to ``weight``.
+        left (W, L, L) and right (W, R, R), in float64: sum_w left_w (x) right_w is nearest to ``weight``.
     """
     blocks = weight.double().unflatten(1, (rows, columns)).unflatten(0, (rows, columns)).transpose(1, 2)
     u, s, vh = torch.linalg.svd(blocks.reshape(rows * rows, columns * columns), full_matrices=False)

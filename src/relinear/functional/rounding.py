@@ -1,4 +1,4 @@
-"""Round matrices to grids of few bits: to nearest, or by GPTQ, with which errors compensate each other."""
+"""Round matrices to grids of few bits, to nearest or by GPTQ, and estimate the error beforehand."""
 
 # Legend: I in_features, O out_features, B bits, K groups of a row; A, G moments of inputs and output gradients
 
@@ -13,28 +13,30 @@ from relinear.functional.quantized import SUPER
 
 #: number of clipping ranges to try
 _CLIPS = 12
-#: number of units of scales to try
+#: number of units to try in ``on_units``
 _UNITS = 8
 #: block size of ``gptq``: columns after which errors are propagated to all later ones
 _COLUMNS = 32
 #: added to a moment's diagonal, as a share of its mean
 _DAMPING = 1e-2
-#: shrinkage that makes a moment positive definite that was summed in float32 over few tokens
-_SUMMED = 1e-3
-#: shrinkages of moments to try
+#: shrinkage that makes a moment positive definite if it was summed in float32 over few tokens
+_MINIMAL_SHRINKAGE = 1e-3
+#: shrinkages of moments to try, see ``cross_validated_shrinkage``
 SHRINKAGES = (0.02, 0.1, 0.2, 0.4, 0.7)
-#: random vectors that estimate what errors leave
+#: random vectors that estimate a mean squared error
 _PROBES = 64
 #: number of groups of rows that ``descend`` changes one after another
 _PARTS = 16
 
 
 class Grid(NamedTuple):
-    """Hold scales and zero points: a code c of row o and group k represents the weight scale (c - zero).
+    """Hold the values that codes represent: code c in row o and group k is the weight scale_ok (c - zero_ok).
 
-    scale, zero: (O, K); zero in codes. top: (O, 1), the largest code. levels: the codes in ascending order, unless they
-    are the integers from 0 to ``top``. units: (O, U, 2): the scales and the offsets (scale times zero) of ``SUPER``
-    inputs are integer multiples of these; None if they are not.
+    scale, zero: (O, K); ``zero`` is in units of codes.
+    top: (O, 1), the largest code.
+    levels: the codes in ascending order; None for the integers from 0 to ``top``.
+    units: (O, U, 2); for each block of ``SUPER`` inputs, scales are integer multiples of the first and offsets (scale
+        times zero) of the second; None if they are not.
     """
 
     scale: Tensor
@@ -54,18 +56,19 @@ class Grid(NamedTuple):
         return (codes.to(scale) - zero) * scale
 
 
-def snapped(codes: Tensor, top: Tensor | int, levels: Tensor | None = None) -> Tensor:
-    """Return the nearest codes of a ``Grid``; ``codes`` may be changed in place."""
+def nearest_codes(codes: Tensor, top: Tensor | int, levels: Tensor | None = None) -> Tensor:
+    """Round ``codes``, real numbers, to the nearest codes of a ``Grid``; the argument may be changed in place."""
     if levels is not None:
         return levels[torch.bucketize(codes, (levels[1:] + levels[:-1]) / 2)]
     codes.round_()
     return codes.clamp_(0, top) if isinstance(top, int) else codes.clamp_(min=0).minimum(top)
 
 
-def _stored(scale: Tensor, zero: Tensor, bits: int, middle: float | None) -> tuple[Tensor, Tensor]:
-    """Round scales to bfloat16 and zero points to a byte.
+def _as_stored(scale: Tensor, zero: Tensor, bits: int, middle: float | None) -> tuple[Tensor, Tensor]:
+    """Round scales to bfloat16 and zero points to a byte; with ``middle`` all zero points are ``middle``.
 
-    Scales are of weights whose largest is about 1, and least 2^-17: a group of zeros, or of codes 0, has one, too.
+    Weights are normalised to a largest one of about 1. Scales are at least 2^-17 in magnitude, so that groups of zeros
+    have one, too.
     """
     scale = torch.where(scale.abs() < 2.0**-17, torch.where(scale < 0, -1, 1) * 2.0**-17, scale)
     if middle is not None:
@@ -74,16 +77,16 @@ def _stored(scale: Tensor, zero: Tensor, bits: int, middle: float | None) -> tup
     return scale.bfloat16().to(scale), (zero / step).round().clamp(0, 255) * step
 
 
-def _held(unit: Tensor) -> Tensor:
-    """Round to numbers that bfloat16 and float16 represent, other than 0."""
+def _to_half_precision(unit: Tensor) -> Tensor:
+    """Round to numbers that both bfloat16 and float16 represent, other than 0."""
     unit = unit.bfloat16().half().to(unit)
     return unit.masked_fill(unit == 0, 2.0**-24)
 
 
-def _weights(weight: Tensor, importance: Tensor | None) -> Tensor:
-    """Return positive weights (I,) of the inputs' squared errors."""
-    share = torch.ones(weight.shape[1]).to(weight) if importance is None else importance.to(weight)
-    return share + 1e-6 * share.mean().clamp_min(1e-30)
+def _error_weights(weight: Tensor, importance: Tensor | None) -> Tensor:
+    """Return positive weights (I,) of the inputs' squared errors; None means equal weights."""
+    weights = torch.ones(weight.shape[1]).to(weight) if importance is None else importance.to(weight)
+    return weights + 1e-6 * weights.mean().clamp_min(1e-30)
 
 
 def nearest_grid(
@@ -95,22 +98,27 @@ def nearest_grid(
     fits: int = 2,
     levels: Tensor | None = None,
 ) -> Grid:
-    """Return grids for rounding ``weight`` (O, I) to nearest: clipped if that is better, then fitted to the codes.
+    """Return the grid for rounding ``weight`` (O, I) to nearest with the least squared error of every group.
+
+    Several clipping ranges are tried. For each, scales and zero points are fitted to the codes by least squares.
 
     Args:
         weight: (O, I).
-        bits: B. group: neighbouring inputs of one grid. symmetric: whether the zero point is fixed in the middle.
+        bits: B.
+        group: neighbouring inputs that share a scale and a zero point.
+        symmetric: whether the zero point is fixed in the middle.
         importance: (I,) weights of the squared errors; None for 1.
-        fits: how often scales and zero points are fitted to the codes by least squares.
-        levels: the codes of a symmetric grid, from its lowest, in place of whole numbers. Scales are then ones that
-            float16 holds, as llama.cpp stores them.
+        fits: how often scales and zero points are fitted to the codes.
+        levels: the codes of a symmetric grid in ascending order; None for whole numbers. With levels, scales are
+            rounded to float16, as llama.cpp stores them.
     """
     inputs = weight.shape[1]
     pad = -inputs % group
     w, h = (
-        torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, _weights(weight, importance))
+        torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group))
+        for t in (weight, _error_weights(weight, importance))
     )
-    # in units of the group's largest weight, a power of two, so that the size of weights changes nothing
+    # divide by a power of two near the group's largest weight, so that the result does not depend on their size
     unit = torch.ldexp(torch.ones_like(w[..., 0]), torch.frexp(w.abs().amax(2)).exponent.clamp_min(-100))
     w = w / unit[..., None]
     low, high = w.amin(2).clamp_max(0), w.amax(2).clamp_min(0)
@@ -118,9 +126,9 @@ def nearest_grid(
     middle, reach = (0.0, -float(levels[0])) if levels is not None else (half if symmetric else None, half)
 
     def codes_of(scale: Tensor, zero: Tensor) -> Tensor:
-        return snapped(torch.addcdiv(zero[..., None], w, scale[..., None]), top, levels)
+        return nearest_codes(torch.addcdiv(zero[..., None], w, scale[..., None]), top, levels)
 
-    mass, mean_w = h.sum(-1), (h * w).sum(2)
+    total_h, sum_w = h.sum(-1), (h * w).sum(2)
 
     def fitted(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         """Fit scale and zero point by least squares to the codes that ``scale`` and ``zero`` give."""
@@ -128,28 +136,28 @@ def nearest_grid(
         if middle is not None:
             codes -= middle
             fitted_scale = (h * codes * w).sum(2) / (h * codes.square()).sum(2).clamp_min(1e-30)
-            return _stored(fitted_scale, zero, bits, middle)
-        mean_c = (h * codes).sum(2)
-        variance = (h * codes.square()).sum(2) - mean_c.square() / mass
-        fitted_scale = ((h * codes * w).sum(2) - mean_c * mean_w / mass) / variance.clamp_min(1e-12 * mass)
-        fitted_scale = torch.where(variance > 1e-9 * mass, fitted_scale, scale)
-        return _stored(fitted_scale, (mean_c - mean_w / fitted_scale) / mass, bits, None)
+            return _as_stored(fitted_scale, zero, bits, middle)
+        sum_c = (h * codes).sum(2)
+        variance = (h * codes.square()).sum(2) - sum_c.square() / total_h
+        fitted_scale = ((h * codes * w).sum(2) - sum_c * sum_w / total_h) / variance.clamp_min(1e-12 * total_h)
+        fitted_scale = torch.where(variance > 1e-9 * total_h, fitted_scale, scale)
+        return _as_stored(fitted_scale, (sum_c - sum_w / fitted_scale) / total_h, bits, None)
 
     scale, zero, best = low, low, torch.full_like(low, torch.inf)
-    widest = 1 + 2.0**-bits  # most of those that are tried are near the whole range, which wide codes need
+    widest = 1 + 2.0**-bits  # most ranges that are tried are near the whole range, which is best for many bits
     for clip in (widest - (widest - 1 + 1.2 / bits) * torch.linspace(0, 1, _CLIPS).square()).tolist():
-        if middle is not None:  # the largest weight gets the lowest code, which reaches farther
+        if middle is not None:  # the largest weight gets the lowest code, which is farthest from the middle
             trial_scale = torch.where(-low > high, -low, -high) / reach * clip
         else:
             trial_scale = (high - low) / top * clip
-        trial = _stored(trial_scale, -low / trial_scale.masked_fill(trial_scale == 0, 1), bits, middle)
+        trial = _as_stored(trial_scale, -low / trial_scale.masked_fill(trial_scale == 0, 1), bits, middle)
         for _ in range(fits):
             trial = fitted(*trial)
-        missed = (codes_of(*trial) - trial[1][..., None]).mul_(trial[0][..., None]).sub_(w)
-        error = missed.square_().mul_(h).sum(2)
+        difference = (codes_of(*trial) - trial[1][..., None]).mul_(trial[0][..., None]).sub_(w)
+        error = difference.square_().mul_(h).sum(2)
         better = error < best
         best = torch.where(better, error, best)
-        scale, zero = (torch.where(better, n, o) for n, o in zip(trial, (scale, zero), strict=True))
+        scale, zero = (torch.where(better, new, old) for new, old in zip(trial, (scale, zero), strict=True))
     scale = scale * unit
     if levels is not None:
         scale = scale.half().to(scale)
@@ -157,32 +165,34 @@ def nearest_grid(
 
 
 def on_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: int, importance: Tensor | None) -> Grid:
-    """Return ``grid`` with scales and offsets that are integer multiples of units, as in llama.cpp's K types.
+    """Return ``grid`` with scales and offsets rounded to integer multiples of units, as in llama.cpp's K types.
 
     Args:
-        weight: (O, I), its squared errors weighed by ``importance`` (I,); None for 1.
-        grid: for it. group, symmetric: of ``nearest_grid``.
-        bits: of the multiples, which have a sign if ``symmetric``. A scale has none of 0: all codes stay apart.
+        weight: (O, I).
+        grid: the grid of ``weight``.
+        group, symmetric, importance: as for ``nearest_grid``.
+        bits: of the multiples, which have a sign if ``symmetric``. No multiple of a scale is 0, as all codes would then
+            mean the same.
     """
-    pieces = (-1, SUPER // group, group)
-    w, h = (t.unflatten(-1, pieces) for t in (weight, _weights(weight, importance)))
-    scale, zero = (t.unflatten(1, pieces[:2]) for t in (grid.scale, grid.zero))
+    blocks = (-1, SUPER // group, group)
+    w, h = (t.unflatten(-1, blocks) for t in (weight, _error_weights(weight, importance)))
+    scale, zero = (t.unflatten(1, blocks[:2]) for t in (grid.scale, grid.zero))
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (1, 2**bits - 1)
     largest = scale.gather(2, scale.abs().argmax(2, keepdim=True)) / (low if symmetric else high)
     top, best = int(grid.top[0]), torch.full_like(largest, torch.inf)
     results: tuple[Tensor, ...] = (scale, zero, largest, largest)
     for clip in torch.linspace(1.05, 0.8, _UNITS).tolist():
-        unit = offset_unit = _held(largest * clip)
+        unit = offset_unit = _to_half_precision(largest * clip)
         multiples = (scale / unit).round().clamp(low, high)
         trial_scale, trial_zero = multiples.masked_fill(multiples == 0, 1) * unit, zero
-        codes = snapped(torch.addcdiv(trial_zero[..., None], w, trial_scale[..., None]), top)
+        codes = nearest_codes(torch.addcdiv(trial_zero[..., None], w, trial_scale[..., None]), top)
         if not symmetric:
-            offset = (h * (codes * trial_scale[..., None] - w)).sum(3) / h.sum(2)  # the best for these codes
-            offset_unit = _held(offset.amax(2, keepdim=True) / high)
+            offset = (h * (codes * trial_scale[..., None] - w)).sum(3) / h.sum(2)  # least squares for these codes
+            offset_unit = _to_half_precision(offset.amax(2, keepdim=True) / high)
             trial_zero = (offset / offset_unit).round().clamp(0, high) * offset_unit / trial_scale
-            codes = snapped(torch.addcdiv(trial_zero[..., None], w, trial_scale[..., None]), top)
-        missed = (codes - trial_zero[..., None]).mul_(trial_scale[..., None]).sub_(w)
-        error = missed.square_().mul_(h).sum((2, 3)).unsqueeze(2)
+            codes = nearest_codes(torch.addcdiv(trial_zero[..., None], w, trial_scale[..., None]), top)
+        difference = (codes - trial_zero[..., None]).mul_(trial_scale[..., None]).sub_(w)
+        error = difference.square_().mul_(h).sum((2, 3)).unsqueeze(2)
         trial = (trial_scale, trial_zero, unit, offset_unit)
         results = tuple(torch.where(error < best, *both) for both in zip(trial, results, strict=True))
         best = torch.minimum(error, best)
@@ -193,13 +203,13 @@ def on_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: int,
 def nearest(weight: Tensor, grid: Grid, group: int) -> Tensor:
     """Return the codes (O, I), floats, whose values are nearest to ``weight``."""
     scale, zero = grid.wide(group, weight.shape[1])
-    return snapped(torch.addcdiv(zero, weight, scale), grid.top, grid.levels)
+    return nearest_codes(torch.addcdiv(zero, weight, scale), grid.top, grid.levels)
 
 
 def shrunk(moment: Tensor, shrinkage: float, damping: float = _DAMPING) -> Tensor:
     """Return ``moment`` (K, K), shrunk towards its diagonal by the share ``shrinkage``, and damped.
 
-    Without shrinkage a fit would overfit the correlations of its sample.
+    Without shrinkage a fit would overfit the correlations of the calibration sample.
     """
     diagonal = moment.diagonal()
     result = moment * (1 - shrinkage)
@@ -212,107 +222,116 @@ def _in_order(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     order = inputs.diagonal().argsort(descending=True)
     a = inputs.double()[order][:, order]
     a.diagonal().add_(damping * a.diagonal().mean().clamp_min(1e-30))
-    return order, torch.linalg.cholesky(a.flip(0, 1))  # backwards, so that no inverse is multiplied out
+    return order, torch.linalg.cholesky(a.flip(0, 1))  # reversed, so that A need not be inverted
 
 
 def uncompensated(inputs: Tensor, damping: float = _DAMPING) -> Tensor:
-    """Return the mean square (I,) of every input that later ones cannot compensate in ``gptq``.
+    """Return for every input the part of its mean square (I,) that later inputs cannot compensate in ``gptq``.
 
-    An error e of input i, whatever it is, adds e^2 times this to the error of ``gptq``: the square of the Cholesky
-    factor's diagonal. So what a grid costs is known from the rounding errors of a few rows, without ``gptq``.
+    A rounding error e of input i adds e^2 times this number, the squared diagonal of the Cholesky factor, to the error
+    of ``gptq``. So the error of a grid can be estimated from the rounding errors of a few rows, without ``gptq``.
 
     Args:
-        inputs: A (I, I). damping: as there.
+        inputs: A (I, I).
+        damping: as in ``gptq``.
     """
     order, lower = _in_order(inputs, damping)
     return torch.empty(len(order)).to(lower).index_copy_(0, order, lower.diagonal().flip(0).square())
 
 
-@functools.lru_cache(maxsize=1)  # several layers see the same inputs
-def held_out(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
-    """Return the best shrinkage of the inputs' moments, and ``uncompensated`` (I,) with that.
+@functools.lru_cache(maxsize=1)  # several layers have the same inputs
+def cross_validated_shrinkage(moments: tuple[Tensor, ...]) -> tuple[float, Tensor]:
+    """Return the best of ``SHRINKAGES`` for the inputs' moments, and the costs (I,) of errors with it.
 
-    An error e of input i, made up for under some moments, leaves e^2 times a number on tokens of others. It is taken in
-    equal parts for all kinds under their mean, and for each kind under the mean of the others.
+    The cost of input i is what an error e of this input, compensated by ``gptq`` under some moments, adds to the error
+    under other moments, divided by e^2. Half of it is measured on all kinds of text, compensated under their mean. The
+    other half is the mean over kinds, each compensated under the mean of the other kinds.
 
     Args:
-        moments: A (I, I) of two kinds of text or more.
+        moments: A (I, I) of two or more kinds of text.
     """
     total, probes = torch.stack(moments).double().sum(0), _probes(len(moments[0])).to(moments[0].device)
+    # (moment to compensate under, moment to measure on, weight)
     pairs = [(total / len(moments), total / len(moments), 0.5)]
     pairs += [((total - moment) / (len(moments) - 1), moment.double(), 0.5 / len(moments)) for moment in moments]
-    seen, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
-    for known, moment, share in pairs:
-        order = known.diagonal().argsort()
-        root = torch.linalg.cholesky(shrunk(moment[order][:, order], _SUMMED, 1e-6))
-        seen.append((known[order][:, order].float(), (root @ probes).float(), order, share))
+    prepared, best = [], (SHRINKAGES[0], torch.full_like(total[0], torch.inf))
+    for fitted, moment, weight in pairs:
+        order = fitted.diagonal().argsort()
+        root = torch.linalg.cholesky(shrunk(moment[order][:, order], _MINIMAL_SHRINKAGE, 1e-6))
+        prepared.append((fitted[order][:, order].float(), (root @ probes).float(), order, weight))
     for shrinkage in SHRINKAGES:
-        left = torch.zeros_like(total[0])
-        for known, errors, order, share in seen:
-            lower = torch.linalg.cholesky(shrunk(known, shrinkage))
-            remaining = torch.linalg.solve_triangular(lower, errors, upper=False) * lower.diagonal()[:, None]
-            left[order] += share * remaining.square().mean(1)
-        if left.sum() >= best[1].sum():
+        costs = torch.zeros_like(total[0])
+        for fitted, samples, order, weight in prepared:
+            lower = torch.linalg.cholesky(shrunk(fitted, shrinkage))
+            remaining = torch.linalg.solve_triangular(lower, samples, upper=False) * lower.diagonal()[:, None]
+            costs[order] += weight * remaining.square().mean(1)
+        if costs.sum() >= best[1].sum():
             break
-        best = shrinkage, left
+        best = shrinkage, costs
     return best
 
 
 def _probes(size: int) -> Tensor:
     """Draw random signs (size, P): the mean square of M @ signs estimates the squared norms of M's rows."""
-    draws = torch.Generator().manual_seed(0)
-    return 2.0 * torch.randint(2, (size, _PROBES), generator=draws, dtype=torch.float64) - 1
+    generator = torch.Generator().manual_seed(0)
+    return 2.0 * torch.randint(2, (size, _PROBES), generator=generator, dtype=torch.float64) - 1
 
 
-def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, left: Tensor, share: Tensor) -> Tensor:
-    """Return the error that ``gptq`` is expected to leave of ``weight`` (O, I), from rounding a few rows to nearest.
+def expected_error(weight: Tensor, rows: Tensor, grid: Grid, group: int, costs: Tensor, row_weights: Tensor) -> Tensor:
+    """Estimate the error of ``weight`` (O, I) after ``gptq`` by rounding a few rows to nearest.
 
-    Other rows have errors in proportion to the squared ranges of their groups.
+    The errors of other rows are assumed to be proportional to the squared ranges of their groups.
 
     Args:
-        weight: (O, I). rows: (R,), which are rounded. grid: of these. group: inputs that share one.
-        left: (I,) of ``uncompensated``. share: (O,), what the squared error of a row counts.
+        weight: (O, I).
+        rows: (R,), indices of the rows that are rounded.
+        grid: the grid of these rows.
+        group: inputs that share a scale.
+        costs: (I,), as ``uncompensated`` returns them.
+        row_weights: (O,), weights of the rows' squared errors.
     """
     sample, pad = weight[rows], -weight.shape[1] % group
-    w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, left))
+    w, h = (torch.nn.functional.pad(t, (0, pad)).unflatten(-1, (-1, group)) for t in (weight, costs))
     ranges = (w.amax(2).clamp_min(0) - w.amin(2).clamp_max(0)).square() @ h.sum(1)
-    missed = (grid.values(nearest(sample, grid, group), group) - sample).square() @ left
-    return missed.sum() / ranges[rows].sum().clamp_min(1e-30) * (ranges @ share)
+    errors = (grid.values(nearest(sample, grid, group), group) - sample).square() @ costs
+    return errors.sum() / ranges[rows].sum().clamp_min(1e-30) * (ranges @ row_weights)
 
 
 def gptq(weight: Tensor, grid: Grid, group: int, inputs: Tensor, damping: float = _DAMPING) -> Tensor:
     """Round one input after another, so that later inputs compensate the error so far; return float codes (O, I).
 
-    GPTQ (Frantar et al. 2022), which is OBQ in a given order, here that of falling mean squares of the inputs: with
-    the Cholesky factor U^T U of (A + damping)^(-1), the error e of input i, over U_ii, goes on to later ones by U_i.
+    This is GPTQ (Frantar et al. 2022), that is OBQ in a fixed order: inputs by falling mean squares. With the Cholesky
+    decomposition U^T U of (A + damping)^(-1), the error e of input i changes the later columns of the weight by
+    -e / U_ii times row i of U.
 
     Args:
         weight: (O, I).
-        grid: of every row and group, kept as it is. group: inputs that share one.
+        grid: scales and zero points of every row and group; they do not change.
+        group: inputs that share a scale.
         inputs: A (I, I).
-        damping: share of the mean diagonal of A that is added to it.
+        damping: added to the diagonal of A, as a share of its mean.
     """
     order, lower = _in_order(inputs, damping)
     upper = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False).flip(0, 1).to(weight)
     scale, zero = (t[:, order].T.contiguous() for t in grid.wide(group, weight.shape[1]))
-    left, codes, top = weight[:, order].T.contiguous(), torch.empty_like(scale), grid.top.T.squeeze(0)
-    for start in range(0, len(left), _COLUMNS):
-        stop = min(start + _COLUMNS, len(left))
-        missed = torch.empty_like(left[start:stop])
+    target, codes, top = weight[:, order].T.contiguous(), torch.empty_like(scale), grid.top.T.squeeze(0)
+    for start in range(0, len(target), _COLUMNS):
+        stop = min(start + _COLUMNS, len(target))
+        errors = torch.empty_like(target[start:stop])  # divided by U_ii
         for i in range(start, stop):
-            code = snapped(torch.addcdiv(zero[i], left[i], scale[i]), top, grid.levels)
+            code = nearest_codes(torch.addcdiv(zero[i], target[i], scale[i]), top, grid.levels)
             codes[i] = code
-            torch.addcmul(left[i], code.sub_(zero[i]), scale[i], value=-1, out=missed[i - start])
-            missed[i - start].div_(upper[i, i])
-            left[i + 1 : stop].addr_(upper[i, i + 1 : stop], missed[i - start], alpha=-1)
-        left[stop:].addmm_(upper[start:stop, stop:].T, missed, alpha=-1)
+            torch.addcmul(target[i], code.sub_(zero[i]), scale[i], value=-1, out=errors[i - start])
+            errors[i - start].div_(upper[i, i])
+            target[i + 1 : stop].addr_(upper[i, i + 1 : stop], errors[i - start], alpha=-1)
+        target[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
     return torch.empty_like(weight).index_copy_(1, order, codes.T)
 
 
 def change_codes(
     values: Tensor,
     codes: Tensor,
-    pull: Tensor,
+    weighted: Tensor,
     outputs: Tensor,
     scale: Tensor,
     zero: Tensor,
@@ -321,23 +340,27 @@ def change_codes(
     parts,
     levels: Tensor | None = None,
 ) -> None:
-    """Change the codes of one input in place if that lowers tr(G D A D^T), one group of rows at a time.
+    """Change the codes of one input i in place if that lowers tr(G D A D^T), one group of rows at a time.
 
     Args:
-        values, codes: (O,), what the codes mean, and they. pull: (O,), the column of G D A.
-        outputs: G (O, O). scale, zero, top: (O,). moment: A_ii. parts: rows o, o + parts, ... are one. levels: of the
-            ``Grid``.
+        values, codes: (O,), the weights of input i and their codes.
+        weighted: (O,), column i of G D A, the weighted difference; it is updated.
+        outputs: G (O, O).
+        scale, zero, top: (O,), of input i's group.
+        moment: A_ii.
+        parts: number of groups of rows; rows o, o + parts, ... are one.
+        levels: of the ``Grid``.
     """
     for part in range(parts):
         rows = slice(part, None, parts)
-        aim = torch.addcdiv(values[rows], pull[rows], outputs.diagonal()[rows], value=1 / moment)
-        code = snapped(torch.addcdiv(zero[rows], aim, scale[rows]), top[rows], levels)
+        optimum = torch.addcdiv(values[rows], weighted[rows], outputs.diagonal()[rows], value=1 / moment)
+        code = nearest_codes(torch.addcdiv(zero[rows], optimum, scale[rows]), top[rows], levels)
         step = (code - codes[rows]) * scale[rows]
-        back = (outputs[:, rows] @ step).mul_(moment)
-        if step @ (2 * pull[rows] - back[rows]) > 0:
+        change = (outputs[:, rows] @ step).mul_(moment)
+        if step @ (2 * weighted[rows] - change[rows]) > 0:
             codes[rows] = code
             values[rows] += step
-            pull -= back
+            weighted -= change
 
 
 def descend(
@@ -352,15 +375,17 @@ def descend(
 ) -> Tensor:
     """Lower tr(G D A D^T), D = weight - values, by coordinate descent over codes; return the codes (O, I).
 
-    For one code alone the best value is exact: its own plus (G D A)_oi / (G_oo A_ii), to nearest. Of one input the
-    codes of every ``_PARTS``-th row change together, where they gain together.
+    If one code changes alone, its best value is known: the current one plus (G D A)_oi / (G_oo A_ii), rounded to the
+    nearest. For each input, the codes of every ``_PARTS``-th row change together if that lowers the error.
 
     Args:
         weight: (O, I).
-        codes: to start from. grid, group: their meaning, kept as it is.
-        inputs: A (I, I), positive definite. outputs: G (O, O); None for the identity.
-        sweeps: over all inputs.
-        change: ``change_codes``, or a faster form of it.
+        codes: initial codes (O, I).
+        grid, group: scales and zero points of the codes; they do not change.
+        inputs: A (I, I), positive definite.
+        outputs: G (O, O); None for the identity.
+        sweeps: passes over all inputs.
+        change: ``change_codes``, or a kernel of it.
     """
     scale, zero = (t.T.contiguous() for t in grid.wide(group, weight.shape[1]))
     target, codes, top = weight.T.contiguous(), codes.T.contiguous(), grid.top.flatten()
@@ -370,9 +395,9 @@ def descend(
     input_moments = inputs.diagonal().tolist()
     for start in [*range(0, len(target), _COLUMNS)] * sweeps:
         stop = min(start + _COLUMNS, len(target))
-        left = inputs[start:stop] @ (target - values)
+        products = inputs[start:stop] @ (target - values)  # rows of A D^T
         for i in range(start, stop):
             before = values[i].clone()
-            change(values[i], codes[i], g @ left[i - start], g, scale[i], zero[i], top, input_moments[i], parts)
-            left[i + 1 - start :].addr_(inputs[i + 1 : stop, i], values[i] - before, alpha=-1)
+            change(values[i], codes[i], g @ products[i - start], g, scale[i], zero[i], top, input_moments[i], parts)
+            products[i + 1 - start :].addr_(inputs[i + 1 : stop, i], values[i] - before, alpha=-1)
     return codes.T.contiguous()

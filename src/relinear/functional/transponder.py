@@ -1,5 +1,5 @@
-"""Contextual modulators: the reference form of the gates that scale a projection's output ("From Transformer to
-Transponder", Eq. 4 and 5)."""
+"""Contextual modulators (reference): gates that scale a projection's output ("From Transformer to Transponder", Eq. 4
+and 5)."""
 
 # Legend: I in_features, O out_features, R rank
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 Alpha = Tensor | float
 
-
-#: the pointwise functions of a bottleneck by name
+#: activations phi of a bottleneck by name
 PHI: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
@@ -34,13 +33,13 @@ def modulator_gate(
     """Return 2 sigmoid(alpha (B phi(A x + a) + b)): values in (0, 2), and exactly 1 where B and b are 0.
 
     Args:
-        x: (..., I), what the modulated projection reads.
+        x: (..., I), the input of the modulated projection.
         down: A (R, I).
         up: B, (O, R) for a channel gate, (1, R) for a scalar gate.
         alpha: curvature of the outer sigmoid, a positive number or a tensor of one element.
         phi: a name in ``PHI``; the paper's example is "sigmoid" (Eq. 4), and its Eq. 9 has none.
         down_bias: a (R,), or None for zero.
-        up_bias: b, as long as B, or None for zero.
+        up_bias: b, (O,) or (1,), or None for zero.
 
     Returns:
         (..., O) or (..., 1), in float32 (float64 for float64 inputs).
@@ -69,7 +68,7 @@ def modulate(
         down: A (R, I), shared by both gates.
         channel: B of the channel gate (O, R), or None to leave it out.
         scalar: B of the scalar gate (1, R), or None to leave it out.
-        channel_alpha, scalar_alpha: positive, one element each.
+        channel_alpha, scalar_alpha: curvatures, positive, one element each.
 
     Returns:
         (..., O) in z's dtype; the product is taken in float32, so that gates of exactly 1 return z bit for bit.
@@ -108,7 +107,7 @@ def modulated_linear(
 
 
 def modulate_static(z: Tensor, gate_logits: Tensor, alpha: Alpha = 1.0) -> Tensor:
-    """Return z times 2 sigmoid(alpha beta): the control without context (Table 4), beta = beta_1 beta_2.
+    """Return z times 2 sigmoid(alpha beta): the baseline without context (Table 4), beta = beta_1 beta_2.
 
     Args:
         z: (..., O).

@@ -1,4 +1,4 @@
-"""Compute the functions of ``functional`` in less time and memory: same names, equal results.
+"""Kernels: faster implementations of the functions in ``functional``, with the same names and results.
 
-A kernel has several ``implementations``, listed above it: torch's operations, C++ (``native``) or ``triton``.
+A kernel tries several ``implementations``, listed above it: torch's operations, C++ (``native``) or ``triton``.
 """

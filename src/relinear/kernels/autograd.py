@@ -1,7 +1,8 @@
-"""Helpers for autograd functions: autocast, higher derivatives, results changed in place, portions of rows.
+"""Helpers for custom autograd functions: autocast, higher derivatives, results changed in place, portions of rows.
 
-torch does not cast their arguments under autocast: ``lowered`` does. A backward pass written by hand has no graph. If
-one is needed (``create_graph=True``), or torch maps over several gradients at once, the reference is differentiated.
+torch does not cast the arguments of such functions under autocast: ``lowered`` does. A backward pass written by hand
+has no graph. If one is needed (``create_graph=True``), or torch maps over several gradients at once (``vmap``), the
+reference is differentiated instead.
 """
 
 import contextlib
@@ -14,20 +15,20 @@ from torch import Tensor
 
 from relinear.kernels.implementations import is_transformed
 
-#: size of a portion on a CPU
+#: bytes of the rows that are processed at a time on a CPU
 PORTION_BYTES = 1 << 21
-#: the same for outputs in a backward pass: smaller portions make small products
+#: the same for outputs in a backward pass: smaller portions would make its products too small
 BACKWARD_PORTION = 1 << 22
-#: larger portions are a multiple of this many rows: a bfloat16 product over an odd number of rows (a weight's
+#: portions of at least this many rows are a multiple of it: a bfloat16 product over an odd number of rows (a weight's
 #: gradient) takes up to a quarter longer
 ROWS = 64
 
-#: numbers in x from which intermediate results are recomputed instead of saved
+#: elements of x from which intermediate results are recomputed instead of saved
 FEWEST_RECOMPUTED = 1 << 17
 
 
 def lowered(x: Tensor, *tensors: Any) -> tuple[Any, ...]:
-    """Cast floats as autocast does for a matrix product (double precision stays); return all without it."""
+    """Cast floating-point tensors as autocast does for a matrix product, but not float64; without autocast, none."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, *tensors
@@ -45,7 +46,7 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
 
 
 def on_rows(function: Any, forward: Callable[..., Tensor], x: Tensor, *arguments: Any) -> Tensor:
-    """Apply an autograd function of a matrix (N, I) to x (..., I), as autocast asks; return (..., O).
+    """Apply an autograd function of a matrix (N, I) to x (..., I), cast as by autocast; return (..., O).
 
     Args:
         function: a subclass of ``torch.autograd.Function``.
@@ -60,12 +61,16 @@ def on_rows(function: Any, forward: Callable[..., Tensor], x: Tensor, *arguments
 
 
 def save(ctx: Any, inputs: Sequence[Any], *results: Tensor | None) -> None:
-    """Keep all arguments of a forward pass, tensors or not, and some results: these are ``ctx.saved_tensors``."""
+    """Save all arguments of a forward pass and some results for the backward pass.
+
+    ``ctx.saved_tensors`` holds all arguments, None for those that are not tensors, and the results. ``ctx.plain`` holds
+    all arguments, None for those that are tensors.
+    """
     tensors: list[Tensor | None] = [None] * len(inputs)
     ctx.plain = list(inputs)
-    for at, value in enumerate(inputs):
+    for index, value in enumerate(inputs):
         if isinstance(value, Tensor):
-            tensors[at], ctx.plain[at] = value, None
+            tensors[index], ctx.plain[index] = value, None
     ctx.save_for_backward(*tensors, *results)
 
 
@@ -80,11 +85,11 @@ def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., 
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
             if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or is_transformed(*grads)):
-                # compilers and users may run this within autocast, which the forward pass has already applied; while
-                # a compiler traces, nobody knows whether it will be on, so it is switched off in any case
-                kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
-                off = torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
-                with torch.autocast(kind, enabled=False) if off else contextlib.nullcontext():
+                # Compilers and users may run this within autocast, which the forward pass has already applied. A
+                # compiler cannot know while it traces, so autocast is then switched off in any case.
+                device = next((grad.device.type for grad in grads if grad is not None), "cpu")
+                switch_off = torch.compiler.is_compiling() or torch.is_autocast_enabled(device)
+                with torch.autocast(device, enabled=False) if switch_off else contextlib.nullcontext():
                     return backward(ctx, *grads)
             return _gradients_of(reference, ctx, grads)
 
@@ -93,24 +98,24 @@ def differentiable_as(reference: Callable[..., Any]) -> Callable[[Callable[..., 
     return decorate
 
 
-def keeping_arguments(forward: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Decorate a backward pass ``(ctx, grad)`` that needs only the arguments of ``forward``, which are saved for it.
+def with_backward(forward: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Decorate a backward pass ``(ctx, grad)``: it becomes the differentiable function whose forward is ``forward``.
 
-    It becomes a function of x (..., I) and further arguments (``on_rows``). ``ctx.saved_tensors`` has a place for each.
+    The arguments of ``forward`` are saved (``save``). The function takes x (..., I) and more arguments (``on_rows``).
 
     Args:
         forward: the forward pass for a matrix (N, I) and the further arguments, without a graph.
         reference: torch operations with the same arguments and result.
     """
 
-    def decorate(by_hand: Callable[..., Any]) -> Callable[..., Tensor]:
+    def decorate(backward_pass: Callable[..., Any]) -> Callable[..., Tensor]:
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(ctx, *arguments):
                 save(ctx, arguments)
                 return forward(*arguments)
 
-            backward = staticmethod(differentiable_as(reference)(by_hand))
+            backward = staticmethod(differentiable_as(reference)(backward_pass))
 
         return functools.partial(on_rows, Function, forward)
 
@@ -118,16 +123,16 @@ def keeping_arguments(forward: Callable[..., Tensor], reference: Callable[..., T
 
 
 def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return a gradient for each argument, by autograd; with a graph of their own if gradients are enabled."""
-    need, further = ctx.needs_input_grad, torch.is_grad_enabled()
+    """Return the gradients of all arguments by differentiating ``reference``; with a graph if gradients are enabled."""
+    need, create_graph = ctx.needs_input_grad, torch.is_grad_enabled()
     device = next((grad.device.type for grad in grads if grad is not None), "cpu")
     with torch.enable_grad(), torch.autocast(device, enabled=False):
-        # Views, because an argument may have been computed from another: its gradient must not run on into that one.
-        copies = [
+        # Views, as one argument may have been computed from another: its gradient must not flow on into that one.
+        views = [
             tensor.view_as(tensor) if needed else value if tensor is None else tensor
             for value, tensor, needed in zip(ctx.plain, ctx.saved_tensors, need)
         ]
-        results = reference(*copies)
+        results = reference(*views)
         pairs = [
             (result, grad)
             for result, grad in zip(results if isinstance(results, tuple) else (results,), grads)
@@ -136,13 +141,13 @@ def _gradients_of(reference: Callable[..., Any], ctx: Any, grads: Sequence[Tenso
         if not pairs:
             return (None,) * len(need)
         outputs, upstream = zip(*pairs)
-        wanted = [value for value, needed in zip(copies, need) if needed]
-        gradients = iter(torch.autograd.grad(outputs, wanted, upstream, create_graph=further, allow_unused=True))
+        inputs = [value for value, needed in zip(views, need) if needed]
+        gradients = iter(torch.autograd.grad(outputs, inputs, upstream, create_graph=create_graph, allow_unused=True))
     return tuple(next(gradients) if needed else None for needed in need)
 
 
 class _Recomputed(torch.autograd.Function):
-    """Call a function, its first argument, with the others; save only these and call it again in the backward pass."""
+    """Call the first argument, a function, with the others; save only these and call it again in the backward pass."""
 
     @staticmethod
     def forward(ctx, function, *arguments):
@@ -150,7 +155,7 @@ class _Recomputed(torch.autograd.Function):
         kind = arguments[0].device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         results = function(*arguments)
-        # whoever gets a result may change it in place, which torch refuses for a view made in here
+        # callers may change a result in place, for which torch raises an error if it is a view made in here
         return tuple(result.data for result in results) if isinstance(results, tuple) else results.data
 
     @staticmethod
@@ -165,7 +170,7 @@ class _Recomputed(torch.autograd.Function):
 def recomputed(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
     """Return ``function(x, *arguments)``; if x is large, save only the arguments and recompute in the backward pass.
 
-    For functions that are cheap and have large intermediates; products in it are computed twice.
+    This is for cheap functions with large intermediate results; their matrix products are computed twice.
     """
     if x.numel() < FEWEST_RECOMPUTED or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function(x, *arguments)
@@ -174,11 +179,11 @@ def recomputed(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
     return _Recomputed.apply(function, x, *arguments)
 
 
-def watched(ctx: Any, y: Tensor) -> Tensor:
+def track_changes(ctx: Any, y: Tensor) -> Tensor:
     """Return the result y to ``save``; in the backward pass ``was_changed`` says whether it was changed in place.
 
-    The caller may change y in place (``relu_``), as any linear layer's result. torch refuses the backward pass of a
-    function that saved such a result; a function that can compute y again need not.
+    The caller may change y in place (``relu_``), as the result of any linear layer. torch then raises an error in the
+    backward pass of a function that saved y as usual; with this, the function can compute y again instead.
     """
     ctx.counter = None
     if type(y) is not Tensor or torch.compiler.is_compiling():
@@ -189,14 +194,14 @@ def watched(ctx: Any, y: Tensor) -> Tensor:
 
 
 def was_changed(ctx: Any) -> bool:
-    """Return whether the result given to ``watched`` has been changed in place since."""
+    """Return whether the result passed to ``track_changes`` has been changed in place since."""
     return ctx.counter is not None and ctx.counter._version != ctx.version
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Add left right to ``total``, or overwrite it if ``first``; in one pass over memory if dtypes agree.
+    """Add the product of ``left`` and ``right`` to ``total``, or overwrite it if ``first``.
 
-    A float32 ``total`` keeps a sum over portions of half-precision rows from being rounded at every portion.
+    With a float32 ``total``, a sum over portions of half-precision rows is not rounded at every portion.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=0 if first else 1)
@@ -205,7 +210,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
 
 
 def row_portions(x: Tensor, size: int = PORTION_BYTES) -> list[slice]:
-    """Split the rows of x (N, M) into slices of about ``size`` bytes; into one slice if x is empty or not on a CPU."""
+    """Split the rows of x (N, M) into slices of about ``size`` bytes; one slice if x is empty or not on a CPU."""
     rows, columns = x.shape
     step = max(1, size // (max(1, columns) * x.itemsize)) if x.device.type == "cpu" else max(1, rows)
     step = max(1, round(step / ROWS)) * ROWS if step >= ROWS else step

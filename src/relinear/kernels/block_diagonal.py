@@ -1,7 +1,7 @@
 """Multiply by block-diagonal matrices without copies: one product per block reads and writes slices in place.
 
-In bfloat16, batched products such as einsum's copy strided inputs into batches and results out of them. That often
-takes longer than the products.
+In bfloat16, batched products such as einsum's copy strided inputs into batches, and results out of them. These copies
+often take longer than the products.
 """
 
 # Legend: N tokens, I in, O out, K blocks
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relinear.kernels.implementations import Call
 
-#: numbers in x from which avoiding copies saves more than the calls per block cost
+#: elements of x from which avoiding copies saves more than the calls per block cost
 FEWEST_SLICED = 1 << 17
 
 

@@ -1,8 +1,8 @@
 """Compute ``functional.block_hadamard`` with the transform as a few small matrix products.
 
 H_P = H_A (x) H_B, so the transform of P = A B coordinates is two products with Hadamard matrices of about sqrt(P)
-rows. That is more arithmetic than the log2(P) butterflies, but it runs at the rate of a matrix product instead of at
-that of memory.
+rows. This takes more arithmetic than the log2(P) butterflies, but matrix products are fast, while butterflies are
+limited by memory bandwidth.
 """
 
 # Legend: N width, P the largest power of two that divides N, Q = N / P, S size of one small transform
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relinear.functional.block_diagonal import block_diagonal, zero_padded
 from relinear.functional.block_hadamard import hadamard as butterflies
-from relinear.kernels.autograd import keeping_arguments
+from relinear.kernels.autograd import with_backward
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_traced, is_transformed
 
@@ -32,15 +32,15 @@ def _factors(power: int) -> list[int]:
 
 @functools.cache
 def _constant(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Outside inference mode: otherwise autograd could not save it for a backward pass.
+    # not an inference tensor, which autograd could not save for a backward pass
     with torch.inference_mode(False), torch.no_grad():
         return butterflies(torch.eye(size, dtype=dtype, device=device))
 
 
 def _matrix(size: int, like: Tensor) -> Tensor:
-    """Return the matrix of a transform; cached, as for few tokens making it takes longer than the products.
+    """Return the matrix of a transform; cached, as for few tokens building it takes longer than the products.
 
-    Under compilers, dispatch modes and torch.func's transforms it is made anew, as their tensors cannot be cached.
+    Under compilers, dispatch modes and torch.func's transforms it is built again, as their tensors cannot be cached.
     """
     if is_traced(like) or is_transformed():
         return butterflies(torch.eye(size, dtype=like.dtype, device=like.device))
@@ -48,7 +48,7 @@ def _matrix(size: int, like: Tensor) -> Tensor:
 
 
 def _products_unsupported(call: Call) -> str:
-    return "bfloat16 takes longer than additions" if call.emulated else ""
+    return "products in bfloat16 take longer than additions" if call.emulated else ""
 
 
 def _products(x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _sliced_forward(x: Tensor, blocks: Tensor, mixed: bool) -> Tensor:
     return block_product(hadamard(x) if mixed else x, blocks)
 
 
-@keeping_arguments(_sliced_forward, _stage)
+@with_backward(_sliced_forward, _stage)
 def _sliced(ctx, grad):
     x, blocks, _ = ctx.saved_tensors
     mixed = hadamard if ctx.plain[2] else lambda x: x  # H is symmetric
@@ -98,7 +98,7 @@ def block_hadamard(
 ) -> Tensor:
     """Compute ``functional.block_hadamard.block_hadamard`` with this module's transform and products."""
     y = zero_padded(x, blocks[0].shape[0] * blocks[0].shape[2])
-    for index, one in enumerate(blocks):
-        y = stage(y, one, bool(index or mix_input))
+    for index, stage_blocks in enumerate(blocks):
+        y = stage(y, stage_blocks, bool(index or mix_input))
     y = y[..., :out_features]
     return y if bias is None else y + bias.to(y.dtype)  # autocast gives products half precision

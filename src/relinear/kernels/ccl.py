@@ -16,8 +16,8 @@ from relinear.kernels.autograd import (
     lowered,
     row_portions,
     save,
+    track_changes,
     was_changed,
-    watched,
     without_autocast,
 )
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
@@ -30,7 +30,7 @@ LARGER_IN_TRAINING = 8
 
 
 def _products_unsupported(call: Call) -> str:
-    return "bfloat16 takes longer than float32" if call.emulated and not call.autocast else ""
+    return "products in bfloat16 take longer than in float32" if call.emulated and not call.autocast else ""
 
 
 def _products(
@@ -38,9 +38,9 @@ def _products(
 ) -> Tensor:
     """Compute the reference in the input's dtype.
 
-    The gate network's last layer is two products, one per gate, so that no gate is a strided slice; the product before
-    it adds the bias. If possible, sigmoid and product with the output gate are one pass over memory, and neither
-    gates nor ungated outputs are saved for the backward pass.
+    The gate network's last layer is two products, one per gate, so that no gate is a strided slice; the product that
+    is gated adds the bias. If possible, the sigmoid of the output gate and its product are one pass over memory, and
+    neither gates nor ungated outputs are saved for the backward pass.
     """
     h = F.linear(x, basis)
     if norm_gain is not None:
@@ -127,7 +127,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         y = _forward(*arguments)
-        save(ctx, arguments, watched(ctx, y))
+        save(ctx, arguments, track_changes(ctx, y))
         return y
 
     @staticmethod

@@ -26,11 +26,11 @@ def _triton(*arguments: Tensor) -> Tensor:
 
 @dispatch(Implementation("Triton", _triton_unsupported, _triton), otherwise="three thin products")
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
-    """Compute T(x; y) of ``functional.cgt.modulate`` in three thin matrix products: exact, only re-associated.
+    """Compute T(x; y) of ``functional.cgt.modulate`` in three thin matrix products, in another order of summation.
 
-    With P = [x, 1] R_all (N, M R) and s the shares repeated R times, sum_m sigma_m P_mr spread back over the templates
-    is ((P * s) J J^T) * s, where J stacks M identities of size R; the last product is with L_all (M R, D). Memory is
-    that of M R numbers per token instead of 2 R D.
+    Let P = [x, 1] R_all (N, M R), and s be the weights sigma, each repeated R times. The first sum over templates,
+    repeated for all of them, is (P * s) J J^T, where J stacks M identities of size R. Multiplied by s again and by
+    L_all (M R, D) it gives T(x; y) - x. This takes memory for M R numbers per token instead of 2 R D.
     """
     templates, rank, width = left.shape
     columns = templates * rank

@@ -1,4 +1,4 @@
-"""Compute the linear recurrence in about log2(tokens) steps."""
+"""Compute the linear recurrence of ``functional.context_manager`` in about log2(tokens) steps."""
 
 # Legend: B batch, T tokens, D channels, P parts of C tokens each
 
@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: most tokens for which a model exported with a dynamic length is right (it raises an error for more)
+#: most tokens for which a model exported with a dynamic length works (it raises an error for more)
 LONGEST_EXPORTED = 1 << 17
 #: tokens in a part; all parts of a sequence are computed at once, token by token
 _PART = 8
-#: entries B T D from which parts are faster: a pass over memory then takes longer than a call
+#: elements B T D from which parts are faster: a pass over memory then takes longer than a call
 FEWEST_IN_PARTS = 1 << 15
-# torch 2.6 cannot tell an export from a compilation, which then takes the exported form too
+# torch 2.6 cannot distinguish an export from a compilation, so ``_exported`` runs in both
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def linear_recurrence(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     """Compute ``functional.context_manager.linear_recurrence`` in few steps.
 
-    It multiplies decays in [0, 1] and never divides by them, so results are right for sequences and memories of any
-    length.
+    It multiplies decays in [0, 1] and never divides by them, so results are accurate for sequences and time constants
+    of any length.
     """
     tokens = value.shape[1]
     if _is_exporting() and (torch.compiler.is_dynamo_compiling() or isinstance(tokens, torch.SymInt)):
@@ -50,19 +50,19 @@ def _by_doubling(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
 def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
     """Compute all parts at once, token by token from zero; then add the states of the parts before, by doubling."""
     batch, tokens, width = value.shape
-    more = -tokens % _PART
+    missing = -tokens % _PART
 
-    def parts(x: Tensor, filled: float) -> tuple[Tensor, ...]:
-        x = F.pad(x, (0, 0, 0, more), value=filled) if more else x
+    def parts(x: Tensor, fill: float) -> tuple[Tensor, ...]:
+        x = F.pad(x, (0, 0, 0, missing), value=fill) if missing else x
         return x.reshape(batch, -1, _PART, width).unbind(2)
 
     decays = (decay,) * _PART if decay.ndim == 1 else parts(decay, 1.0)
     values = parts(value, 0.0)
-    # for each token: its state, and how much remains of the state before the part
+    # for each token of a part: its state, and the factor by which the state before the part has decayed
     states, remaining = [values[0]], [decays[0]]
-    for each, added in zip(decays[1:], values[1:], strict=True):
-        states.append(torch.addcmul(added, each, states[-1]))
-        remaining.append(remaining[-1] * each)
+    for next_decay, next_value in zip(decays[1:], values[1:], strict=True):
+        states.append(torch.addcmul(next_value, next_decay, states[-1]))
+        remaining.append(remaining[-1] * next_decay)
     ends = _by_doubling(remaining[-1], states[-1], state)
     before = torch.cat([state[:, None], ends[:, :-1]], dim=1)  # (B, P, D)
     total = torch.addcmul(torch.stack(states, 2), torch.stack(remaining, -2), before[:, :, None])
@@ -70,13 +70,13 @@ def _by_parts(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
 
 
 def _exported(decay: Tensor, value: Tensor, state: Tensor) -> Tensor:
-    """Compute the same in a fixed number of steps, so that the exported graph runs for any number of tokens."""
+    """Compute the recurrence in a fixed number of steps, so that the exported graph runs for any number of tokens."""
     torch._check(value.shape[1] <= LONGEST_EXPORTED)
     decay = decay.expand_as(value)
-    at = torch.arange(value.shape[1], device=value.device).unsqueeze(-1)
-    total = torch.where(at == 0, value + decay * state[:, None], value)
+    position = torch.arange(value.shape[1], device=value.device).unsqueeze(-1)
+    total = torch.where(position == 0, value + decay * state[:, None], value)
     for step in (1 << k for k in range(LONGEST_EXPORTED.bit_length() - 1)):
-        source = (at - step).clamp(min=0).squeeze(-1)
-        total = total + decay * torch.where(at >= step, total.index_select(1, source), 0.0)
-        decay = decay * torch.where(at >= step, decay.index_select(1, source), 1.0)
+        source = (position - step).clamp(min=0).squeeze(-1)
+        total = total + decay * torch.where(position >= step, total.index_select(1, source), 0.0)
+        decay = decay * torch.where(position >= step, decay.index_select(1, source), 1.0)
     return total

@@ -1,7 +1,7 @@
 """Use a dense matrix instead of a structured product if that is faster for a linear operator on a CPU.
 
-A structured product has fewer FLOPs than a dense one and more operations. Below a certain size the operations cost
-more than the FLOPs saved. ``relinear.for_inference_`` declares that weights stay unchanged, so the matrix is cached.
+A structured product has fewer FLOPs than a dense one but more calls. Below a certain size the calls cost more than the
+FLOPs saved. After ``relinear.for_inference_`` weights do not change, so the matrix is cached.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ class Dense:
     Measured by results/speed/dense_or_structured.py, at rank 64 and the default blocks.
 
     Args:
-        limits: in inference, with a cached matrix: the size limit for up to so many tokens, fewest first. Those of
-            bfloat16 are for processors with tiles; others use those of float32.
+        limits: (tokens, size limit for up to so many tokens), fewest tokens first. The limits of bfloat16 are for
+            processors with tiles (AMX); others use those of float32.
     """
 
     limits: Sizes
@@ -65,14 +65,14 @@ def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch
 
 
 def _is_applicable(operator: Any, x: Tensor) -> bool:
-    """Return whether a cached matrix may be used; asked before the processor is, which compilers cannot trace."""
+    """Return whether a cached matrix may be used; called before the processor is checked, which cannot be traced."""
     unused = operator.parameter_cache is None or operator.training or torch.is_grad_enabled()
     return not unused and not torch.compiler.is_compiling() and x.is_cpu
 
 
 def _cached_product(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
     cache = operator.parameter_cache
-    # numbers rounded up to a power of two, so that few decisions are made
+    # the number of elements up to a power of two, so that few decisions are made
     key = x.numel().bit_length(), x.dtype
 
     def product() -> Callable[[Tensor], Tensor] | None:

@@ -1,4 +1,4 @@
-"""Compute ``functional.hdpl`` with one kernel for a few rows, or both paths into one result without copies."""
+"""Compute ``functional.hdpl`` in one kernel for a few rows; for more rows, add both paths without copies."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size or columns of a low-rank part
 
@@ -74,7 +74,7 @@ def prepare_few_rows(x: Tensor, *parameters: Tensor | None) -> Callable[[Tensor]
 
 
 def _results(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise) -> tuple[Tensor, ...]:
-    """Return (y, z, mu, logvar), or (y, mu) without noise, for a matrix x (N, I), without a graph."""
+    """Compute ``functional.hdpl.hdpl_results`` for a matrix x (N, I), without a graph."""
     if noise is None:
         mu = linear(x, mu_weight, mu_bias)
         return block_product(x, blocks, linear(silu(mu), decoder, bias)), mu

@@ -1,9 +1,9 @@
-"""Choose the implementation of a kernel: they are tried in order, and the first that supports the call runs.
+"""Choose the implementation of a kernel: the first one that supports the call runs.
 
-A kernel has the name and the signature of its reference in ``functional``, and several implementations: Triton or C++,
-torch's operations in another order, the reference itself. Each says which calls it does not support, and why.
+A kernel has the name and the signature of its reference in ``functional``, and several implementations: Triton, C++,
+torch's operations in another order, or the reference itself. Each says which calls it does not support, and why.
 ``RELINEAR_LOG=kernels`` in the environment (or the logger ``relinear.kernels`` at DEBUG) logs once per shape which one
-runs, and why not those before it.
+runs, and why those before it do not.
 """
 
 import functools
@@ -50,13 +50,13 @@ if meant("RELINEAR_LOG", os.environ.get("RELINEAR_LOG", ""), {"": False, "0": Fa
 
 
 class Call:
-    """Describe one call of a kernel to its implementations; looked up lazily, as small calls need few facts.
+    """Describe one call of a kernel to its implementations; attributes are computed when read, as few are needed.
 
     Attributes:
-        arguments: the kernel's arguments, in its order.
-        x: the first of them.
-        device, size: the kind of x's device, and how many numbers x holds.
-        autocast: whether products run in another dtype than x's.
+        arguments: the kernel's arguments, in order.
+        x: the first argument.
+        device, size: type of x's device, and number of elements of x.
+        autocast: whether autocast is on, so that products may run in another dtype than x's.
         dtype: the dtype in which products of x run.
         grad: whether gradients are recorded.
         compiled: whether a compiler is tracing, which fuses torch's operations with those around them.
@@ -69,7 +69,7 @@ class Call:
     def __init__(self, *arguments: Any) -> None:
         x: Tensor = arguments[0]
         self.arguments, self.x = arguments, x
-        self.device = "cpu" if x.is_cpu else x.device.type  # a property of the tensor is there in less time
+        self.device = "cpu" if x.is_cpu else x.device.type  # ``is_cpu`` is faster than ``device``
         self.size = x.numel()
         self.compiled = torch.compiler.is_compiling()
 
@@ -114,8 +114,8 @@ class Implementation(NamedTuple):
     """One way to compute a kernel.
 
     Args:
-        name: in the log.
-        unsupported_reason: "" if ``run`` may be called, else the reason why not.
+        name: shown in the log.
+        unsupported_reason: returns "" if ``run`` supports the call, else why not.
         run: takes the kernel's arguments.
     """
 
@@ -148,7 +148,7 @@ def dispatch(*implementations: Implementation, otherwise: str = "torch's operati
                 if not implementation.unsupported_reason(call):
                     chosen = implementation
                     break
-            # the logger's own level, without its parents': every forward pass reads it, so it must take no time
+            # not ``isEnabledFor``, which also asks parent loggers: every forward pass runs this
             if not call.compiled and LOG.level:
                 before = implementations[: implementations.index(chosen)] if chosen is not last else implementations
                 log_choice(part, chosen.name, shape_of(call.x), {i.name: i.unsupported_reason(call) for i in before})
@@ -175,10 +175,10 @@ def log_choice(kernel: str, implementation: str, shape: str, unsupported: dict[s
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Return whether torch interprets operations, as inside ``torch.func``'s transforms (``vmap``, ``jvp``,
-    ``grad``, ...), with derivatives in forward mode, or where a gradient stands for many (``is_grads_batched``).
+    """Return whether torch transforms operations: ``torch.func`` (``vmap``, ``jvp``, ``grad``, ...), derivatives in
+    forward mode, or a batch of gradients (``is_grads_batched``).
 
-    They would not see a kernel that does not consist of torch's operations. Compilers are handled by the kernels.
+    These do not see a kernel that does not consist of torch's operations. Compilers are handled by the kernels.
     """
     if torch.compiler.is_compiling():
         return False

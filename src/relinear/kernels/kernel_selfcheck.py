@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-#: largest relative error of results and gradients in the Frobenius norm; some gradients are sums that cancel
+#: largest allowed error of results and gradients, relative in the Frobenius norm; in some gradients terms cancel
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 _known: dict[tuple[str, str, torch.dtype], str] = {}
@@ -19,11 +19,11 @@ def forget() -> None:
     _known.clear()
 
 
-def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
-    """Return why an operator's kernel is not to be trusted on a device; "" once it has passed its check there.
+def failed_check(kind: str, device: str, dtype: torch.dtype) -> str:
+    """Return why an operator's kernel must not be used on a device; "" if it passes its check there.
 
-    The first call checks it, and warns if it is wrong or fails; later calls return the same. Compilers take the result
-    for a constant.
+    The first call runs the check and warns if it fails; later calls return the same. Compilers treat the result as a
+    constant.
 
     Args:
         kind: the operator's kind, a key of ``triton.samples.SAMPLES``.
@@ -33,7 +33,7 @@ def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
     key = kind, device, dtype
     if key not in _known:
         if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "not seen right on this GPU before a CUDA graph is recorded, which a check would break"
+            return "not checked on this GPU before a CUDA graph is recorded, which a check would break"
         with _lock:
             if key not in _known:
                 _known[key] = _verdict(kind, torch.device(device), dtype)
@@ -41,7 +41,7 @@ def against_unseen(kind: str, device: str, dtype: torch.dtype) -> str:
 
 
 # torch.compiler.assume_constant_result sets this; calling it would import the compiler and triton
-against_unseen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+failed_check._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _verdict(kind: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -58,7 +58,7 @@ def _verdict(kind: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _on_a_thread(kind: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Run ``_check`` on a new thread, where the caller's grad modes, autocast, hooks of saved tensors (as those of
+    """Run ``_check`` on a new thread, to which the caller's grad mode, autocast, saved-tensor hooks (such as those of
     checkpointing), dispatch modes and compilers do not apply."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_check, kind, device, dtype).result()
@@ -70,7 +70,7 @@ def _check(kind: str, device: torch.device, dtype: torch.dtype) -> str:
         # imported here by name, as the kernels import this module
         samples = importlib.import_module("relinear.kernels.triton.samples")
         sample = samples.SAMPLES[kind]
-        errors = [samples.largest_error(sample, arguments, dtype, device) for arguments in sample.given]
+        errors = [samples.largest_error(sample, arguments, dtype, device) for arguments in sample.argument_lists]
     except Exception as error:  # any exception: compilers and drivers raise their own
         return f"it fails with {type(error).__name__}: {_first_line(error)}"
     worst = max(errors)

@@ -1,6 +1,6 @@
 """Compute ``functional.monarch`` by products on slices; the first product is recomputed in the backward pass.
 
-The two permutations between the factors copy; the products read and write in place.
+The two permutations copy; the products read and write slices in place.
 """
 
 # Legend: N tokens, I in, O out, K blocks, S = ceil(O / K), R rank of a sub-block
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from relinear.functional import monarch as reference
 from relinear.functional.block_diagonal import zero_padded
-from relinear.kernels.autograd import keeping_arguments
+from relinear.kernels.autograd import with_backward
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Implementation, dispatch
 
@@ -26,11 +26,11 @@ def _hidden(x: Tensor, right: Tensor) -> Tensor:
 
 def _forward(x: Tensor, right: Tensor, left: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
     y = _swapped(block_product(_hidden(x, right), left), *left.shape[:2])
-    y = y if y.shape[1] == out_features else y[:, :out_features].clone()  # torch refuses to change a view in place here
+    y = y if y.shape[1] == out_features else y[:, :out_features].clone()  # a view must not be changed in place here
     return y if bias is None else y.add_(bias)
 
 
-@keeping_arguments(_forward, reference.monarch)
+@with_backward(_forward, reference.monarch)
 def _sliced(ctx, grad):
     x, right, left, *_ = ctx.saved_tensors
     need = ctx.needs_input_grad

@@ -1,16 +1,16 @@
-"""Compute ``functional.pivoted_low_rank``; training gathers the inputs' gradient.
+"""Compute ``functional.pivoted_low_rank`` with a faster gradient of the inputs: it is gathered by index.
 
-The reference scatters it into a sum, which on a CPU takes longer than all products.
+Autograd of the reference adds it up with scatter operations, which on a CPU take longer than all products.
 """
 
 import torch
 from torch import Tensor
 
 from relinear.functional import pivoted_low_rank as reference
-from relinear.kernels.autograd import keeping_arguments
+from relinear.kernels.autograd import with_backward
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
-#: numbers in x from which gathering is faster than the scattered sum
+#: elements of x from which gathering is faster than the scattered sum
 FEWEST_PERMUTED = 1 << 12
 
 
@@ -18,7 +18,7 @@ def _latent(x: Tensor, order: Tensor, mix: Tensor) -> Tensor:
     return reference.latent(reference.in_order(x, order), mix)
 
 
-@keeping_arguments(_latent, _latent)
+@with_backward(_latent, _latent)
 def _gathered_latent(ctx, grad):
     x, order, mix = ctx.saved_tensors
     to_x = to_mix = None

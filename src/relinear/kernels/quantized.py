@@ -1,4 +1,4 @@
-"""Multiply by integers of few bits: a few rows read packed integers, many rows unpack them once."""
+"""Multiply by integers of few bits: for a few rows from the packed integers, for many rows after unpacking them."""
 
 # Legend: I in_features, O out_features, B bits, K groups of a row
 
@@ -14,7 +14,7 @@ from relinear.functional.rounding import change_codes
 from relinear.kernels import native
 from relinear.kernels.implementations import PLAIN, Call, Implementation, dispatch, log_choice, shape_of
 
-#: the inputs of a group must be a multiple of this
+#: the number of inputs in a group must be a multiple of this
 _HALF = reference.BLOCK // 2
 
 
@@ -48,7 +48,7 @@ def prepare_few_rows(rounded: bool, x: Tensor, *parameters) -> Callable[[Tensor]
     Parameters are checked once, here, and must not change. The caller checks ``native.rows_unsupported`` on every call.
 
     Args:
-        rounded: whether x is rounded to 8 bits.
+        rounded: whether to round x to 8 bits.
         x: (..., I).
         parameters: the arguments of ``quantized`` after x.
     """

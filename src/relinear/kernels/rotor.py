@@ -1,4 +1,4 @@
-"""Compute ``functional.rotor``: on a CPU a network in one pass, on a GPU sums of sandwiches and hidden steps."""
+"""Compute ``functional.rotor`` in fused kernels: whole networks on a CPU, sandwich sums and hidden steps on a GPU."""
 
 # Legend: N tokens, I / O windows of the input / output, W terms, L and R sizes of the factors
 
@@ -15,8 +15,8 @@ from relinear.kernels import native, triton
 from relinear.kernels.autograd import differentiable_as, recomputed, save
 from relinear.kernels.implementations import Call, Implementation, dispatch
 
-#: tokens that are worth gradients of their own, which are summed at the end
-TOKENS_OF_A_SHARE = 64
+#: tokens per thread in the backward pass, below which fewer threads run; each sums its own gradients of parameters
+TOKENS_PER_THREAD = 64
 
 
 _triton_unsupported = functools.partial(
@@ -37,14 +37,14 @@ def _triton(*arguments: Any) -> Tensor:
 
 @dispatch(Implementation("Triton", _triton_unsupported, _triton))
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
-    """Compute ``functional.rotor.sandwich_windows``; a sum of several saves its inputs, not its intermediates."""
+    """Compute ``functional.rotor.sandwich_windows``; sums of several sandwiches recompute intermediate results."""
     if left.shape[:3].numel() == 1:
         return reference.sandwich_windows(x, left, right, basis)
     return recomputed(reference.sandwich_windows, x, left, right, basis)
 
 
 def _step_unsupported(call: Call) -> str:
-    # factors of 64 numbers and more are checked apart, as compilers take their products in other ways
+    # large factors are checked separately, as they are compiled to other instructions
     window = call.x.shape[-1]
     kind = "rotor_step" if window < 2048 else "rotor_step_2048" if window < 4096 else "rotor_step_4096"
     return triton.unsupported_reason(call, kind, 5, lambda call: window)
@@ -57,22 +57,22 @@ def _step_in_triton(*arguments: Any) -> Tensor:
 
 
 def supports_step(x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor) -> bool:
-    """Return whether ``rotor_step`` is one kernel for these tensors; otherwise computing factors does not pay."""
+    """Return whether ``rotor_step`` runs as one kernel for these tensors; otherwise factors need not be computed."""
     return not _step_unsupported(Call(x, left, right, slopes, mix))
 
 
 rotor_step = dispatch(Implementation("Triton", _step_unsupported, _step_in_triton))(reference.rotor_step)
 
 
-def _ready(values: Tensor) -> Tensor:
-    """Convert to what the kernel reads: single precision, contiguous."""
+def _float32(values: Tensor) -> Tensor:
+    """Convert to the format that the kernel reads: float32, contiguous, without a graph."""
     if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
         return values
     return values.detach().float().contiguous()
 
 
 class PreparedNetwork:
-    """Call ``rotor_network`` without gradients, with its parameters converted for the kernel beforehand.
+    """Compute ``rotor_network`` without gradients, with parameters that are converted for the kernel only once.
 
     Args:
         in_features: size of the inputs.
@@ -80,14 +80,14 @@ class PreparedNetwork:
     """
 
     def __init__(self, in_features: int, left, right, orders, slopes, mix, network: reference.NetworkSettings) -> None:
-        # copies: the kernel keeps addresses, and a parameter's memory may move
-        self.left, self.right = ([_ready(factor).clone() for factor in factors] for factors in (left, right))
-        tensors = self.left, self.right, orders, _ready(slopes), _ready(mix)
+        # copies: the kernel stores addresses, and a parameter's memory may move
+        self.left, self.right = ([_float32(factor).clone() for factor in factors] for factors in (left, right))
+        tensors = self.left, self.right, orders, _float32(slopes), _float32(mix)
         self.run = native.calls.Network(in_features, *tensors, network)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape[0], self.run.out_features)
-        native.kernels().rotor_network(y, x.detach().contiguous(), self.run, None if bias is None else _ready(bias))
+        native.kernels().rotor_network(y, x.detach().contiguous(), self.run, None if bias is None else _float32(bias))
         return y
 
 
@@ -115,8 +115,8 @@ class _Network(torch.autograd.Function):
         grad_x = torch.empty_like(x) if need_x else None
         parameters = [*itertools.chain(*zip(prepared.left, prepared.right, strict=True)), slopes, mix]
         sizes = [parameter.numel() for parameter in parameters]
-        shares = max(1, min(torch.get_num_threads(), len(x) // TOKENS_OF_A_SHARE))
-        sums = x.new_empty(shares, sum(sizes), dtype=torch.float32)
+        threads = max(1, min(torch.get_num_threads(), len(x) // TOKENS_PER_THREAD))
+        sums = x.new_empty(threads, sum(sizes), dtype=torch.float32)
         native.kernels().rotor_network_backward(grad_x, sums, grad, x, prepared.run)
         *to_factor_entries, to_slopes, to_mix = sums.sum(0).split(sizes)
         ordered = [*to_factor_entries[::2], *to_factor_entries[1::2]]
@@ -125,13 +125,13 @@ class _Network(torch.autograd.Function):
         return None, None, grad_x, to_slopes.to(slopes.dtype), to_mix.to(mix.dtype), to_bias, *to_factors
 
 
-#: entries of the largest factor per row, above which a tile of tokens is too empty: in float32 at least two rows
-#: for a window of 2,048 (factors of 64) and eight for 4,096
-ENTRIES_OF_A_ROW = {torch.float32: 1 << 11, torch.bfloat16: 1 << 12}
+#: elements of the largest factor per row of x, above which a tile of tokens is mostly empty: float32 needs at least two
+#: rows for a window of 2,048 (factors of 64) and eight for 4,096
+ELEMENTS_PER_ROW = {torch.float32: 1 << 11, torch.bfloat16: 1 << 12}
 
 
 def _network_unsupported(call: Call) -> str:
-    """Return why C++ does not run a network. Training may build the kernels; for few tokens they are not built."""
+    """Return why C++ does not run a network. Kernels are built for training or many tokens, not for few tokens."""
     _, left, right, *_ = call.arguments
     return _sizes_unsupported(call, [factor.shape[-1] for factor in (*left, *right)])
 
@@ -139,14 +139,14 @@ def _network_unsupported(call: Call) -> str:
 def _sizes_unsupported(call: Call, sizes: Sequence[int]) -> str:
     if any(size % 8 for size in sizes):
         return "factors of sizes not divisible by 8"
-    if not call.grad and call.rows * ENTRIES_OF_A_ROW.get(call.dtype, 0) < max(sizes) ** 2:
+    if not call.grad and call.rows * ELEMENTS_PER_ROW.get(call.dtype, 0) < max(sizes) ** 2:
         return "few rows of a large window, where a tile of tokens is mostly empty"
     reason = native.unsupported_reason(call, native.FEWEST_NETWORK_ENTRIES)
     return native.unsupported_reason(call, fewest=1, may_build=False) if reason and not call.grad else reason
 
 
 def supports_network(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Return whether ``rotor_network`` is one kernel for inputs x (N, I) and factors of these sizes."""
+    """Return whether ``rotor_network`` runs as one kernel for inputs x (N, I) and factors of these sizes."""
     return not _sizes_unsupported(Call(x), sizes)
 
 

@@ -1,6 +1,8 @@
-"""Kernels of ``functional.transponder``: a layer and its gates in C++, with alpha folded into B. Only the output and
-u = A x are kept for the backward pass, and the gates are computed there again: since the output y is z times its gates,
-the gradients need grad * y and grad * gates, and never z itself."""
+"""Compute ``functional.transponder``: a layer and its gates in C++, with alpha folded into B.
+
+Only the output y and u = A x are saved for the backward pass, which computes the gates again. As y is z times its
+gates, the gradients need grad * y and grad * gates, but not z.
+"""
 
 # Legend: N tokens (all leading dimensions), I in_features, O out_features, R rank
 
@@ -19,8 +21,8 @@ from relinear.kernels.autograd import (
     lowered,
     row_portions,
     save,
+    track_changes,
     was_changed,
-    watched,
     without_autocast,
 )
 from relinear.kernels.implementations import Call, Implementation, dispatch, is_plain, log_choice, shape_of
@@ -39,12 +41,12 @@ def _forward(
 
 
 class _ModulatedLinear(torch.autograd.Function):
-    """Run a layer (weight, bias) and its gates through down (R, I); channel (O, R) and scalar (1, R) are alpha B."""
+    """Differentiate a layer and its gates; ``channel`` (O, R) and ``scalar`` (1, R) are alpha B."""
 
     @staticmethod
     def forward(ctx, *arguments):
         y, u = _forward(*arguments)
-        save(ctx, arguments, watched(ctx, y), u)
+        save(ctx, arguments, track_changes(ctx, y), u)
         return y
 
     @staticmethod
@@ -56,7 +58,7 @@ class _ModulatedLinear(torch.autograd.Function):
         if was_changed(ctx):
             y, _ = _forward(*saved)
         hidden, up = torch.sigmoid(u.float()), channel.T.contiguous()
-        # twice the scalar gate, as the channel gate has a factor of 2 of its own
+        # twice the scalar gate, which includes the factor 2 of the channel gate
         twice = hidden.new_full((len(x), 1), 2.0) if scalar is None else (hidden @ scalar.T).sigmoid_().mul_(4)
         portions = row_portions(y, autograd.BACKWARD_PORTION)
         summed = torch.float32 if len(portions) > 1 else weight.dtype
@@ -88,7 +90,7 @@ class _ModulatedLinear(torch.autograd.Function):
         return tuple(gradient if needed else None for gradient, needed in zip(gradients, need, strict=True))
 
 
-def _folded(up: Tensor | None, alpha: Alpha) -> Tensor | None:
+def _scaled(up: Tensor | None, alpha: Alpha) -> Tensor | None:
     """Return alpha B in float32."""
     if up is None:
         return None
@@ -112,14 +114,14 @@ def _triton(*arguments: Any) -> Tensor:
 
 
 def _cpp_unsupported(call: Call) -> str:
-    """Refuse C++ but for a channel gate. Training keeps to one form, whatever has been built."""
+    """Return why C++ does not run a call. In training this does not depend on whether kernels have been built."""
     _, weight, _, down, channel, *_ = call.arguments
     if channel is None:
         return "no channel gate"
     if channel.shape[1] > native.calls.LARGEST_RANK:
         return "too large a rank"
     reason = native.unsupported_reason(call, size=call.rows * weight.shape[0])
-    if reason and not call.grad:  # as Python's part counts for one token, which is not worth a build
+    if reason and not call.grad:  # with one token Python's overhead counts, but a build is not worth it
         reason = native.unsupported_reason(call, fewest=1, may_build=False)
     if reason:
         return reason
@@ -132,7 +134,7 @@ def _cpp_unsupported(call: Call) -> str:
 def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha) -> Tensor:
     x, weight, bias, down = lowered(x, weight, bias, down)
     with without_autocast(x):
-        ups = _folded(channel, channel_alpha), _folded(scalar, scalar_alpha)
+        ups = _scaled(channel, channel_alpha), _scaled(scalar, scalar_alpha)
         if torch.is_grad_enabled():
             y = _ModulatedLinear.apply(x.reshape(-1, x.shape[-1]), weight, bias, down, *ups)
             return y.view(*x.shape[:-1], weight.shape[0])

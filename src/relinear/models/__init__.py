@@ -1,4 +1,4 @@
-"""Models: named sizes of stock Hugging Face models, and the one model that is not surgery on them."""
+"""Models: presets, which are named sizes of stock Hugging Face models, and the Contextually Guided Transformer."""
 
 from relinear.hf.model_source import is_cached as is_cached
 from relinear.hf.model_source import missing_directory as missing_directory

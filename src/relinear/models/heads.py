@@ -1,4 +1,4 @@
-"""Attachments on the output head that GPT-2 and Llama configs cannot express: a bias, a constant factor."""
+"""Attachments on the output head that GPT-2's and Llama's configs lack: a bias, and a constant factor."""
 
 from typing import Annotated, ClassVar, Self
 
@@ -15,7 +15,7 @@ SCALE = "relinear_readout_scale"
 
 
 class _OnHead(AttachmentConfig):
-    """Attach something to the output head (base class)."""
+    """Base of attachments on the output head."""
 
     def for_part(self, model: nn.Module) -> Self | None:
         """Return None if ``model`` has no output head."""
@@ -24,10 +24,10 @@ class _OnHead(AttachmentConfig):
 
 @register
 class HeadBias(_OnHead):
-    """Give the output head of a language model a bias of one value a vocabulary entry, starting at zero.
+    """Give the output head of a language model a bias, with one value per vocabulary entry, initialised at zero.
 
-    The head stays the stock ``nn.Linear`` (its forward adds a bias that is there); only the parameter is new. At zero
-    the model's outputs do not change.
+    The head stays the stock ``nn.Linear``, whose forward adds the new parameter. As long as it is zero, the model's
+    outputs do not change.
     """
 
     kind: ClassVar[str] = "head_bias"
@@ -50,7 +50,7 @@ class HeadBias(_OnHead):
 
 
 def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Scale what the head reads, as a forward pre-hook, so that a bias of the head stays unchanged."""
+    """Scale the head's input, so that its bias is not scaled; a forward pre-hook."""
     return (args[0] * getattr(head, SCALE), *args[1:])
 
 
@@ -58,12 +58,12 @@ def scale_input(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 class ReadoutScale(_OnHead):
     """Scale the head's input by a fixed factor: logits = head(factor * x).
 
-    In the maximal update parametrisation an output head learns at a rate in proportion to 1 / width and an embedding
-    at a constant one. A weight that is both keeps the embedding's rate and start, and the logits take the factor
-    base width / width (Yang et al., "Tensor programs V", 2022, Table 8).
+    In the maximal update parametrisation (muP) the learning rate of an output head is proportional to 1 / width, and
+    that of an embedding is constant. A weight that is both keeps the embedding's learning rate and initialisation, and
+    the logits get the factor base width / width (Yang et al., "Tensor programs V", 2022, Table 8).
 
     Args:
-        factor: on what the head reads; positive.
+        factor: of the head's input; positive.
     """
 
     kind: ClassVar[str] = "readout_scale"
@@ -79,7 +79,7 @@ class ReadoutScale(_OnHead):
             raise ValueError(f"the output head of {type(model).__name__} is scaled already")
 
     def attach(self, model: nn.Module) -> None:
-        """Scale what the head reads."""
+        """Register the factor and the hook on the head."""
         head = output_head(model)
         setattr(head, SCALE, self.factor)
         head.register_forward_pre_hook(scale_input)

@@ -1,4 +1,4 @@
-"""Presets: named model sizes of the papers, from stock Hugging Face configs; and how model names are resolved."""
+"""Presets: named model sizes of the papers, built from stock Hugging Face configs; and how model names are resolved."""
 
 import dataclasses
 import math
@@ -44,22 +44,22 @@ def _llama(width: int, mlp: int, layers: int, heads: int, vocabulary: int, posit
     return _Preset("llama", settings)
 
 
-#: all of the CGT paper's models (Appendix B.2); heads of the texts are not given there
+#: settings of all of the CGT paper's models (Appendix B.2), which does not state the heads of the text models
 _CGT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_function": "gelu_pytorch_tanh"}
 
 
 def _cgt(
-    kind: str, layers: int, widths: tuple[int, int], heads: tuple[int, int], positions: int, **further: Any
+    kind: str, layers: int, widths: tuple[int, int], heads: tuple[int, int], positions: int, **settings: Any
 ) -> _Preset:
-    """Return a CGT of l = ``context_layer``: widths and heads of x and of y."""
-    settings = {"n_layer": layers, "n_positions": positions, "rank": 4, "n_embd": widths[0], "n_head": heads[0]}
-    settings |= {"context_size": widths[1], "context_heads": heads[1]}
-    return _Preset(kind, _CGT | settings | further)
+    """Return a CGT; ``widths`` and ``heads`` are those of the x stream and of the y stream."""
+    sizes = {"n_layer": layers, "n_positions": positions, "rank": 4, "n_embd": widths[0], "n_head": heads[0]}
+    sizes |= {"context_size": widths[1], "context_heads": heads[1]}
+    return _Preset(kind, _CGT | sizes | settings)
 
 
 def _gpt2_ccl(width: int, heads: int) -> _Preset:
-    # The paper names neither heads nor dropout: heads of 16, 32 and 64 channels, and no dropout, because 5,000 steps
-    # on a large corpus do not repeat a token.
+    # The paper states neither heads nor dropout. We take heads of 16, 32 and 64 channels, and no dropout, as 5,000
+    # steps on a large corpus never repeat a token.
     settings = {
         "vocab_size": 50257,
         "n_positions": 64,
@@ -87,15 +87,15 @@ _PRESETS = {
         "relinear_cgt_regression", 8, (128, 64), (8, 4), 128, context_layer=7, templates=8, vector_input="padded"
     ),
     "cgt-text": _cgt("relinear_cgt", 12, (128, 128), (8, 8), 512, context_layer=8, templates=16, vocab_size=8000),
-    # the plain model that a CGT is compared with, in the sizes of its x stream or others
+    # the plain model with which a CGT is compared, by default in the sizes of its x stream
     "gpt2-cgt": _Preset(
         "gpt2", _CGT | {"n_layer": 6, "n_embd": 112, "n_head": 7, "n_positions": 240, "vocab_size": 16}
     ),
     "hdpl-67m": _llama(512, 2048, 4, 8, vocabulary=49_152, positions=2048, theta=500_000.0),
     "llama-60m": _llama(512, 1376, 8, 8, vocabulary=32_000, positions=1024, theta=10_000.0),
     "llama-130m": _llama(768, 2048, 12, 12, vocabulary=32_000, positions=1024, theta=10_000.0),
-    # The Transponder paper's Table 7 gives this one a width of 1,024, which makes 355 million parameters. At 768 they
-    # are 247 million, and ALL-Gate and gates on q, k, v and o add the 80 and 23 % of its Table 2.
+    # The Transponder paper's Table 7 states a width of 1,024, which gives 355 million parameters. A width of 768 gives
+    # 247 million, and then ALL-Gate and gates on q, k, v and o add 80 and 23 %, as in its Table 2.
     "llama-250m": _llama(768, 2560, 24, 16, vocabulary=32_000, positions=1024, theta=10_000.0),
     "llama-355m": _llama(1024, 2560, 24, 16, vocabulary=32_000, positions=1024, theta=10_000.0),
 }
@@ -125,10 +125,10 @@ def preset_config(name: str, **overrides: Any) -> Any:
 
     Args:
         name: one of ``preset_names()``.
-        **overrides: fields of the config, by either of the names that Hugging Face gives them.
+        **overrides: fields of the config, by any of Hugging Face's names for them.
 
     Raises:
-        ValueError: if the preset or a field is unknown (names the nearest), or transformers refuses the values.
+        ValueError: if the preset or a field is unknown (names the nearest), or transformers rejects the values.
     """
     from transformers import AutoConfig
 
@@ -148,12 +148,12 @@ def preset_config(name: str, **overrides: Any) -> Any:
     try:
         return AutoConfig.for_model(preset.model_type, **settings)
     except Exception as error:  # transformers raises many kinds for a bad value; to a user they are one
-        raise _not_built(name, overrides, error) from error
+        raise _build_error(name, overrides, error) from error
 
 
-def _not_built(name: str, overrides: dict[str, Any], error: Exception) -> ValueError:
-    stated = ", ".join(f"{key}={quoted(value)}" for key, value in overrides.items())
-    return ValueError(f"preset {name!r} cannot be built with {shorten(stated)}: {shorten(str(error), 1_000)}")
+def _build_error(name: str, overrides: dict[str, Any], error: Exception) -> ValueError:
+    listed = ", ".join(f"{key}={quoted(value)}" for key, value in overrides.items())
+    return ValueError(f"preset {name!r} cannot be built with {shorten(listed)}: {shorten(str(error), 1_000)}")
 
 
 def from_preset(name: str, **overrides: Any) -> Any:
@@ -166,7 +166,7 @@ def from_preset(name: str, **overrides: Any) -> Any:
         **overrides: fields of the model's config, for instance ``vocab_size=258`` or ``num_hidden_layers=2``.
 
     Raises:
-        ValueError: if the preset or a field is unknown (names the nearest), or transformers refuses the values.
+        ValueError: if the preset or a field is unknown (names the nearest), or transformers rejects the values.
 
     Examples:
         >>> model = relinear.from_preset("tiny", num_hidden_layers=2)
@@ -179,7 +179,7 @@ def from_preset(name: str, **overrides: Any) -> Any:
     try:
         model = AutoModelForCausalLM.from_config(config)
     except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError, AssertionError) as error:
-        raise _not_built(name, overrides, error) from error
+        raise _build_error(name, overrides, error) from error
     for attachment in _preset(name).attachments:
         apply_attachment_(model, attachment)
         sync_record(model)
@@ -188,13 +188,13 @@ def from_preset(name: str, **overrides: Any) -> Any:
 
 @torch.no_grad()
 def draw_as_torch_(model: Any) -> None:
-    """Initialise linear layers by torch's own rule, and give the input embeddings the weights of the output head.
+    """Initialise linear layers as torch does by default, and copy the output head's weights to the input embeddings.
 
-    Weights and biases of ``nn.Linear`` are uniform within 1 / sqrt(in_features). Code that ties embeddings and head
-    before it moves them to a device that parts them again starts so, as the HDPL paper's does.
+    Weights and biases of ``nn.Linear`` are uniform within 1 / sqrt(in_features). Models are initialised in this way by
+    code that ties embeddings and head and then moves them to a device that unties them, such as the HDPL paper's.
 
     Args:
-        model: a stock model; layers other than linear ones stay as they are.
+        model: a stock model; layers other than linear ones do not change.
     """
     for module in model.modules():
         if is_replaceable(module):
@@ -211,11 +211,11 @@ def locate_model(name: str, *, presets: bool = True) -> Literal["preset", "direc
 
     Args:
         name: what a user wrote.
-        presets: whether a preset would do.
+        presets: whether a preset is allowed.
 
     Raises:
-        ValueError, FileNotFoundError, NotADirectoryError: as ``locate_checkpoint``, if it can be none of these.
-        ValueError: it is a preset and a directory with a model, too.
+        ValueError, FileNotFoundError, NotADirectoryError: as ``locate_checkpoint``, if it is none of these.
+        ValueError: if it is a preset and also a directory with a model.
     """
     known = preset_names() if presets else []
     if not isinstance(name, str) or name not in known:
@@ -226,8 +226,8 @@ def locate_model(name: str, *, presets: bool = True) -> Literal["preset", "direc
 
 
 def model_folder(name: str) -> str:
-    """Return the folder of the model in a run's directory (``train``, ``distill``); any other name unchanged."""
+    """Return NAME/model if NAME is the directory of a run (``train``, ``distill``) with a model; else ``name``."""
     path = Path(name).expanduser()
-    inside = path / "model"
-    # os.path: a name that is too long for a file is not an error here
-    return str(inside) if not isfile(path / "config.json") and isfile(inside / "config.json") else name
+    folder = path / "model"
+    # os.path.isfile returns False for a name that is too long for a file; Path.is_file would raise an error
+    return str(folder) if not isfile(path / "config.json") and isfile(folder / "config.json") else name

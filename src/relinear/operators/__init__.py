@@ -1,4 +1,4 @@
-"""Every operator; importing a file here registers its kind, and makes its config ``relinear.NAME``."""
+"""The operators. Importing a file here registers its kind; ``relinear`` exports every config by its name."""
 
 from relinear.operators.block_hadamard import BlockHadamard as BlockHadamard
 from relinear.operators.ccl import CCL as CCL

@@ -1,4 +1,4 @@
-"""Block-Hadamard layers: fixed orthogonal mixing by Hadamard transforms, learnt block-diagonal products."""
+"""Block-Hadamard layers: fixed Hadamard transforms, which mix all inputs, alternate with learnt block-diagonal ones."""
 
 # Legend: I in_features, O out_features, K blocks, N padded width of a stage
 
@@ -75,9 +75,9 @@ class BlockHadamard(OperatorConfig):
     Args:
         blocks: K, the blocks of each product, at most min(in_features, out_features); parameters fall as 1 / K.
         depth: L, how often transform and product are repeated.
-        mix_input: whether a transform stands in front of the first product, too. False has transforms between products
-            alone, as the code of the rotor paper's authors does: at depth 1 there is none, and the layer is a
-            block-diagonal matrix.
+        mix_input: whether a transform precedes the first product, too. False has transforms only between products, as
+            the code of the rotor paper's authors does: at depth 1 there is none, and the layer is a block-diagonal
+            matrix.
 
     Examples:
         >>> layer = relinear.BlockHadamard(blocks=4).build(64, 32)

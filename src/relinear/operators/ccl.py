@@ -23,23 +23,23 @@ from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
 from relinear.operators.context_manager import GELU_GAIN
 from relinear.operators.fused_inference import FusedInference, Kernel
 
-_OPEN = 2.0  # gate logit after from_linear: sigmoid 0.88, open but not saturated
+_OPEN_LOGIT = 2.0  # of a gate after from_linear: its sigmoid is 0.88, open but not saturated
 
 
 class CCLLinear(FusedInference, HasHookPoints, Operator):
-    """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, the gates sigmoids of a network of the context.
+    """y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out; the gates are sigmoids of a network of the context.
 
     Parameters: ``basis`` (R, I), ``mix`` (O, R), optional ``bias`` (O,), ``norm`` (gain and offset of R), ``trunk``
     (the gate network's hidden layers), ``basis_gate`` (R, G) and ``output_gate`` (O, G) with biases, its last layer;
     with templates ``basis_gate`` is (E, G). Needs a context (``relinear.ContextManager`` or
-    ``relinear.activations.context``) unless both gates are off. The gates can be read and changed as ``basis_gate``
-    (with templates one value each) and ``output_gate``.
+    ``relinear.activations.context``) unless both gates are off. Hook points: ``basis_gate``, with one value per feature
+    or template, and ``output_gate``.
     """
 
     config: CCL
     finite_fan_in = ("mix", "trunk", "basis_gate", "output_gate")
     finite_fan_out = ("basis", "trunk", "basis_gate")
-    # its LayerNorm needs all features of the basis, so that is a sum over the inputs
+    # the LayerNorm needs all features of the basis, so the basis is split over the inputs
     tensor_parallel: ClassVar = {"basis": 1, "mix": 0, "output_gate": 0, "bias": 0}
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
@@ -77,7 +77,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         parts = (self.norm, self.basis_gate, self.output_gate)
         if self.config.composition != "gates" or not are_affine((*self.trunk, *parts)):
             return None
-        # ``forward`` runs no hooks, which belong to the calls of a forward pass
+        # ``forward`` instead of a call: hooks of the submodules run only in a forward pass of the layer
         trunk = [parameter for layer in self.trunk for parameter in layer.forward()]
         weights = [(None, None) if part is None else part.forward() for part in parts]
         tensors = self.bias, *itertools.chain.from_iterable(weights)
@@ -86,7 +86,11 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return None if kernel is None else lambda x: kernel(x, self._context(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out, with the gates of the current context."""
+        """Return y = ((LayerNorm(x W_basis) * g_basis) W_mix + b) * g_out (Eq. 1 to 4) for the current context.
+
+        ``functional.ccl.ccl`` writes it out. ``features`` is the gate network's last hidden layer, from which the gates
+        g_basis and g_out are computed.
+        """
         if (y := self.fused_forward(x)) is not None:
             return y
         context = self._context(x)
@@ -96,7 +100,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         if features is not None and (templates or self._activation_hooks is not None):
             basis_gates, output_gates = self._hooked_gates(x, features)
             if templates or self._is_intervened:
-                return ccl_gated(x, self._of_features(basis_gates), output_gates, *factors, self.config.gate_bias)
+                return ccl_gated(x, self._per_feature(basis_gates), output_gates, *factors, self.config.gate_bias)
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
         return ccl(x, features, *factors, *gates, self.config.gate_bias, EPS)
 
@@ -108,7 +112,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return {name: size for name, size in sizes.items() if getattr(self, name) is not None}
 
     def _hooked_gates(self, x: Tensor, features: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``_gates`` for the tokens of x, after interventions."""
+        """Return ``_gates`` for the tokens of x, after passing them through activation hooks."""
         basis_gates, output_gates = self._gates(features, self.training)
         if self._activation_hooks is None:
             return basis_gates, output_gates
@@ -117,34 +121,34 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return basis_gates, None if output_gates is None else self._hooked("output_gate", output_gates.expand(sizes))
 
     def _gates(self, features: Tensor, record: bool = False) -> tuple[Tensor | None, Tensor | None]:
-        """Return the basis gates (..., R), or with templates their weights (..., E), and the output gates (..., O)."""
+        """Return the basis gates (..., R), or the templates' weights (..., E), and the output gates (..., O)."""
         basis_gates, output_gates = None, None
         if self.config.composition != "gates":
-            basis_gates = self._shares(features, record)
+            basis_gates = self._template_weights(features, record)
         elif self.basis_gate is not None:
             basis_gates = gate(features, *self.basis_gate())
         if self.output_gate is not None:
             output_gates = gate(features, *self.output_gate())
         return basis_gates, output_gates
 
-    def _of_features(self, gates: Tensor | None) -> Tensor | None:
+    def _per_feature(self, gates: Tensor | None) -> Tensor | None:
         """Return one gate per basis feature (..., R): a template's weight is repeated for all its features."""
         return None if gates is None else gates.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
 
-    def _shares(self, features: Tensor, record: bool) -> Tensor:
-        """Return each token's weights of the templates, (..., E): probabilities, zero for those that are not selected.
+    def _template_weights(self, features: Tensor, record: bool) -> Tensor:
+        """Return each token's template weights (..., E): probabilities, zero for templates that are not selected.
 
         With "selection" and ``record``, probabilities and selections (..., T, 2, E) are recorded for the balance loss.
         """
         config, probabilities = self.config, template_shares(features, *_affine(self.basis_gate))
         if config.composition != "selection":
             return probabilities
-        shares = largest_shares(probabilities, config.selected)
+        weights = largest_shares(probabilities, config.selected)
         if record and config.balance:
-            used = (shares.detach() > 0).to(shares.dtype) / config.selected
+            used = (weights.detach() > 0).to(weights.dtype) / config.selected
             both = torch.stack([probabilities, used], -2)
             self.record_auxiliary({"balance": both}, {"busiest": both.detach()})
-        return shares
+        return weights
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
         """Return the Switch Transformer's load-balancing loss E sum_e f_e p_e, or for "busiest" the largest f_e.
@@ -162,6 +166,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return self.config.balance * self.config.templates * per_sequence.sum() / tokens
 
     def _features(self, context: Tensor) -> Tensor:
+        """Return the gate network's last hidden layer (..., G) for a context (..., C)."""
         features = context.to(self.basis.dtype)
         for layer in self.trunk:
             features = F.gelu(F.linear(features, *layer()))
@@ -180,7 +185,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         if context is None:
             context = current_context(None, self.config.context_dim, "ccl")
         basis_gates, output_gates = self._gates(self._features(context))
-        gates = {"basis": self._of_features(basis_gates), "output": output_gates}
+        gates = {"basis": self._per_feature(basis_gates), "output": output_gates}
         return {name: value for name, value in gates.items() if value is not None}
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -215,8 +220,8 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
     def from_linear(self, linear: nn.Module) -> Self:
         """Set the factors to a truncated SVD of the weight and open the gates: the best fit of this rank.
 
-        Gates are initialised as the constant 0.88, for which the factors compensate, and in training the context
-        changes them. With "remixing" all templates have equal weights.
+        Gates are initialised as the constant 0.88, for which the factors compensate. In training the context changes
+        them. With "remixing" all templates have equal weights.
 
         Raises:
             ValueError: with the LayerNorm or "selection", which cannot reproduce a given weight.
@@ -225,7 +230,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
             raise ValueError(f"ccl cannot be fitted to a weight; {self.config.fit_hint}")
         fitted = min(self.config.rank, self.in_features, self.out_features)
         down, up = low_rank_factors(self.source_weight(linear), fitted)
-        open_gate = 1 / (1 + math.exp(-_OPEN))
+        open_gate = 1 / (1 + math.exp(-_OPEN_LOGIT))
         basis_gates = 1.0 if self.basis_gate is None else open_gate
         if self.config.composition != "gates":
             basis_gates = 1 / self.config.templates
@@ -236,7 +241,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         for last in (self.basis_gate, self.output_gate):
             if last is not None:
                 last.weight.zero_()
-                last.bias.fill_(_OPEN)
+                last.bias.fill_(_OPEN_LOGIT)
         self.copy_bias_(linear)
         if self.bias is not None and self.config.gate_bias:
             self.bias.div_(output_gates)
@@ -253,11 +258,13 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
 
 
 def _keep_variance(layer: Any, gain: float) -> None:
+    """Draw the weight of ``layer`` so that outputs have ``gain``^2 times the inputs' variance; zero bias."""
     nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.weight.shape[1]))
     nn.init.zeros_(layer.bias)
 
 
 def _affine(layer: Any) -> tuple[Any, Any]:
+    """Return weight and bias of ``layer``, or (None, None) if it is None."""
     return (None, None) if layer is None else layer()
 
 
@@ -267,18 +274,18 @@ class CCL(OperatorConfig):
 
     Args:
         rank: R, width of the basis (d_basis in the paper); may exceed the layer's own sizes.
-        context_dim: C, width of the context that it reads: ``ContextManager(dim=)``.
+        context_dim: C, width of the context: ``ContextManager(dim=)``.
         basis_gate: gate the basis (Eq. 2, 3).
         output_gate: gate the outputs (Eq. 4).
         gate_bias: let the output gate scale the bias too (Eq. 4); False is the paper's Figure 3.
-        gate_depth: hidden layers of the gate network, with GELU; 0 reads the gates off the context by one matrix.
+        gate_depth: hidden layers of the gate network, with GELU; 0 computes the gates from the context by one matrix.
         gate_width: G, their width; None means context_dim.
         norm: LayerNorm with gain and offset after the basis (Eq. 1). ``from_linear`` and ``to_dense`` need False.
         composition: how a token's operator is composed from the basis. "gates" (the paper): a gate for every basis
             feature. The other two are baselines that the paper's Section 4.2 names without a definition. They split
-            basis and mix into ``templates`` low-rank maps of rank R / E, with a softmax over them on the gate network's
-            last layer. "remixing": a mixture of all templates, y = sum_e p_e U_e V_e x. "selection": only the
-            ``selected`` templates with the largest p_e, as in a mixture of experts.
+            basis and mix into ``templates`` low-rank maps of rank R / E. A softmax of the gate network's last layer
+            gives their probabilities p_e. "remixing": a mixture of all templates, y = sum_e p_e U_e V_e x. "selection":
+            only the ``selected`` templates with the largest p_e, as in a mixture of experts.
         templates: E, for the latter two; must divide rank.
         selected: templates per token, with "selection".
         balance: weight of the Switch Transformer's load-balancing loss, with "selection"; 0 for none. It is computed

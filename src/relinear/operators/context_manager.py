@@ -1,4 +1,4 @@
-"""The context manager: one causal context vector a token, computed once a forward pass for all conditioned layers."""
+"""The context manager: computes one causal context vector per token, once per forward, for all conditioned layers."""
 
 # Legend: B batch, T tokens, C dim (context width), H width of the model's embeddings, S cached and new tokens together
 
@@ -26,9 +26,9 @@ GELU_GAIN = 1.534  # 1 / sqrt(E[gelu(z)^2]) for a standard normal z: keeps the v
 
 
 class ContextState(LinearAttentionLayer):
-    """Hold the manager's recurrent state as one more layer of the model's cache, of constant size.
+    """Hold the manager's recurrent state, of constant size, as one more layer of the model's cache.
 
-    Beam search reorders it with the keys and values. It cannot be rolled back, which ``crop`` says.
+    Beam search reorders it with the keys and values. It cannot be rolled back: ``crop`` raises an error.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class ContextState(LinearAttentionLayer):
         self.state: Tensor | None = None
 
     def set(self, state: Tensor) -> None:
-        """Keep ``state`` (B, C) for the next call, and nothing of the tensor that it may be a part of."""
+        """Keep a copy of ``state`` (B, C) for the next call, so that a tensor of which it is a view can be freed."""
         self.state = state.clone(memory_format=torch.contiguous_format)
 
     def reset(self) -> None:
@@ -44,7 +44,7 @@ class ContextState(LinearAttentionLayer):
         self.state = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams, or keep some rows of the batch."""
+        """Reorder the rows of the batch as beam search does, or keep some of them."""
         if self.state is not None:
             self.state = self.state.index_select(0, beam_idx.to(self.state.device))
 
@@ -65,7 +65,7 @@ class ContextState(LinearAttentionLayer):
         self.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise an error: after assisted decoding, or another crop, the state would be that of rejected tokens."""
+        """Raise an error: after assisted decoding, or another crop, the state would include rejected tokens."""
         raise ValueError(
             "the context manager cannot roll back its memory for assisted (speculative) decoding; generate without "
             "it, or use mixer='token'"
@@ -100,7 +100,7 @@ class _Average(nn.Module):
 
 
 class _GatedUnit(nn.Module):
-    """Apply a minimal gated recurrent unit (Feng et al. 2024): its gate reads the token alone, hence the scan."""
+    """Apply a minimal gated recurrent unit (Feng et al. 2024), whose gate reads only the token: a parallel scan."""
 
     def __init__(self, config: ContextManager, **kw: Any) -> None:
         super().__init__()
@@ -124,10 +124,10 @@ _MEMORIES: dict[str, type[_Average | _GatedUnit]] = {"ema": _Average, "gru": _Ga
 
 
 class SharedContext(ContextOwner):
-    """Compute the context of ``ContextManager``: features of the token, memory of those before it, a small MLP.
+    """Compute the context of ``ContextManager`` from a token and a memory of the tokens before it, by a small MLP.
 
-    c_t = MLP(LayerNorm([e_t, s_t])), e_t the token's features, s_t the memory's state after token t; without s_t for
-    mixer="token". The state is kept in float32, in float64 for a model in float64.
+    c_t = MLP(LayerNorm([e_t, s_t])) with the token's features e_t and the memory's state s_t after token t. With
+    mixer="token" there is no s_t. The state is kept in float32, or in float64 for a model in float64.
     """
 
     token_table = "embedding"
@@ -148,7 +148,7 @@ class SharedContext(ContextOwner):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw features of unit variance and an MLP that keeps it: the context starts at unit variance."""
+        """Draw features of unit variance and an MLP that keeps it, so that a fresh context has unit variance."""
         for part in (self.embedding, self.projection, self.memory, self.norm):
             if part is not None:
                 part.reset_parameters()
@@ -169,12 +169,12 @@ class SharedContext(ContextOwner):
 
         Args:
             source: token ids (B, T), or embeddings (B, T, H), as ``config.source`` says.
-            valid: (B, T) False at padding, which must not enter the memory; None if there is none.
-            state: (B, C) after the tokens before; None before the first.
-            starts: (B, T) or (1, T) True where a document begins, which the memory of the one before must not enter.
+            valid: (B, T) False at padding, which must not enter the memory; None if there is no padding.
+            state: (B, C) after the previous tokens; None before the first token.
+            starts: (B, T) or (1, T) True where a document begins, and the memory of the one before is dropped.
 
         Returns:
-            context (B, T, C) and state (B, C) in float32 at least, None without a memory.
+            context (B, T, C), and the state (B, C) in at least float32, or None without a memory.
         """
         features = self._features(source)
         if self.memory is not None:
@@ -202,7 +202,7 @@ class SharedContext(ContextOwner):
         return self.embedding(source)
 
     def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the context of the base model's arguments; the state goes into, and comes from, its cache."""
+        """Return the context for the base model's arguments; the state is read from and written to its cache."""
         source = self._source(base, inputs)
         if self.memory is None:
             return self(source)[0]
@@ -241,10 +241,11 @@ def _cache(base: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _state_layer(cache: Any, base: Any) -> ContextState:
+    """Return the cache's layer with the state; append one to a new cache."""
     for layer in cache.layers:
         if isinstance(layer, ContextState):
             return layer
-    # Layers that a cache makes on demand are found by index: the state comes after all of them.
+    # A cache that makes layers on demand finds them by index, so the state must come after all of them.
     while cache.layer_class_to_replicate is not None and len(cache.layers) < base.config.num_hidden_layers:
         cache.layers.append(cache.layer_class_to_replicate())
     length = cache.get_seq_length()
@@ -272,9 +273,9 @@ def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
     if mask.ndim == 4:
         # A token that may not attend to itself is padding. Additive masks have 0 where attention is allowed.
         past = 0 if cache is None else cache.get_seq_length()
-        at = torch.arange(tokens, device=mask.device)
-        current = mask[:, 0, at, at + past]
-        return current if mask.dtype == torch.bool else current == 0
+        positions = torch.arange(tokens, device=mask.device)
+        diagonal = mask[:, 0, positions, positions + past]
+        return diagonal if mask.dtype == torch.bool else diagonal == 0
     raise ValueError(f"the context manager needs an attention mask of shape (batch, tokens), got {tuple(mask.shape)}")
 
 
@@ -289,13 +290,14 @@ class ContextManager(AttachmentConfig):
         dim: C, the width of the context; the ``context_dim`` of the layers that read it.
         source: "tokens": an embedding of its own; "embeddings": a projection of the model's input embeddings (works
             with ``inputs_embeds``, costs H * C parameters in place of vocabulary * C).
-        mixer: "token": the current token alone, no state; "ema": beside it moving averages over the past at several
-            learnt time scales; "gru": beside it a minimal gated recurrent unit. Both memories are computed in parallel
-            over a sequence, and as a recurrence with a state of constant size (in the model's cache) when decoding.
-        timescales: tokens, where the time constants of "ema" start, dealt to the channels in turn.
+        mixer: "token": only the current token, no state; "ema": also moving averages over the past at several learnt
+            time scales; "gru": also a minimal gated recurrent unit. Both memories are computed in parallel over a
+            sequence, and as a recurrence with a state of constant size (in the model's cache) when decoding.
+        timescales: initial time constants of "ema", in tokens, assigned to the channels in turn.
 
-    With a memory: padding (attention_mask 0) does not enter the state; of documents packed into one row each starts
-    afresh if ``position_ids`` start from 0 with each, as packing collators give them; assisted decoding is refused.
+    With a memory, padding (attention_mask 0) does not enter the state. Documents packed into one row start with an
+    empty memory if ``position_ids`` start from 0 in each, as packing collators set them. Assisted decoding raises an
+    error.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

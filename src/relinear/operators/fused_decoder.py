@@ -1,7 +1,7 @@
-"""Run decoder layers on one token in two calls around attention, instead of transformers' forward.
+"""Run a decoder layer on one token in two C++ calls, before and after attention, instead of transformers' forward.
 
-In Python a token through a small model takes longer than its products: seven linear layers, two norms and a rotation
-are calls with checks of their own.
+In a small model, one token spends more time in Python than in matrix products: seven linear layers, two norms and a
+rotary embedding are separate calls, each with its checks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 class FusedDecoderLayer:
-    """Run a decoder layer of quantized layers in inference mode; other inputs take the class's own forward.
+    """Run one token through a decoder layer of quantized layers; for other inputs, call the class's forward.
 
-    Copies and pickles hold nothing of the promise.
+    Copies and pickles have no cache, so they always call the class's forward.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -37,23 +37,23 @@ class FusedDecoderLayer:
         return {"layer": self.layer, "cache": None}
 
     def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kw: Any) -> Tensor:
-        x, layer, past, turned = hidden_states, self.layer, kw.get("past_key_values"), kw.get("position_embeddings")
+        x, layer, past, rotary = hidden_states, self.layer, kw.get("past_key_values"), kw.get("position_embeddings")
         one_token = x.dtype == torch.float32 and x.numel() == x.shape[-1] and not (args or rows_unsupported(x))
         plain_mask = attention_mask is None or attention_mask.dtype == torch.bool
-        if self.cache is not None and one_token and plain_mask and past is not None and turned is not None:
+        if self.cache is not None and one_token and plain_mask and past is not None and rotary is not None:
             prepared = self.cache.get("layer", self._prepared)
             if prepared is not None and not layer.training and prepared[2].are_bare():
                 (before, after), attention = prepared[:2], cast("Any", layer.self_attn)
-                promise = attention.q_proj.parameter_cache
-                if promise is not None and promise.rounds_inputs:
-                    query, key, value = before(x, *turned)
+                parameter_cache = attention.q_proj.parameter_cache
+                if parameter_cache is not None and parameter_cache.rounds_inputs:
+                    query, key, value = before(x, *rotary)
                     keys, values = past.update(key, value, attention.layer_idx)
                     mask, scale = attention_mask, attention.scaling
                     return after(x, scaled_dot_product_attention(query, keys, values, mask, scale=scale))
         return type(layer).forward(layer, hidden_states, attention_mask, *args, **kw)
 
     def _prepared(self) -> tuple[Any, Any, Submodules] | None:
-        """Return the calls before and after attention, and a check whether they apply; None if they never do."""
+        """Return the calls before and after attention, and the submodules to check; None if C++ cannot run them."""
         layer, matrices = cast("Any", self.layer), _matrices(self.layer)
         if not matrices or any(unsupported_reason(Call(m[2].new_empty(1, m[0]), *m[1:])) for m in matrices):
             return None
@@ -63,18 +63,18 @@ class FusedDecoderLayer:
 
 
 def _matrices(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """Return inputs and packed integers of all linear layers of a decoder layer, or nothing if some are not packed."""
+    """Return (in_features, packed tensors) of all linear layers of a decoder layer; [] unless all are quantized."""
     linear = [layer.get_submodule(name) for name in _LINEAR]
-    fitting = [one for one in linear if type(one) is QuantizedLinear and one.config.levels == "uniform"]
-    return [(one.in_features, *one._tensors()) for one in fitting] if len(fitting) == len(linear) else []
+    packed = [one for one in linear if type(one) is QuantizedLinear and one.config.levels == "uniform"]
+    return [(one.in_features, *one._tensors()) for one in packed] if len(packed) == len(linear) else []
 
 
 def fused_llama(layer: Any) -> FusedDecoderLayer | None:
-    """Return the forward of a decoder layer of Llama's whose linear layers are all quantized; None for others."""
-    config, single = layer.self_attn.config, layer.input_layernorm.weight.dtype == torch.float32
-    known = single and config.hidden_act == "silu" and config._attn_implementation == "sdpa"
-    changed = not isinstance(layer.__dict__.get("forward"), FusedDecoderLayer | None)
-    return FusedDecoderLayer(layer) if known and not changed and _matrices(layer) else None
+    """Return the fused forward of a Llama decoder layer whose linear layers are all quantized; None for others."""
+    config, is_float32 = layer.self_attn.config, layer.input_layernorm.weight.dtype == torch.float32
+    supported = is_float32 and config.hidden_act == "silu" and config._attn_implementation == "sdpa"
+    patched = not isinstance(layer.__dict__.get("forward"), FusedDecoderLayer | None)
+    return FusedDecoderLayer(layer) if supported and not patched and _matrices(layer) else None
 
 
 FUSED_FORWARDS["transformers.models.llama.modeling_llama.LlamaDecoderLayer"] = fused_llama

@@ -1,4 +1,4 @@
-"""Run a whole operator on a few rows by one compiled kernel, as long as its weights do not change."""
+"""Run a whole operator on a few rows in one call of a compiled kernel, while its weights do not change."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ Kernel = Callable[[Tensor], Tensor | None]
 
 
 class FusedInference(CachingModule):
-    """Run a whole operator as one kernel in the inference mode that ``relinear.for_inference_`` starts.
+    """Run a whole operator as one kernel after ``relinear.for_inference_``.
 
-    A ``forward`` returns ``fused_forward(x)`` if that is not None; ``fused_kernel`` says which kernel it is. Comes
-    first among the bases.
+    A subclass returns the kernel from ``fused_kernel``; its ``forward`` returns ``fused_forward(x)`` unless that is
+    None. This must be the first base class.
     """
 
     def fused_kernel(self, x: Tensor) -> Kernel | None:
@@ -44,7 +44,10 @@ class FusedInference(CachingModule):
 
 
 class Submodules:
-    """Hold the submodules of an operator; its cache notices if one is replaced."""
+    """Hold an operator's submodules, to check before each call that reading their parameters equals calling them.
+
+    Replaced submodules are noticed elsewhere: they empty the operator's cache.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         children = [child for child in module.modules() if child is not module]

@@ -1,4 +1,4 @@
-"""HDPL layers (Khasia 2026): a block-diagonal detail path plus a low-rank variational context path."""
+"""HDPL layers (Khasia 2026): the sum of a block-diagonal detail path and a low-rank variational context path."""
 
 # Legend: I in_features, O out_features, K blocks, R latent size (rank)
 
@@ -85,11 +85,14 @@ class HDPLLinear(FusedInference, LatentOperator):
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         if not are_affine((self.mu, self.decoder)):
             return None
-        # ``forward`` runs no hooks, which belong to the calls of a forward pass
+        # ``forward`` instead of a call: hooks of the submodules run only in a forward pass of the layer
         return prepare_few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y: mu and log sigma^2 are affine in x, z = mu + sigma noise, y = blocks x + D silu(z) + bias."""
+        """Return y = diag(W_1 .. W_K) x + D silu(z) + bias (Eq. 1-7), written out in ``functional.hdpl.hdpl``.
+
+        z = mu + sigma noise, where mu and log sigma^2 are affine in x; without noise, as in eval, z = mu.
+        """
         if (y := self.fused_forward(x)) is not None:
             return y
         mu_encoder, logvar_encoder, noise = self.mu(), (None, None), None
@@ -103,8 +106,8 @@ class HDPLLinear(FusedInference, LatentOperator):
             changed = hook(Latent(z, mu, self._log_variance(x, mu) if logvar is None else logvar))
             y = y if changed is z else reference.hdpl_decode(x, changed, blocks, decoder, bias)
         if logvar is not None:
-            settings = self.config.bound, self.config.free_nats
-            loss, clamped, divergence = recomputed(reference.regulariser, mu, logvar, *settings)
+            bound, free_nats = self.config.bound, self.config.free_nats
+            loss, clamped, divergence = recomputed(reference.regulariser, mu, logvar, bound, free_nats)
             metrics = {"clamped": clamped.to(loss.dtype).detach(), "divergence": divergence.detach()}
             self.record_auxiliary({"latent": self.config.beta * loss}, metrics)
         return y
@@ -118,8 +121,8 @@ class HDPLLinear(FusedInference, LatentOperator):
 
         Because silu(z) - silu(-z) = z, two latent dimensions with opposite encoders and decoders act as one exactly
         linear dimension, at any scale of the input. Blocks and low-rank part are fitted together
-        (``functional.hdpl.hdpl_fit``). An odd dimension keeps its encoder and gets a zero decoder. The variance encoder
-        is set to log sigma^2 = -8: the noise in training is 2 % of a latent of unit variance.
+        (``functional.hdpl.hdpl_fit``). If R is odd, the last dimension keeps its encoder and gets a zero decoder. The
+        variance encoder is set to log sigma^2 = -8: the noise in training is 2 % of a latent of unit variance.
         """
         pairs = min(self.config.rank // 2, *weight.shape)
         blocks, down, up = reference.hdpl_fit(weight, self.config.blocks, pairs)
@@ -138,7 +141,7 @@ class HDPLLinear(FusedInference, LatentOperator):
 
 
 def _orthogonal_(matrix: Tensor) -> None:
-    # QR exists in float32 only, and not at all for a tensor without data.
+    # torch has no QR in half precision, and none for tensors without data.
     if not matrix.is_meta:
         matrix.copy_(nn.init.orthogonal_(torch.empty_like(matrix, dtype=torch.float32)))
 

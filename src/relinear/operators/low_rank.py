@@ -1,4 +1,4 @@
-"""A static low-rank linear layer: the control for every other operator."""
+"""Low-rank linear layers, products of two thin matrices: the baseline for the other operators."""
 
 # Legend: I in_features, O out_features, R rank
 
@@ -19,15 +19,15 @@ from relinear.contract.operator import Operator, OperatorConfig
 from relinear.functional.low_rank import low_rank, low_rank_factors, weighted_spectrum
 from relinear.kernels.dense import Dense
 
-#: in training never: two products are few
+#: sizes up to which one dense product is faster than two thin ones, in inference only
 _DENSE = Dense({torch.float32: ((8, 256),), torch.bfloat16: ((8, 512), (math.inf, 256))})
 
-#: steps of the ranks that are considered when a size is chosen; finer only in layers below 16 times this
+#: step between the ranks of ``candidates``; smaller only in layers narrower than 16 times this
 RANK_STEP = 8
 
 
 class RankLinear(Operator):
-    """Base of layers that are a product of two thin matrices: the exact fits of a weight."""
+    """Base of layers that are a product of two thin matrices, which can be fitted to a weight exactly by an SVD."""
 
     config: RankConfig
 
@@ -40,11 +40,11 @@ class RankLinear(Operator):
         return up @ down
 
     def fit_(self, weight: Tensor) -> None:
-        """Take the truncated SVD of the weight: the best fit of this rank in the Frobenius norm."""
+        """Set the factors to the weight's truncated SVD: the best fit of this rank in the Frobenius norm."""
         self.set_factors_(*low_rank_factors(weight, self.config.rank))
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
-        """Take the exact solution: G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` has no meaning here."""
+        """Set the factors to the exact solution G^(-1/2) [G^(1/2) W A^(1/2)]_R A^(-1/2); ``steps`` is ignored."""
         self.set_factors_(
             *weighted_spectrum(weight, statistics.inputs, statistics.outputs).factors(weight, self.config.rank)
         )
@@ -85,7 +85,7 @@ class LowRankLinear(RankLinear):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankConfig(OperatorConfig):
-    """Base of settings with one rank."""
+    """Base of the settings of ``RankLinear`` layers, with one rank."""
 
     rank: Count = 64
 
@@ -131,5 +131,5 @@ class LowRank(RankConfig):
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
         """Return ranks that save parameters."""
-        below = -(-in_features * out_features // (in_features + out_features))  # from this rank on nothing is saved
-        return self.ranks_below(below, in_features, out_features)
+        too_large = -(-in_features * out_features // (in_features + out_features))  # saves no parameters
+        return self.ranks_below(too_large, in_features, out_features)

@@ -1,4 +1,4 @@
-"""Monarch layers (Dao et al. 2022): two block-diagonal products in which every block meets every block."""
+"""Monarch layers (Dao et al. 2022): two block-diagonal products, permuted so that every input reaches every output."""
 
 # Legend: I in_features, O out_features, K blocks, P = ceil(I / K), S = ceil(O / K), R rank of a sub-block
 
@@ -33,12 +33,12 @@ class MonarchLinear(Operator):
 
     @property
     def finite_fan_in(self) -> tuple[str, ...]:  # type: ignore[override]
-        """K R, over which ``left`` sums, if the settings fix R; otherwise it grows with the layer."""
+        """Name ``left`` if the settings fix R: it sums over K R features, which otherwise grow with the layer."""
         return () if self.config.rank is None else ("left",)
 
     @property
     def finite_fan_out(self) -> tuple[str, ...]:  # type: ignore[override]
-        """``right`` has as many outputs."""
+        """Name ``right`` if the settings fix R: it has K R outputs per block."""
         return () if self.config.rank is None else ("right",)
 
     def reset_parameters(self) -> None:
@@ -55,7 +55,7 @@ class MonarchLinear(Operator):
         return monarch_dense(self.right, self.left, self.in_features, self.out_features)
 
     def fit_(self, weight: Tensor) -> None:
-        """Take the closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
+        """Set the factors to the closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
         rank = self.right.shape[1] // self.config.blocks
         right, left = monarch_factors(weight, self.config.blocks, rank)
         self.right.copy_(right)
@@ -73,8 +73,8 @@ class Monarch(OperatorConfig):
 
     Args:
         blocks: K, the blocks of each factor, at most min(in_features, out_features).
-        rank: R, the rank at which a block of one factor meets a block of the other. None takes the authors' inner
-            width min(I, O), that is R = min(I, O) / K^2, at least 1. The paper's matrices of size K^2 have R = 1.
+        rank: R, the rank of the sub-block that a pair of blocks, one of each factor, makes. None takes the authors'
+            inner width min(I, O), that is R = min(I, O) / K^2, at least 1. The paper's matrices of size K^2 have R = 1.
 
     Examples:
         >>> layer = relinear.Monarch(blocks=4).build(64, 32)
@@ -102,7 +102,7 @@ class Monarch(OperatorConfig):
             )
 
     def scaled(self, in_features: int, out_features: int, ratio: float) -> Monarch:
-        # The size is K R (I + O). Steps of R alone are coarse, so K gives way a little where that comes nearer.
+        # The size is K R (I + O). Steps of R alone are coarse, so K changes a little if that is closer to the target.
         target_size = self.blocks * self.rank_for(in_features, out_features) * ratio
         smaller = min(in_features, out_features)
 

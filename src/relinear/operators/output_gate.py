@@ -1,4 +1,4 @@
-"""A full-width gate on a projection; on all projections it is the ALL-Gate baseline of the Transponder paper."""
+"""Sigmoid gates as wide as a projection; on all projections this is the ALL-Gate baseline of the Transponder paper."""
 
 # Legend: I in_features, O out_features
 
@@ -15,9 +15,9 @@ from relinear.kernels.autograd import recomputed
 
 
 class _Gate(HasHookPoints, nn.Module):
-    """Hold W_g of one projection, ``weight`` (O, I), as a module that PEFT's ``modules_to_save`` can name.
+    """Multiply a projection's output by sigmoid(W_g x); a module, so that PEFT's ``modules_to_save`` can name it.
 
-    The gates can be read and changed as ``channel``.
+    Parameter: ``weight`` W_g (O, I). Hook point: ``channel``.
     """
 
     constant_initialized = ("weight",)
@@ -30,7 +30,7 @@ class _Gate(HasHookPoints, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw with standard deviation 0.02, as the projections of a Llama: gates near 1/2."""
+        """Draw with standard deviation 0.02, as Llama's projections, so that gates are near 1/2."""
         nn.init.normal_(self.weight, std=0.02)
 
     def hook_sizes(self) -> dict[str, int]:
@@ -62,9 +62,9 @@ class OutputGate(WrapperConfig):
     """Gate the outputs of a projection by its inputs (Qiu et al., 2025).
 
     The paper is "Gated attention for large language models". y = base(x) * sigmoid(W_g x) with a W_g as large as the
-    projection. Put on "all-linear" it is the ALL-Gate baseline of the Transponder paper. A fresh one is near
-    y = base(x) / 2 and never the identity: a sigmoid is 1 nowhere. The gate on the attention's output, before the
-    output projection, is ``SDPAGate``.
+    projection. On "all-linear" it is the ALL-Gate baseline of the Transponder paper. A fresh gate gives about
+    y = base(x) / 2. No gate is the identity, as a sigmoid is never 1. ``SDPAGate`` is the gate on the attention's
+    output, before the output projection.
 
     Args:
         base: operator inside; None wraps the existing layer.

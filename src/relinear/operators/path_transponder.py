@@ -1,4 +1,4 @@
-"""Path-level modulators: contextual gates on the output of a whole sub-block (self-attention, MLP), Eq. 7."""
+"""Path-level modulators: contextual gates on the output of a whole self-attention or MLP (Transponder, Eq. 7)."""
 
 # Legend: B batch, T tokens, D width of the residual stream
 
@@ -16,7 +16,7 @@ _NAME = "relinear_modulator"
 
 
 def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-    """Scale what a sub-block returns by gates of what it reads, as a forward hook."""
+    """Scale a sub-block's output by gates computed from its input; a forward hook."""
     return apply_to_output(module, output, args[0] if args else kwargs["hidden_states"], getattr(module, _NAME))
 
 
@@ -31,9 +31,9 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
     Args:
         attention, mlp: which sub-blocks are modulated.
         layers: decoder layers by index, negative ones from the end; None for all.
-        reads: what the gates read: "stream", Y_{l-1} as it is (Eq. 7), whose size grows with depth in a pre-norm model;
-            or "normed", what the sub-block itself reads, as the projection-level modulators do. Models saved before
-            there was a choice have the latter.
+        reads: what the gates read: "stream", the residual stream Y_{l-1} (Eq. 7), whose norm grows with depth in a
+            pre-norm model; or "normed", the sub-block's normalised input, as the projection-level modulators do. Models
+            saved before this setting existed have "normed".
         rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
 
     Examples:
@@ -60,25 +60,25 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
 
     def _targets(self, model: nn.Module) -> list[SubBlock]:
         enabled = {"attention": self.attention, "mlp": self.mlp}
-        return [path for path in unnormalised_sub_blocks(model, self.layers) if enabled[path.role]]
+        return [block for block in unnormalised_sub_blocks(model, self.layers) if enabled[block.role]]
 
     def check(self, model: nn.Module) -> None:
-        for path in self._targets(model):
-            name = type(path.module).__name__
-            if hasattr(path.module, _NAME):
+        for block in self._targets(model):
+            name = type(block.module).__name__
+            if hasattr(block.module, _NAME):
                 raise ValueError(f"{name} already has a modulator; start from a model without one")
-            if self.reads == "stream" and path.norm_name is None:
-                raise ValueError(f"layer {path.layer}: no norm reads the stream for {name}; use reads='normed'")
+            if self.reads == "stream" and block.norm_name is None:
+                raise ValueError(f"layer {block.layer}: no norm reads the stream for {name}; use reads='normed'")
 
     def attach(self, model: nn.Module) -> None:
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        for path in self._targets(model):
-            module = path.module
+        for block in self._targets(model):
+            module = block.module
             add_part(module, _NAME, build_modulator(self, width, width, **factory_kwargs_like(module)), module)
             # prepended: a residual method that reads this sub-block's output must see it modulated
-            if self.reads == "normed" or path.norm_name is None:
+            if self.reads == "normed" or block.norm_name is None:
                 module.register_forward_hook(modulate_output, prepend=True, with_kwargs=True)
             else:
                 hooks = ResidualHooks(module, _NAME)
-                getattr(path.owner, path.norm_name).register_forward_pre_hook(hooks.save_input, with_kwargs=True)
+                getattr(block.owner, block.norm_name).register_forward_pre_hook(hooks.save_input, with_kwargs=True)
                 module.register_forward_hook(hooks.replace_output, prepend=True)

@@ -1,4 +1,4 @@
-"""A low-rank linear layer without redundant parameters: R of its inputs enter the latent unchanged."""
+"""Low-rank linear layers without redundant parameters: R of the inputs enter the latent unchanged."""
 
 # Legend: I in_features, O out_features, R rank
 
@@ -65,7 +65,7 @@ class PivotedLowRankLinear(RankLinear):
             parameter.copy_(factor)
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """Take the fan-in of ``mix``: the inputs without the R pivots."""
+        """Return roles in which the fan-in of ``mix`` is the number of inputs minus the R pivots."""
         roles = super().param_roles()
         return roles | {"mix": roles["mix"]._replace(fan_in_offset=self.config.rank)}
 
@@ -73,8 +73,8 @@ class PivotedLowRankLinear(RankLinear):
         order = values.get("order")
         if not isinstance(order, Tensor) or order.is_meta or order.shape != self.order.shape:
             return None
-        every = torch.arange(self.in_features, device=order.device)
-        if torch.equal(order.sort().values.to(every), every):
+        indices = torch.arange(self.in_features, device=order.device)
+        if torch.equal(order.sort().values.to(indices), indices):
             return None
         return f"order must name each of the {self.in_features:,} inputs once, and does not"
 
@@ -86,8 +86,8 @@ class PivotedLowRankLinear(RankLinear):
 class PivotedLowRank(RankConfig):
     """Replace a linear layer by two thin matrices, the first with an identity that is neither stored nor computed.
 
-    The same maps as ``LowRank`` of this rank with R^2 fewer parameters: R (I + O - R), which is below the dense
-    matrix's count at every rank that is not full.
+    It represents the same maps as ``LowRank`` of this rank with R^2 fewer parameters: R (I + O - R), which is less than
+    the dense matrix has at every rank that is not full.
 
     Args:
         rank: R, the width of the bottleneck; at most min(in_features, out_features).

@@ -1,4 +1,4 @@
-"""A matrix of integers of 2 to 8 bits, in groups of inputs that share a scale and a zero point."""
+"""Quantized linear layers: integers of 2 to 8 bits, in groups of inputs that share a scale and a zero point."""
 
 # Legend: I in_features, O out_features, K groups of a row
 
@@ -20,10 +20,10 @@ from relinear.functional import quantized as reference
 from relinear.functional.rounding import (
     Grid,
     change_codes,
+    cross_validated_shrinkage,
     descend,
     expected_error,
     gptq,
-    held_out,
     nearest,
     nearest_grid,
     on_units,
@@ -35,20 +35,20 @@ from relinear.operators.fused_inference import FusedInference
 
 #: bits per weight that a layer can have
 BITS = (2, 3, 4, 5, 6, 8)
-#: rows that are rounded to estimate a size's error: at least this many, and of a vocabulary one row in so many
+#: rows that are rounded to estimate the error of a candidate: at least this many, and one in so many of a large matrix
 SAMPLED_ROWS, SAMPLED_EVERY = 16, 64
-#: rows that are rounded at a time where they are apart: a vocabulary takes gigabytes
+#: rows that are rounded at a time if they are independent, as the rows of a vocabulary take gigabytes
 ROWS_AT_ONCE = 2**15
-#: shares by which moments of 8,192 tokens of one kind are drawn to their diagonals, chosen on moments of other tokens
+#: shrinkage of the moments of 8,192 tokens of one kind of text, chosen on moments of other tokens
 INPUTS_SHRINKAGE, OUTPUTS_SHRINKAGE = 0.05, 0.5
 
 
 class QuantizedLinear(FusedInference, Operator):
-    """y = x W^T + bias, W = scales (codes - zeros); ``scales`` (O, K) and optional ``bias`` (O,) are parameters.
+    """y = x W^T + bias with W = scales (codes - zeros).
 
-    ``codes``, bytes of packed integers, and ``zeros`` (O, K), one byte each (none if symmetric), are buffers: what a
-    step of an optimiser changes are the scales. Of K types those are units of scales and offsets; ``multiples`` (O, K)
-    and ``zeros`` then say how many of these each group has.
+    Parameters: ``scales`` (O, K), optional ``bias`` (O,). Buffers, which training does not change: ``codes``, bytes of
+    packed integers, and ``zeros`` (O, K), one byte each (None if symmetric). In K types a group's scale and offset are
+    integer multiples, ``multiples`` (O, K) and ``zeros``, of units that groups share; ``scales`` holds the units.
     """
 
     config: Quantized
@@ -94,7 +94,7 @@ class QuantizedLinear(FusedInference, Operator):
         return prepare_few_rows(self.parameter_cache.rounds_inputs, x, *self._tensors())
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.config.levels != "uniform":  # llama.cpp runs these; no kernel of ours does
+        if self.config.levels != "uniform":  # relinear has no kernel for these; they are made for llama.cpp
             return nn.functional.linear(x, self.to_dense(), self.bias)
         y = self.fused_forward(x)
         return quantized(x, *self._tensors()) if y is None else y
@@ -104,8 +104,8 @@ class QuantizedLinear(FusedInference, Operator):
         return self.codes, self.scales, self.zeros, self.config.bits, self.config.group, self.bias
 
     def rows(self, ids: Tensor) -> Tensor:
-        at, tensors = ids.flatten(), (self.codes, self.scales, self.zeros, self.multiples)
-        rows = (None if t is None else t.index_select(0, at) for t in tensors)  # refuses negative ids
+        flat_ids, tensors = ids.flatten(), (self.codes, self.scales, self.zeros, self.multiples)
+        rows = (None if t is None else t.index_select(0, flat_ids) for t in tensors)  # raises for negative ids
         return self._values(*rows).unflatten(0, ids.shape)
 
     def to_dense(self) -> Tensor:
@@ -118,7 +118,7 @@ class QuantizedLinear(FusedInference, Operator):
         return reference.dequantized(codes, scales, zeros, config.bits, config.group, self.in_features, levels)
 
     def gguf_type(self) -> str:
-        """Return the type of GGUF's blocks that stores these integers unchanged. Raises ValueError if none does."""
+        """Return the GGUF block type that stores these integers unchanged. Raises ValueError if there is none."""
         bits, symmetric, group = self.config.bits, self.config.symmetric, self.config.group
         if self.config.levels == "k":
             return f"Q{bits}_K"
@@ -134,7 +134,7 @@ class QuantizedLinear(FusedInference, Operator):
 
     @torch.no_grad()
     def gguf_rows(self) -> Tensor:
-        """Return the weights (O, bytes) in blocks of ``gguf_type``."""
+        """Return the rows (O, bytes) of the weight in blocks of ``gguf_type``."""
         config = self.config
         if self.multiples is not None:
             return reference.gguf_k_rows(self.codes, self.scales, self.multiples, self.zeros, config.bits)
@@ -142,9 +142,9 @@ class QuantizedLinear(FusedInference, Operator):
 
     @torch.no_grad()
     def packed(self) -> tuple[dict[str, int], dict[str, Tensor]]:
-        """Return bits and group, and the tensors, of compressed-tensors' "pack-quantized", for a symmetric layer.
+        """Return settings and tensors in compressed-tensors' format "pack-quantized", for a symmetric layer.
 
-        In 4 or 8 bits, as vLLM reads no others.
+        Codes take 4 or 8 bits, as vLLM reads no others.
         """
         bits, group = self.config.bits, min(self.config.group, self.in_features)
         width = 4 if bits <= 4 else 8
@@ -156,24 +156,26 @@ class QuantizedLinear(FusedInference, Operator):
         return {"num_bits": width, "group_size": group}, parts
 
     def fit_(self, weight: Tensor) -> None:
-        """Round to nearest, on grids that are clipped and shifted to the least squared error of every group."""
+        """Round to nearest, on grids that are clipped and shifted to minimise the squared error of every group."""
         weight = weight.float()
         grid = self.config.grid(weight)
-        self._take_(grid, nearest(weight, grid, self.config.group))
+        self._store_(grid, nearest(weight, grid, self.config.group))
 
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
-        """Round input by input, correcting errors under A (GPTQ), then descend over codes under A and G.
+        """Round by GPTQ under A, then lower the error under A and G by coordinate descent over codes.
 
-        ``steps`` has no meaning here. Both moments are drawn towards their diagonals: a descent under a sample's own
-        correlations of gradients can end farther from another sample's optimum than it began. Where G is diagonal,
-        rows are apart and there is nothing that they could make up for.
+        ``steps`` is ignored. Both moments are shrunk towards their diagonals: a descent that fits the correlations of
+        one sample's gradients can raise the error on another sample. If G is diagonal, rows are independent, and there
+        is no descent, as no row can compensate another's error.
         """
         weight, group = weight.float(), self.config.group
-        shrinkage = held_out(statistics.kinds)[0] if len(statistics.kinds) > 1 else INPUTS_SHRINKAGE
+        shrinkage = INPUTS_SHRINKAGE
+        if len(statistics.kinds) > 1:
+            shrinkage, _ = cross_validated_shrinkage(statistics.kinds)
         inputs, outputs = shrunk(statistics.inputs.to(weight), shrinkage), statistics.outputs
-        apart = outputs is not None and outputs.ndim == 1
+        independent_rows = outputs is not None and outputs.ndim == 1
         rounded = []
-        for rows in weight.split(ROWS_AT_ONCE if apart else len(weight)):
+        for rows in weight.split(ROWS_AT_ONCE if independent_rows else len(weight)):
             grid = self.config.grid(rows, statistics)
             rounded.append((grid, gptq(rows, grid, group, inputs)))
         levels = self.config.level_values(weight)
@@ -181,13 +183,14 @@ class QuantizedLinear(FusedInference, Operator):
         units = [g.units for g, _ in rounded if g.units is not None]
         grid = Grid(scale, zero, top, levels, torch.cat(units) if units else None)
         codes = torch.cat([c for _, c in rounded])
-        if not apart:
+        if not independent_rows:
             outputs = None if outputs is None else shrunk(outputs.to(weight), OUTPUTS_SHRINKAGE)
             change = code_changer(weight) if levels is None else partial(change_codes, levels=levels)
             codes = descend(weight, codes, grid, group, inputs, outputs, change=change)
-        self._take_(grid, codes)
+        self._store_(grid, codes)
 
-    def _take_(self, grid: Grid, codes: Tensor) -> None:
+    def _store_(self, grid: Grid, codes: Tensor) -> None:
+        """Copy codes and grid into parameters and buffers; raise ValueError if the scales' dtype cannot hold them."""
         exact, zeros = grid.scale, grid.zero * 2 ** (8 - self.config.bits)
         if self.multiples is not None:
             assert grid.units is not None
@@ -207,7 +210,7 @@ class QuantizedLinear(FusedInference, Operator):
             self.zeros.copy_(zeros)
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """Return roles of scales as gains: a weight decay would shrink the fixed codes' weights."""
+        """Return roles of gains for the scales: weight decay would shrink the weights, whose codes are fixed."""
         return dict.fromkeys(super().param_roles(), ParamRole(weight_decay=False))
 
     def problem_with_values(self, values: Mapping[str, Tensor]) -> str | None:
@@ -228,14 +231,14 @@ class QuantizedLinear(FusedInference, Operator):
 class Quantized(OperatorConfig):
     """Store a linear layer in few bits: integers, and a scale for each group of neighbouring inputs.
 
-    A weight takes ``bits`` + 24 / ``group`` bits in half precision, ``bits`` + 16 / ``group`` where symmetric.
+    A weight takes ``bits`` + 24 / ``group`` bits in half precision, or ``bits`` + 16 / ``group`` if symmetric.
 
     Args:
         bits: of a weight, 2 to 8.
-        group: inputs that share a scale; the last of a row may be shorter. On a CPU only multiples of 32 are fast.
-        symmetric: whether the middle of the integers means zero; if not, every group has its own zero point,
-            a byte.
-        levels: values of the codes: whole numbers ("uniform"), llama.cpp's 16 uneven ones ("iq4_nl", 4 bits,
+        group: inputs that share a scale; the last group of a row may be shorter. On a CPU only multiples of 32 are
+            fast.
+        symmetric: whether the middle of the integers means zero; if not, every group has a zero point, one byte.
+        levels: values of the codes: whole numbers ("uniform"), llama.cpp's 16 uneven values ("iq4_nl", 4 bits,
             symmetric), or whole numbers with integer scales, as in its K types ("k", 2 to 6 bits).
 
     Examples:
@@ -274,7 +277,7 @@ class Quantized(OperatorConfig):
         return self.replace(bits=max(2, min(8, round(self.bits * ratio)))) if self.levels == "uniform" else self
 
     def candidates(self, in_features: int, out_features: int) -> list[OperatorConfig]:
-        """Return a candidate for every number of bits, with this group, or that of each K type."""
+        """Return a candidate for every number of bits, with this group size, or for every K type."""
         if self.levels == "k":
             types = [] if in_features % reference.SUPER else reference.K_TYPES.items()
             return [self.replace(bits=bits, group=kind.group, symmetric=kind.symmetric) for bits, kind in types]
@@ -286,7 +289,7 @@ class Quantized(OperatorConfig):
 
     @property
     def middle_multiple(self) -> int:
-        """Return the multiple that encodes a scale of 0, for K types."""
+        """Return the byte in ``multiples`` that means 0, for K types."""
         return 2 ** (reference.K_TYPES[self.bits].bits - 1) if self.symmetric else 0
 
     def grid(self, weight: Tensor, statistics: CalibrationStatistics | None = None) -> Grid:
@@ -305,19 +308,19 @@ class Quantized(OperatorConfig):
     ) -> list[tuple[OperatorConfig, float]]:
         """Return candidates, each with the error expected after GPTQ; only a few rows are rounded.
 
-        What the descent under G gains beyond that is left out: it holds for the calibration tokens mostly.
+        This ignores what the descent under G gains, mostly on the calibration tokens alone.
         """
         weight, several = dense_weight(linear).detach().float(), len(statistics.kinds) > 1
-        left = held_out(statistics.kinds)[1] if several else uncompensated(statistics.inputs)
-        left = left.to(weight)
+        costs = cross_validated_shrinkage(statistics.kinds)[1] if several else uncompensated(statistics.inputs)
         count = min(len(weight), max(SAMPLED_ROWS, len(weight) // SAMPLED_EVERY))
         rows = torch.linspace(0, len(weight) - 1, count).long().to(weight.device)
-        share = torch.ones(len(weight)).to(weight)
+        row_weights = torch.ones(len(weight))
         if statistics.outputs is not None:
-            share = (statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()).to(weight)
+            row_weights = statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()
+        costs, row_weights = costs.to(weight), row_weights.to(weight)
         errors = list[tuple[OperatorConfig, float]]()
         for config in configs or self.candidates(*reversed(weight.shape)):
             assert isinstance(config, Quantized)
             grid = config.grid(weight[rows], statistics)
-            errors.append((config, float(expected_error(weight, rows, grid, config.group, left, share))))
+            errors.append((config, float(expected_error(weight, rows, grid, config.group, costs, row_weights))))
         return errors

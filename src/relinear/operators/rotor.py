@@ -1,4 +1,4 @@
-"""Rotor layers: linear maps composed of Clifford sandwiches r x s~, and networks of them that replace one."""
+"""Rotor layers: linear layers replaced by sums of Clifford products r x s~ ("sandwiches"), or by networks of these."""
 
 # Legend: I in_features, O out_features, V = 2^n window, P = n(n-1)/2 planes, W terms or branches
 
@@ -27,14 +27,14 @@ from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, s
 from relinear.operators.sandwich_sum import SandwichSum, exponentials
 from relinear.system.machine import tiled
 
-_SLOPE = 0.25  # of a fresh PReLU
+_INITIAL_SLOPE = 0.25  # of a PReLU, as in torch
 
 
-def _mixed(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor, mix: Tensor) -> Tensor:
-    """Return the output (..., W V) of a rotor layer permuted, normalised, activated and mixed (``mixed_branches``).
+def _activated_and_mixed(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor, mix: Tensor) -> Tensor:
+    """Apply ``mixed_branches`` to a rotor layer's output x (..., W V): permute, normalise, activate and mix.
 
     Args:
-        step: number of the step, for the permutation.
+        step: number of the step, which the permutation depends on.
         slopes, mix: (W,).
     """
     branches, order = x.reshape(-1, len(mix), window), None
@@ -44,23 +44,23 @@ def _mixed(config: Rotor, x: Tensor, window: int, step: int, slopes: Tensor, mix
     return y.view(*x.shape[:-1], window)
 
 
-def _slopes(activation: str, learnt: Tensor | None, mix: Tensor) -> Tensor:
-    """Return the slopes of the PReLU of a step's branches (W,); an activation without slopes reads none of them."""
+def _branch_slopes(activation: str, learnt: Tensor | None, mix: Tensor) -> Tensor:
+    """Return the PReLU slopes of a step's branches (W,); activations without slopes ignore them."""
     slope = reference.ACTIVATIONS[activation]
     if learnt is not None:
         return learnt.expand(len(mix))
     return mix.new_full(mix.shape, slope if isinstance(slope, float) else 1.0)
 
 
-class _Branches(nn.Module):
-    """Apply a hidden step: W parallel sandwiches, each permuted, normalised and activated, mixed by learnt scalars."""
+class _HiddenStep(nn.Module):
+    """Apply W parallel sandwiches (branches), permute, normalise and activate each, and mix them by learnt scalars."""
 
     slopes: nn.Parameter | None
 
     def __init__(self, config: Rotor, window: int, index: int, device, dtype):
         super().__init__()
         self.config, self.window, self.index = config, window, index
-        # one input and W "output windows": the branches side by side
+        # a layer with one input window and W output windows, which are the branches
         self.rotors = SandwichSum(config, window, window * config.width, window, 1, device, dtype)
         kw = {"device": device, "dtype": dtype}
         self.mix = nn.Parameter(torch.empty(config.width, **kw))
@@ -72,34 +72,35 @@ class _Branches(nn.Module):
         self.rotors.reset_parameters()
         nn.init.constant_(self.mix, 1.0 if self.config.gains == "ones" else self.config.width**-0.5)
         if self.slopes is not None:
-            nn.init.constant_(self.slopes, _SLOPE)
+            nn.init.constant_(self.slopes, _INITIAL_SLOPE)
 
     def forward(self, x: Tensor, slope: Tensor | None = None, rotors: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return the step's output; ``slope`` is the network's shared one, ``rotors`` are computed if not passed."""
         config, slopes = self.config, self.slopes_or(slope)
         left, right = self.rotors.left, self.rotors.right
         if not supports_step(x, left, left if right is None else right, slopes, self.mix):
-            return _mixed(config, self.rotors(x, rotors), self.window, self.index, slopes, self.mix)
+            return _activated_and_mixed(config, self.rotors(x, rotors), self.window, self.index, slopes, self.mix)
         seed = config.seed if config.permute else None
         tensors = x.reshape(-1, self.window), *self.rotors.factors_for(x, rotors), slopes, self.mix
         y = rotor_step(*tensors, seed, self.index, config.basis, config.normalize, config.activation)
         return y.view(x.shape)
 
     def slopes_or(self, slope: Tensor | None) -> Tensor:
-        """Return the slopes of the branches (W,), by default the network's."""
-        return _slopes(self.config.activation, slope if self.slopes is None else self.slopes, self.mix)
+        """Return the slopes of the branches (W,); ``slope``, the network's, if they have none."""
+        return _branch_slopes(self.config.activation, slope if self.slopes is None else self.slopes, self.mix)
 
 
 class RotorLinear(Operator):
-    """Apply the plain sum of sandwiches (depth 0), or the network of the paper (depth >= 1).
+    """y = sum_w r_w x s_w~ + bias (depth 0), or the paper's network of such layers (depth >= 1).
 
-    Parameters of ``SandwichSum`` under ``entry``; with depth >= 1 also ``hidden.k.rotors``, ``hidden.k.mix`` (W,),
-    ``hidden.k.slopes`` (W,) and ``exit``; optional ``bias`` (O,). ``slope`` (1,) is that of the entry layer's PReLU or,
-    if it is shared, of every one. ``forward`` takes the first of these ways that can run::
+    ``entry`` holds the parameters of a ``SandwichSum``. With depth >= 1 there are also ``hidden.k.rotors``,
+    ``hidden.k.mix`` (W,), ``hidden.k.slopes`` (W,) and ``exit``. ``slope`` (1,) belongs to the entry layer's PReLU or,
+    if slopes are shared, to all. ``bias`` (O,) is optional. ``forward`` takes the first of these paths that can run::
 
-        dense_inference     a linear map, for inference: one dense matrix that is cached
-        _fused_network      depth >= 1: one kernel for all stages, prepared where parameters are cached
+        dense_inference     linear maps in inference: one cached dense matrix
+        _fused_network      depth >= 1: one kernel for all layers; parameters that are cached are converted for it once
         self.entry          depth 0: the sum of sandwiches
-        through_network     depth >= 1: stage by stage, the rotors of all from one batch
+        through_network     depth >= 1: layer by layer; one batch of matrix exponentials gives the rotors of all layers
     """
 
     config: Rotor
@@ -112,7 +113,7 @@ class RotorLinear(Operator):
         self.inner = inner = config.inner_size(in_features, out_features)
         if config.depth:
             self.entry = SandwichSum(config, in_features, inner, reference.window_size(in_features, inner), 1, **kw)
-            self.hidden = nn.ModuleList(_Branches(config, inner, k, **kw) for k in range(config.depth))
+            self.hidden = nn.ModuleList(_HiddenStep(config, inner, k, **kw) for k in range(config.depth))
             self.exit = SandwichSum(config, inner, out_features, reference.window_size(inner, out_features), 1, **kw)
         else:
             self.entry = SandwichSum(config, in_features, out_features, window, config.width, **kw)
@@ -122,29 +123,29 @@ class RotorLinear(Operator):
         )
         self.register_parameter("slope", nn.Parameter(torch.empty(1, **kw)) if has_slope else None)
 
-    def _stages(self) -> list[SandwichSum | _Branches]:
-        hidden = cast("list[_Branches]", list(self.hidden))
+    def _layers(self) -> list[SandwichSum | _HiddenStep]:
+        hidden = cast("list[_HiddenStep]", list(self.hidden))
         return [self.entry, *hidden, *([] if self.exit is None else [self.exit])]
 
     def _sums(self) -> list[SandwichSum]:
-        return [stage.rotors if isinstance(stage, _Branches) else stage for stage in self._stages()]
+        return [layer.rotors if isinstance(layer, _HiddenStep) else layer for layer in self._layers()]
 
     def reset_parameters(self) -> None:
-        """Initialise every stage by its own rule, and the bias at zero."""
-        for stage in self._stages():
-            stage.reset_parameters()
+        """Initialise every layer, see their ``reset_parameters``; slope 0.25, zero bias."""
+        for layer in self._layers():
+            layer.reset_parameters()
         if self.slope is not None:
-            nn.init.constant_(self.slope, _SLOPE)
+            nn.init.constant_(self.slope, _INITIAL_SLOPE)
         self.zero_bias_()
 
     def _prefers_dense(self, in_features: int, out_features: int, dtype: torch.dtype, tokens: int) -> bool:
         if not self.config.linear:
             return False
-        factored = sum(stage.factored_cost(tokens, dtype) for stage in self._sums())
+        factored = sum(layer.factored_cost(tokens, dtype) for layer in self._sums())
         return dense_cost(in_features, out_features, tokens, dtype.itemsize, tiled(dtype)) < factored
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of sandwiches r x s~ plus bias, or the network of such sums."""
+        """Return the sum of sandwiches r x s~ plus bias, or the network of such sums (``functional.rotor``)."""
         if (y := dense_inference(self, x, self._prefers_dense)) is not None:
             return y
         (x,) = lowered(x)
@@ -174,37 +175,37 @@ class RotorLinear(Operator):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _network_cache(self, x: Tensor) -> ParameterCache | None:
-        """Return the cache of ``_network_tensors``; None unless every layer may cache."""
+        """Return the cache for ``_network_tensors``; None unless every layer may cache."""
         parameters = are_parameters(self, "slope") and all(are_parameters(s, "mix", "slopes") for s in self.hidden)
         if not parameters or any(s.cache_for(x) is None for s in self._sums()):
             return None
         return self.cache_or_compare(self.entry.left)
 
     def _network_tensors(self) -> tuple[Any, ...]:
-        """Return the arguments of ``rotor_network`` but inputs and bias."""
+        """Return the arguments of ``rotor_network`` without x and bias: left, right, orders, slopes, mix, network."""
         config, sums = self.config, self._sums()
-        hidden = cast("list[_Branches]", list(self.hidden))
+        hidden = cast("list[_HiddenStep]", list(self.hidden))
         rotors = exponentials(sums) if self.entry.exponentiates else [None] * len(sums)
-        factors = [s.factors(of) for s, of in zip(sums, rotors, strict=True)]
+        factors = [s.factors(pair) for s, pair in zip(sums, rotors, strict=True)]
         left, right = ([factor.squeeze(0) for factor in side] for side in zip(*factors, strict=True))
         slopes: list[Tensor] = [step.slopes_or(self.slope) for step in hidden]
         mix: list[Tensor] = [step.mix for step in hidden]
         if config.activate_entry:
             one = self.entry.left.new_ones(1)
-            slopes, mix = [_slopes(config.activation, self.slope, one), *slopes], [one, *mix]
+            slopes, mix = [_branch_slopes(config.activation, self.slope, one), *slopes], [one, *mix]
         orders = None
         if config.permute:
-            steps = self.inner, config.width, config.depth, config.activate_entry, config.seed
-            orders = device_table(reference.branch_orders, steps, self.entry.left, torch.int32)
+            arguments = self.inner, config.width, config.depth, config.activate_entry, config.seed
+            orders = device_table(reference.branch_orders, arguments, self.entry.left, torch.int32)
         windows = tuple(s.window for s in sums)
         settings = config.basis, config.windows, config.normalize, config.activate_entry, config.residual
         network = reference.NetworkSettings(self.out_features, windows, *settings, config.activation)
         return left, right, orders, torch.cat(slopes), torch.cat(mix), network
 
     def _rotors(self, x: Tensor) -> Sequence[tuple[Tensor, Tensor] | None]:
-        """Return the rotors of every stage from one batch; None if stages have cached or compute theirs."""
+        """Return the rotors of every layer, computed in one batch; None for each if layers compute or cache theirs."""
         sums = self._sums()
-        offloaded = self.entry.left.is_meta  # each stage has its parameters for as long as it runs
+        offloaded = self.entry.left.is_meta  # a layer has its parameters only while it runs
         separate = offloaded or not self.entry.exponentiates or self.entry.cache_for(x) is not None
         return [None] * len(sums) if separate else exponentials(sums)
 
@@ -216,16 +217,16 @@ class RotorLinear(Operator):
             functools.partial(step, slope=self.slope, rotors=rotors)
             for step, rotors in zip(self.hidden, inner, strict=True)
         )
-        entry, exit = functools.partial(self._enter, rotors=first), functools.partial(self.exit, rotors=last)
+        entry, exit = functools.partial(self._run_entry, rotors=first), functools.partial(self.exit, rotors=last)
         return reference.through_network(x, entry, hidden, exit, self.config.residual)
 
-    def _enter(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _run_entry(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None) -> Tensor:
         y = self.entry(x, rotors)
         if not self.config.activate_entry:
             return y
-        one = y.new_ones(1)  # not like the entry's parameters, which offloading has taken away again
-        slopes = _slopes(self.config.activation, self.slope, one)
-        return _mixed(self.config, y, self.inner, self.config.depth, slopes, one)
+        one = y.new_ones(1)  # from y, as offloading may have moved the entry's parameters to the meta device again
+        slopes = _branch_slopes(self.config.activation, self.slope, one)
+        return _activated_and_mixed(self.config, y, self.inner, self.config.depth, slopes, one)
 
     def to_dense(self) -> Tensor:
         if not self.config.linear:
@@ -238,13 +239,13 @@ class RotorLinear(Operator):
         return self._without_bias(eye).T
 
     def fit_(self, weight: Tensor) -> None:
-        """Take the nearest sum of Kronecker products, where the settings are one (see ``Rotor.fits_weight``)."""
+        """Set the factors to the nearest sum of Kronecker products; only for settings with ``Rotor.fits_weight``."""
         size = self.entry.window
         if not self.config.fits_weight or self.in_features != size or self.out_features != size:
             raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
         left, right = reference.nearest_kronecker(weight, *self.entry.factor_sizes, self.config.width)
         assert self.entry.right is not None
-        nn.init.zeros_(self.entry.left)  # terms beyond the L^2 that suffice for any matrix
+        nn.init.zeros_(self.entry.left)  # if there are more terms than the L^2 that suffice for any matrix
         nn.init.zeros_(self.entry.right)
         self.entry.left[: len(left), 0, 0].copy_(left)
         self.entry.right[: len(right), 0, 0].copy_(right)
@@ -254,13 +255,13 @@ class RotorLinear(Operator):
     def flops_per_token(self) -> int:
         activated = self.config.width * self.config.depth + self.config.activate_entry
         pointwise = 12 * self.inner * activated
-        return sum(stage.flops_per_token() for stage in self._sums()) + pointwise
+        return sum(layer.flops_per_token() for layer in self._sums()) + pointwise
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """Return roles without decay for bivectors, as it would turn the rotors back; matrices of free terms as usual.
+        """Return roles without weight decay for bivectors, as it would turn rotors towards the identity.
 
-        A general element multiplies as a matrix that sums over its V coordinates. Kronecker factors have sizes that
-        multiply to V.
+        A general element of the algebra acts as a matrix that sums over its V coordinates. The sizes of the two
+        Kronecker factors multiply to V, so their fans grow as the square root of the width.
         """
         roles = super().param_roles()
         for name in roles:
@@ -279,45 +280,45 @@ class RotorLinear(Operator):
 class Rotor(OperatorConfig):
     """Replace a matrix by rotors of a Clifford algebra (arXiv 2507.11688): O(log^2 d) parameters.
 
-    A window of the largest power of two that fits, V = 2^n, is an element of Cl(n); a rotor pair turns it into
-    r x s~. Sizes that are not a power of two are covered by wrapping, overlapping windows; each pair of an input and an
-    output window has rotors of its own, and outputs that two windows reach are averaged. With ``depth`` 0 the layer is
-    the linear map sum_w r_w x s_w~; with more it is a small network: one rotor layer into the window, ``depth`` times
-    ``width`` parallel branches of rotor, permutation, normalisation and activation, mixed by learnt scalars, and one
-    rotor layer to the output.
+    A window of V = 2^n features, the largest power of two that fits, is an element x of Cl(n); a pair of rotors turns
+    it into r x s~. Sizes that are not a power of two are covered by wrapping, overlapping windows. Each pair of an
+    input and an output window has separate rotors; outputs that two windows reach are averaged. With ``depth`` 0 the
+    layer is the linear map sum_w r_w x s_w~. With more it is a small network: one rotor layer into the inner width,
+    ``depth`` steps of ``width`` parallel branches (rotor, permutation, normalisation, activation) mixed by learnt
+    scalars, and one rotor layer to the output.
 
     Args:
         width: W, the terms of the sum (depth 0) or the parallel branches.
         depth: hidden steps.
         rotors: "double": r and s differ, 2 P parameters per pair of windows; "single": s = r, P parameters.
-        basis: "spinor": coordinates are those of the spin representation, which is fastest; "blade": coordinates of
-            blades, exactly the paper's map. Both are the same family up to a fixed orthogonal change of basis.
+        basis: "spinor": coordinates of the spin representation, which is fastest; "blade": coordinates of blades,
+            exactly the paper's map. Both are the same family up to a fixed orthogonal change of basis.
         terms: "rotor"; "multivector": general a_w x b_w (Lemma 1), 2 V parameters per pair of windows; "kronecker":
-            free Kronecker factors. They cost the same to run and show what the rotor constraint costs and buys. For
+            free Kronecker factors. All cost the same to run, so comparing them measures the rotor constraint. For
             n = 5, 6, 7 modulo 8 general elements are those of Cl(0, n), which has the smaller matrices.
         activation: "prelu", "relu", "gelu", "silu", "leaky_relu" (slope 0.01), "elu" or "none", in the hidden steps.
         normalize: whether branches are normalised (LayerNorm without parameters).
         permute: whether branches are permuted, by a fixed random order (``seed``).
         scale: a learnt factor for every term and pair of windows; without it a rotor layer cannot change norms.
-        init_std: standard deviation of fresh bivector coordinates.
-        lr_multiplier: of the bivectors, on the learning rate of a training recipe.
+        init_std: standard deviation of the initial bivector coordinates.
+        lr_multiplier: factor on the learning rate of the bivectors in a training recipe.
         seed: of the permutations.
-        inner: the width within the network (depth 1 or more), a power of two: "both": the largest one that fits into
-            inputs and outputs; "input": into the inputs; or a number. Each layer's windows are the largest that fit
-            into its own two sides.
+        inner: the width within the network (depth 1 or more), a power of two: "both": the largest that fits into
+            inputs and outputs; "input": the largest that fits into the inputs; or a number. Each layer's windows are
+            the largest that fit into its two sides.
         windows: "wrapped": one after another, the last wrapping round to the beginning, input windows summed;
             "spread": the i-th of c windows of d coordinates starts at i d / c, and input windows are averaged.
         activate_entry: whether permutation, normalisation and activation follow the entry layer too.
         slopes: "branch": every branch learns a slope of its PReLU; "shared": one slope for the whole network.
-        gains: how ``scale`` and the mixing scalars start: "variance": such that variance is kept; "ones": at 1.
-        residual: whether the entry and the exit layer add their input, where they have as many inputs as outputs.
-        permute_terms: with ``depth`` 0, whether every term but the first reads a window in an order of its own (fixed,
-            by ``seed``). Without it the sums of rotor terms, however many, fill a space of V^2 / 4 of the V^2
-            dimensions of matrices (general terms V^2 / 2 for odd n, all for even n); with it all of them.
-        power_iterations: None: exact exponentials of bivectors; else they are decomposed by Algorithms 1 and 2 of the
-            paper, with this number of iterations per plane in every forward pass (the authors: at most 20). They start
-            from the result of the last training step, and only one of them is differentiated, so the gradient is
-            biased (see ``clifford.decompose``). For reproduction only.
+        gains: initial ``scale`` and mixing scalars: "variance": such that variance is kept; "ones": 1.
+        residual: whether the entry and the exit layer add their input if they have as many inputs as outputs.
+        permute_terms: with ``depth`` 0, whether every term but the first reads the window in a different fixed order
+            (drawn with ``seed``). Without it sums of any number of rotor terms span V^2 / 4 of the V^2 dimensions of
+            matrices (general terms V^2 / 2 for odd n, all for even n); with it they span all.
+        power_iterations: None: exact exponentials of bivectors. Otherwise bivectors are decomposed by Algorithms 1 and
+            2 of the paper, with this number of iterations per plane in every forward pass (the authors: at most 20).
+            Iterations start from the result of the last training step and only one is differentiated, so the gradient
+            is biased (see ``clifford.decompose``). For reproduction only.
 
     Examples:
         >>> layer = relinear.Rotor(depth=0).build(64, 64)
@@ -347,7 +348,7 @@ class Rotor(OperatorConfig):
     normalize: bool = True
     permute: bool = True
     scale: bool = False
-    init_std: Annotated[float, Field(gt=0)] = 0.02  # equal rotors would stay equal
+    init_std: Annotated[float, Field(gt=0)] = 0.02  # not 0: rotors that start equal would stay equal
     lr_multiplier: NonNegative = 1.0
     seed: Annotated[int, IntRange(0, 2**63 - 1)] = 0
     inner: Annotated[str | int, SkipValidation] = "both"
@@ -380,11 +381,12 @@ class Rotor(OperatorConfig):
     def authors(cls, **changes: Any) -> Rotor:
         """Return the network as the authors' code builds it, with ``changes`` applied.
 
-        Blade coordinates, standard normal bivectors, a scale for every rotor that starts at 1 as the mixing scalars
-        do, permutation, LayerNorm and PReLU after the entry layer too, one slope, spread windows averaged on either
-        side; depth 2, width 3, double rotors, no residual, as in their settings; the width within is what fits into
-        the inputs (theirs is a number for each model: ``inner=2048`` for 1,536 inputs). Their exponentials come from a
-        power iteration that has converged as a rule: ``power_iterations=20`` adds it, and with it its biased gradient.
+        It has blade coordinates, standard normal bivectors, a scale for every rotor, one PReLU slope, and spread
+        windows, averaged on both sides. Scales and mixing scalars are 1 at first. Permutation, LayerNorm and PReLU
+        follow the entry layer too. As in their settings, depth is 2, width 3, rotors are double and there is no
+        residual. The inner width is what fits into the inputs; theirs is a number for each model, such as
+        ``inner=2048`` for 1,536 inputs. Their exponentials come from a power iteration that has usually converged:
+        ``power_iterations=20`` adds it, with its biased gradient.
         """
         settings: dict[str, Any] = {
             "basis": "blade",
@@ -405,7 +407,7 @@ class Rotor(OperatorConfig):
 
     @property
     def fits_weight(self) -> bool:  # type: ignore[override]
-        """Only a plain sum of free Kronecker factors in the spinor basis has a closed-form fit."""
+        """Return whether there is a closed-form fit: only for a plain sum of Kronecker factors in the spinor basis."""
         return self.depth == 0 and self.terms == "kronecker" and self.basis == "spinor" and not self.permute_terms
 
     def inner_size(self, in_features: int, out_features: int) -> int:

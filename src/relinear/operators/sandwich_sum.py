@@ -1,7 +1,7 @@
-"""A layer of sandwiches r x s~ with its parameters: the part from which rotor layers and networks are built."""
+"""Sums of sandwiches r x s~ as a module with parameters, from which rotor layers and networks are built."""
 
-# Legend: V = 2^n window, P = n(n-1)/2 planes, W terms, o / i windows of output / input, S blocks of a window with
-# factors of their own, L and R sizes of the left and the right factor
+# Legend: V = 2^n window, P = n(n-1)/2 planes, J = n // 2 simple parts of a bivector, W terms, o / i windows of output /
+# input, S blocks of a window with separate factors, L and R sizes of the left and the right factor
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 class SandwichSum(CachingModule):
     """y = sum_w a_w x b_w over every pair of an input and an output window; no bias.
 
-    Parameters: ``left`` and ``right`` (W, o, i, P) bivectors of the rotors (``left`` alone where they are single), or
-    (W, o, i, V) elements of the algebra, or free factors (W, o, i, L, L) and (W, o, i, R, R); optional ``scale``
-    (W, o, i). With ``power_iterations`` also the buffers ``left_vectors`` and ``right_vectors`` (J - 1, W, o, i, n), at
-    which the next decomposition starts.
+    Parameters: ``left`` and ``right``, which are bivectors (W, o, i, P) of rotors (``left`` alone if these are single),
+    elements of the algebra (W, o, i, V), or free factors (W, o, i, L, L) and (W, o, i, R, R); optional ``scale``
+    (W, o, i). With ``power_iterations`` there are also the buffers ``left_vectors`` and ``right_vectors``
+    (J - 1, W, o, i, n), from which the next decomposition starts.
     """
 
     left: nn.Parameter
@@ -64,23 +64,23 @@ class SandwichSum(CachingModule):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """(W, o, i)."""
+        """Return (W, o, i)."""
         terms, outputs, inputs = self.left.shape[:3]
         return terms, outputs, inputs
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw rotors by ``init_std`` (see ``Rotor``), and general terms and scales so that variance is kept."""
+        """Draw bivectors with ``init_std`` (see ``Rotor``), and general terms and scales so that variance is kept."""
         terms, _, inputs = self.counts
-        scale = (terms * inputs) ** -0.5 / self._share  # of a term, which keeps the variance of the sum
+        scale = (terms * inputs) ** -0.5 / self._input_weight  # of each term, so that the sum keeps the variance
         for parameter in (self.left, self.right):
             if parameter is None:
                 continue
             if self.config.terms == "rotor":
                 nn.init.normal_(parameter, std=self.config.init_std)
             else:
-                share = 1.0 if self.config.scale else scale**0.5  # half for either factor
-                nn.init.normal_(parameter, std=share / math.sqrt(parameter.shape[-1]))
+                root = 1.0 if self.config.scale else scale**0.5  # both factors contribute equally
+                nn.init.normal_(parameter, std=root / math.sqrt(parameter.shape[-1]))
         if self.scale is not None:
             nn.init.constant_(self.scale, 1.0 if self.config.gains == "ones" else scale)
         for vectors in self.buffers():
@@ -88,7 +88,7 @@ class SandwichSum(CachingModule):
             vectors.div_(vectors.norm(dim=-1, keepdim=True))
 
     @property
-    def _share(self) -> float:
+    def _input_weight(self) -> float:
         """Return the weight of an input window in an output: spread windows are averaged, others summed."""
         return 1 / self.counts[2] if self.config.windows == "spread" else 1.0
 
@@ -107,30 +107,33 @@ class SandwichSum(CachingModule):
     def _rotor_factors(self) -> tuple[Tensor, Tensor]:
         if self.exponentiates:
             return exponentials([self])[0]
-        a, b = reference.product_of_simple_rotors(self._parts(self.left, "left_vectors"))
+        a, b = reference.product_of_simple_rotors(self._simple_parts(self.left, "left_vectors"))
         if self.right is None:
             return a, b
-        return a, reference.product_of_simple_rotors(self._parts(self.right, "right_vectors"))[1]
+        return a, reference.product_of_simple_rotors(self._simple_parts(self.right, "right_vectors"))[1]
 
-    def _parts(self, beta: Tensor, name: str) -> Tensor:
-        """Return simple parts by Algorithms 1 and 2 of the paper, from the end of the last ones in training."""
+    def _simple_parts(self, beta: Tensor, name: str) -> Tensor:
+        """Return simple parts (J, W, o, i, P) by Algorithms 1 and 2 of the paper; start from the buffer ``name``.
+
+        In training the buffer is then updated.
+        """
         wide = torch.promote_types(beta.dtype, torch.float32)
-        beta, stored = beta.to(wide), getattr(self, name)
+        beta, buffer = beta.to(wide), getattr(self, name)
         recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if recomputed:  # by gradient checkpointing, from the vectors of the forward pass
-            return reference.simple_parts(beta, stored.to(wide, copy=True))
+        if recomputed:  # by gradient checkpointing: the buffer holds the vectors of the forward pass
+            return reference.simple_parts(beta, buffer.to(wide, copy=True))
         assert self.config.power_iterations is not None
-        vectors = reference.turned_vectors(beta, stored.to(wide), self.config.power_iterations)
+        vectors = reference.turned_vectors(beta, buffer.to(wide), self.config.power_iterations)
         if self.training and torch.is_grad_enabled() and not is_transformed():
             with torch.no_grad():
-                stored.copy_(vectors)
+                buffer.copy_(vectors)
         return reference.simple_parts(beta, vectors)
 
     def factors(self, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return left (W, o, i, S, L, L) and right (W, o, i, S, R, R) matrices, in at least single precision.
 
         Args:
-            rotors: of ``exponentials``, where they are there already.
+            rotors: as ``exponentials`` returns them, if they have been computed already.
         """
         right = self.left if self.right is None else self.right
         wide = torch.promote_types(self.left.dtype, torch.float32)
@@ -146,12 +149,12 @@ class SandwichSum(CachingModule):
                 a, b = clifford.left_multiplication(elements[0]), clifford.right_multiplication(elements[1])
             if self.scale is not None:
                 a = a * self.scale[..., None, None, None]
-            if self._share != 1:
-                a = a * self._share
+            if self._input_weight != 1:
+                a = a * self._input_weight
         return a, b
 
     def apply_factors(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Return the map itself, with factors in the dtype of ``x``."""
+        """Return y for x (..., I), with factors in the dtype of x (``functional.rotor.rotor_layer``)."""
         orders, terms = None, self.counts[0]
         if self.config.permute_terms and terms > 1:
             orders = device_table(reference.term_orders, (self.window, terms, self.config.seed), x)
@@ -165,7 +168,7 @@ class SandwichSum(CachingModule):
         return self.apply_factors(eye, left, right).T
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs per token of the factored form."""
+        """Return the FLOPs per token of the factored product."""
         terms, outputs, inputs = self.counts
         left, right = self.factor_sizes
         basis = 0 if self.config.basis == "spinor" else 2 * self.shape.rows * self.window * (inputs + outputs)
@@ -173,14 +176,14 @@ class SandwichSum(CachingModule):
 
     @property
     def factor_sizes(self) -> tuple[int, int]:
-        """(L, R)."""
+        """Return (L, R)."""
         if self.config.terms == "kronecker":
             return self.left.shape[-1], self.right.shape[-1]
         size = self.shape.rows * self.shape.components
         return size, size
 
     def factored_cost(self, tokens: int, dtype: torch.dtype) -> float:
-        """Return the cost of the factored form in inference on a CPU, as ``kernels.dense.dense_cost``."""
+        """Estimate the time of the factored product in inference on a CPU, like ``kernels.dense.dense_cost``."""
         blade = self.config.basis == "blade"
         sizes = self.in_features, self.out_features, min(self.factor_sizes)
         return factored_cost(*sizes, math.prod(self.counts), self.flops_per_token(), blade, tokens, tiled(dtype))
@@ -194,7 +197,7 @@ class SandwichSum(CachingModule):
         return self.apply_factors(x, *self.factors_for(x, rotors))
 
     def factors_for(self, x: Tensor, rotors: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Return ``factors`` in the dtype of ``x``; in inference the cached ones."""
+        """Return ``factors`` in the dtype of x; in inference from the cache."""
         cache = self.cache_for(x)
         cached = None if cache is None else self._cached_factors(cache, x.dtype)
         if cached is not None:
@@ -206,10 +209,10 @@ class SandwichSum(CachingModule):
         return cache.get(("factors", dtype), lambda: tuple(factor.to(dtype).contiguous() for factor in self.factors()))
 
     def cache_for(self, x: Tensor) -> ParameterCache | None:
-        """Return the cache of what depends on parameters alone; None if caching is not allowed.
+        """Return the cache for values computed from parameters alone; None if caching is not allowed.
 
-        Where something else stands in a parameter's place (a mask, a parametrisation, a tensor that another network
-        computes), its values come from more than parameters: nothing is cached.
+        Nothing is cached if something else replaces a parameter, such as a mask, a parametrisation or a tensor that
+        another network computes.
         """
         if self.training or torch.compiler.is_compiling() or not are_parameters(self, "left", "right", "scale"):
             return None
@@ -218,13 +221,13 @@ class SandwichSum(CachingModule):
         return self.cache_or_compare(self.left)
 
     def _inference(self, cache: ParameterCache, dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor]:
-        """Return the map with everything that depends on parameters computed beforehand, the faster way."""
+        """Return a function from x to y with cached factors; on a CPU a faster one for a single input window."""
         left, right = self._cached_factors(cache, dtype)
         terms, _, inputs = self.counts
-        alone = terms == inputs == left.shape[3] == 1 and self.in_features == self.window
-        if device.type != "cpu" or not alone or self.config.basis == "blade":
+        single = terms == inputs == left.shape[3] == 1 and self.in_features == self.window
+        if device.type != "cpu" or not single or self.config.basis == "blade":
             return lambda x: self.apply_factors(x, left, right)
-        # a sandwich for each output window is two products, without the windows' bookkeeping and its passes over memory
+        # two products per output window, without the passes over memory that splitting into windows takes
         pairs = [*zip(left[0, :, 0, 0], right[0, :, 0, 0], strict=True)]
         rows, columns = left.shape[-1], right.shape[-1]
         middle = self.shape.columns if self.config.terms != "kronecker" else columns
@@ -243,18 +246,18 @@ class SandwichSum(CachingModule):
 
 
 def exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
-    """Return left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum.
+    """Return left (W, o, i, L, L) and right (W, o, i, R, R) rotors of every sum, in few batches.
 
-    Every side is one batch of matrix exponentials for all windows of one size, and both are one where they are made of
-    the same matrices: of such small ones a call takes longer than what it computes.
+    All windows of one size are one batch of matrix exponentials for each side, or for both sides if these use the same
+    matrices. The matrices are so small that a call takes longer than its arithmetic.
     """
     sizes = {s.window for s in sums}
     if len(sizes) > 1:
-        every = {size: iter(exponentials([s for s in sums if s.window == size])) for size in sizes}
-        return [next(every[s.window]) for s in sums]
+        by_size = {size: iter(exponentials([s for s in sums if s.window == size])) for size in sizes}
+        return [next(by_size[s.window]) for s in sums]
     lefts, rights = [s.left for s in sums], [s.left if s.right is None else s.right for s in sums]
     with torch.autocast(sums[0].left.device.type, enabled=False):
-        if sums[0].shape.components == 1:  # numbers commute, and either side is an exponential of the same kind
+        if sums[0].shape.components == 1:  # components are numbers, which commute: both sides use the same matrices
             factors = _batched(clifford.left_factor, [*lefts, *rights])
             return list(zip(factors[: len(sums)], factors[len(sums) :], strict=True))
         sides = _batched(clifford.left_factor, lefts), _batched(clifford.right_factor, rights)
@@ -262,7 +265,7 @@ def exponentials(sums: Sequence[SandwichSum]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _batched(factor: Callable[[Tensor], Tensor], betas: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return ``factor`` of each of the bivectors (W, o, i, P)."""
+    """Return ``factor(beta)`` for each of the bivectors ``betas`` (W, o, i, P), computed in one call."""
     if len(betas) == 1:
         return (factor(betas[0]),)
     factors = factor(torch.cat([beta.flatten(0, 2) for beta in betas]))

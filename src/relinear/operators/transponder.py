@@ -1,5 +1,5 @@
-"""Transponder: contextual modulators on a projection ("From Transformer to Transponder: introducing contextual
-modulation training for residual learning in LLMs")."""
+"""Transponder: gates on a projection's output that are computed from its input ("From Transformer to Transponder:
+introducing contextual modulation training for residual learning in LLMs")."""
 
 # Legend: I in_features, O out_features, R rank
 
@@ -25,7 +25,7 @@ from relinear.operators.fused_inference import FusedInference
 
 
 class _Alphas(nn.Module):
-    """Hold the curvatures alpha = exp(log_alpha) of a modulator: alpha > 0 throughout training."""
+    """Base of modulators, with learnt curvatures alpha = exp(log_alpha), so that alpha > 0 throughout training."""
 
     #: marks a module that the analyses read gates from
     is_modulator = True
@@ -48,14 +48,14 @@ _BIASES = ("down_bias", "scalar_down_bias", "channel_bias", "scalar_bias")
 class Modulator(HasHookPoints, CachingModule, _Alphas):
     """Gates in (0, 2) that read the layer's input: z -> z * channel gate * scalar gate (Eq. 4, 5, 9, 10).
 
-    Parameters: ``down`` A (R, I), shared by both gates; ``channel_up`` (O, R) and ``scalar_up`` (1, R), the two B;
-    ``channel_log_alpha`` and ``scalar_log_alpha`` (1,). With ``shared=False`` the scalar gate's own A is
-    ``scalar_down`` (R, I); with ``biases=True`` every A and B has one: ``down_bias`` and ``scalar_down_bias`` (R,),
-    ``channel_bias`` (O,), ``scalar_bias`` (1,). ``forward(x, z)`` takes the input (..., I) and the output (..., O) of
-    the layer.
+    A gate is 2 sigmoid(alpha (B phi(A x + a) + b)), see ``functional.transponder.modulator_gate``.
 
-    Other settings of phi, ``shared`` and ``biases`` than the defaults run as plain torch operations. The gates can be
-    read and changed as ``channel`` and ``scalar``.
+    Parameters: ``down`` A (R, I), shared by both gates; ``channel_up`` (O, R) and ``scalar_up`` (1, R), the two B;
+    ``channel_log_alpha`` and ``scalar_log_alpha`` (1,). With ``shared=False`` the scalar gate has a separate A,
+    ``scalar_down`` (R, I). With ``biases=True`` every A and B has a bias: ``down_bias`` and ``scalar_down_bias`` (R,),
+    ``channel_bias`` (O,), ``scalar_bias`` (1,). Hook points: ``channel`` and ``scalar``.
+
+    Settings of phi, ``shared`` and ``biases`` other than the defaults run as plain torch operations.
     """
 
     hook_kind = "modulator"
@@ -91,7 +91,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
             scalar_down_bias=(rank,) if separate and biases else None,
         )
         self.init, self.phi = settings.init, settings.phi
-        #: whether kernels compute the gates: they know a shared A and sigmoids, no biases
+        #: whether kernels compute the gates: they support sigmoids and a shared A without biases
         self.has_kernels = self.phi == "sigmoid" and not biases and not separate
         self.reset_parameters()
 
@@ -100,15 +100,15 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         """Initialise A and B uniformly, biases at zero, alpha at 1.
 
         The paper says "Kaiming uniform (He et al., 2015)": "he" has that paper's bound sqrt(6 / fan-in). "kaiming" has
-        1 / sqrt(fan-in), sqrt(6) times less, which is what ``nn.Linear`` makes of torch's function of that name; the
-        gates of a fresh modulator then vary about a fourth as much from token to token. "identity" draws A by the
-        latter and makes B zero.
+        1 / sqrt(fan-in), sqrt(6) times less, the bound of ``nn.Linear``, which calls torch's function of that name with
+        another slope. The gates of a fresh modulator then vary about a fourth as much from token to token. "identity"
+        draws A as "kaiming" and sets B to zero.
 
         Args:
-            identity: start with all gates at 1; as the settings say by default.
+            identity: whether all gates are 1 at first; by default as in the settings.
         """
         identity = self.init == "identity" if identity is None else identity
-        slope = 0.0 if self.init == "he" else math.sqrt(5)  # of the leaky rectifier in torch's bound
+        slope = 0.0 if self.init == "he" else math.sqrt(5)  # negative slope in ``kaiming_uniform_``
         ups = () if identity else (self.channel_up, self.scalar_up)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
@@ -117,7 +117,8 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
                 nn.init.kaiming_uniform_(matrix, a=slope)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        gates = None if self._activation_hooks is None else self._through_hooks(x)
+        """Return z * channel gate(x) * scalar gate(x) for the layer's input x (..., I) and output z (..., O)."""
+        gates = None if self._activation_hooks is None else self._hooked_gates(x)
         if not self.has_kernels or self._is_intervened:
             gated = z
             for gate in (self.gates_of(x) if gates is None else gates).values():
@@ -131,19 +132,20 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         if not self.has_kernels or self._is_intervened:
             return self(x, linear(x))
         if self._activation_hooks is not None:
-            self._through_hooks(x)
+            self._hooked_gates(x)
         weight, bias = linear.weight, linear.bias
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return modulated_linear(x, weight, bias, self.down, *self._folded(), 1.0, 1.0)
+            return modulated_linear(x, weight, bias, self.down, *self._cached_ups(), 1.0, 1.0)
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulated_linear(x, weight, bias, self.down, self.channel_up, self.scalar_up, *alphas)
 
-    def _folded(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return both B times their alphas, in float32 or wider: for one token casts cost more than gates."""
+    def _cached_ups(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``_scaled_ups``, in inference from the cache: for one token casts take longer than gates."""
         cache = None if self.training else self.parameter_cache
-        return (None if cache is None else cache.get("folded", self._fold)) or self._fold()
+        return (None if cache is None else cache.get("scaled ups", self._scaled_ups)) or self._scaled_ups()
 
-    def _fold(self) -> tuple[Tensor | None, Tensor | None]:
+    def _scaled_ups(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return alpha B of the channel gate and of the scalar gate, in float32 or wider."""
         ups = self.channel_up, self.scalar_up
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         wide = torch.promote_types(self.down.dtype, torch.float32)
@@ -169,11 +171,12 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         ups = {"channel": self.channel_up, "scalar": self.scalar_up}
         return {name: up.shape[0] for name, up in ups.items() if up is not None}
 
-    def _through_hooks(self, x: Tensor) -> dict[str, Tensor]:
+    def _hooked_gates(self, x: Tensor) -> dict[str, Tensor]:
+        """Return ``gates_of(x)`` after passing them through activation hooks."""
         return {name: self._hooked(name, gate) for name, gate in self.gates_of(x).items()}
 
     def is_neutral(self) -> bool:
-        """Return whether every gate is exactly 1 whatever the input."""
+        """Return whether every gate is exactly 1 for any input."""
         last = self.channel_up, self.scalar_up, self.channel_bias, self.scalar_bias
         return all(part is None or not bool(part.any()) for part in last)
 
@@ -182,7 +185,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         return torch.ones_like(self.down[0, :1]) if self.is_neutral() else None
 
     def flops_per_token(self) -> int:
-        """Return two thin products; a gate costs about eight operations per entry (sigmoid, scale, product)."""
+        """Return the FLOPs of thin products, plus about eight operations per gate entry (sigmoid, scale, product)."""
         rank, in_features = self.down.shape
         downs = 1 if self.scalar_down is None else 2
         ups = sum(up.shape[0] for up in (self.channel_up, self.scalar_up) if up is not None)
@@ -192,10 +195,10 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
 
 
 class StaticModulator(_Alphas):
-    """Gate without context, as a control (Table 4): gate = 2 sigmoid(alpha beta_1 beta_2), the same for every token.
+    """Gate without context, a baseline (Table 4): gate = 2 sigmoid(alpha beta_1 beta_2), the same for every token.
 
-    Parameters: ``channel_beta`` beta_2 (O,), ``scalar_beta`` beta_1 (1,), ``static_log_alpha`` (1,). The paper leaves
-    the initial values open: the gate starts at exactly 1, one factor at 0 and the other at 1, so that both can learn.
+    Parameters: ``channel_beta`` beta_2 (O,), ``scalar_beta`` beta_1 (1,), ``static_log_alpha`` (1,). The paper does not
+    state initial values. Here the gate is exactly 1 at first: one factor is 0 and the other 1, so that both can learn.
     """
 
     channel_beta: nn.Parameter | None
@@ -216,7 +219,7 @@ class StaticModulator(_Alphas):
 
     @torch.no_grad()
     def reset_parameters(self, identity: bool | None = None) -> None:
-        """Initialise the gate at exactly 1, whatever ``identity``."""
+        """Initialise the gate at exactly 1; ``identity`` changes nothing."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         if self.scalar_beta is not None and self.channel_beta is not None:
@@ -240,7 +243,7 @@ class StaticModulator(_Alphas):
         return modulate_static(one, self._beta(), self._alpha("static_log_alpha"))
 
     def flops_per_token(self) -> int:
-        """Return one product per entry: the gate itself is the same for all tokens."""
+        """Return the FLOPs of one product per entry; the gate itself is the same for all tokens."""
         return 0 if self.channel_beta is None else self.channel_beta.numel()
 
 
@@ -254,15 +257,14 @@ class ModulatorSettings(Config):
         scalar: one gate for every token.
         contextual: gates read the input; False replaces them by learnt constants beta_1 beta_2 (Table 4).
         learnable_alpha: the curvature alpha is learnt (one per gate); False keeps it at 1 (Table 4).
-        init: for training from scratch "he", the paper's, or "kaiming", sqrt(6) times narrower, which was the default
-            once; or "identity": all gates are exactly 1 at first, so that a pretrained model computes the same bits as
-            before.
-        phi: what is between A and B (Eq. 4): "sigmoid", "tanh", "relu", "gelu", "silu", or "none" (Eq. 9 has none).
-        shared: both gates read the input through one A, as the paper's one per cent implies; False gives each its own.
-        biases: A and B have biases, which start at zero. The paper initialises "zero biases" that its equations do not
-            have, and its one per cent allows either.
+        init: for training from scratch "he", the paper's, or "kaiming", sqrt(6) times narrower, an earlier default; or
+            "identity": all gates are exactly 1 at first, so that a pretrained model computes the same bits as before.
+        phi: activation between A and B (Eq. 4): "sigmoid", "tanh", "relu", "gelu", "silu", or "none" (as in Eq. 9).
+        shared: both gates use one A, as the paper's one per cent of parameters implies; False: one each.
+        biases: A and B have biases, initialised at zero. The paper initialises "zero biases" that its equations do not
+            have; its one per cent of parameters allows either.
 
-    The last three have a meaning for gates that read the input, ``shared`` if there are both.
+    The last three apply to gates that read the input, and ``shared`` only if there are both gates.
     """
 
     legacy_defaults: ClassVar[Mapping[str, Any]] = {"phi": "sigmoid", "shared": True, "biases": False}
@@ -295,8 +297,8 @@ def build_modulator(
 class TransponderLinear(FusedInference, Wrapper):
     """y = base(x) * channel gate(x) * scalar gate(x); the gates are the submodule ``modulator``.
 
-    The gates scale the whole output of the projection, its bias included (Eq. 6). ``modules_to_save=["modulator"]`` is
-    what PEFT needs to train and save them.
+    The gates scale the whole output of the projection, its bias included (Eq. 6). With PEFT, pass
+    ``modules_to_save=["modulator"]`` to train and save them.
     """
 
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None, inner=None):
@@ -310,7 +312,7 @@ class TransponderLinear(FusedInference, Wrapper):
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         base, modulator = self.base, self.modulator
         if type(modulator) is Modulator and is_plain_linear(base) and modulator.has_kernels:
-            return prepare_few_rows(x, base.weight, base.bias, modulator.down, *modulator._fold())
+            return prepare_few_rows(x, base.weight, base.bias, modulator.down, *modulator._scaled_ups())
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -332,7 +334,7 @@ class TransponderLinear(FusedInference, Wrapper):
         return gate
 
     def to_dense(self) -> Tensor:
-        """Return the gated matrix, where the gates are the same for all tokens (no context, or still the identity)."""
+        """Return the gated matrix if the gates are the same for all tokens: without context, or still the identity."""
         weight, _ = self.base_dense()
         return (self._static_gate()[:, None] * weight).to(weight.dtype)
 
@@ -346,10 +348,10 @@ class TransponderLinear(FusedInference, Wrapper):
 
 @register
 class Transponder(ModulatorSettings, WrapperConfig):
-    """Put contextual modulators on an existing projection or on another operator.
+    """Multiply the output of an existing projection, or of another operator, by gates computed from its input.
 
-    Modulator-layer-channel-scalar, the paper's default, is ``Transponder()``; its other projection-level variants are
-    ``channel=False`` and ``scalar=False``; the path-level ones are ``PathTransponder``.
+    ``Transponder()`` is the paper's default, Modulator-layer-channel-scalar. Its other projection-level variants are
+    ``channel=False`` and ``scalar=False``; ``PathTransponder`` has the path-level ones.
 
     Args:
         rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.

@@ -1,4 +1,4 @@
-"""Choose the C++ kernels for CPUs, which are built at their first use (``build``), for the calls they support.
+"""Say which calls the C++ kernels for CPUs support; they are built at their first use (``build``).
 
 Torch's operations run instead if no C++ compiler is found, if building fails (one warning), or if
 ``RELINEAR_COMPILE_KERNELS=0`` is in the environment at the first use.
@@ -13,9 +13,9 @@ from torch.autograd import forward_ad
 from relinear.kernels.implementations import PLAIN, Call
 from relinear.kernels.native import build, calls
 
-#: entries from which the kernels are used: below, starting threads costs more than they save
+#: elements from which the kernels are used: below, starting threads costs more than they save
 FEWEST_NATIVE_ENTRIES = 1 << 17
-#: the same for networks of rotors, which need many of torch's operations
+#: the same for networks of rotors, which take many of torch's operations
 FEWEST_NETWORK_ENTRIES = 1 << 13
 #: rows up to which the kernels of ``few_rows.cpp`` are faster than torch's matrix products
 MOST_FEW_ROWS = {torch.float32: 4, torch.bfloat16: 1}
@@ -31,9 +31,9 @@ def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = 
 
     Args:
         call: the call; only its x is checked.
-        fewest: entries needed; ``FEWEST_NATIVE_ENTRIES`` by default.
+        fewest: elements needed; ``FEWEST_NATIVE_ENTRIES`` by default.
         may_build: whether the kernels may be built for this call.
-        size: entries that count; those of x by default.
+        size: number of elements to compare with ``fewest``; that of x by default.
     """
     if (call.size if size is None else size) < (FEWEST_NATIVE_ENTRIES if fewest is None else fewest):
         return "too few entries"
@@ -47,13 +47,13 @@ def unsupported_reason(call: Call, fewest: int | None = None, may_build: bool = 
 
 
 def few_rows_unsupported(x: Tensor, *parameters: Tensor | None) -> str:
-    """Say why one kernel for a whole operator does not run on a few rows x (..., I): it is for inference alone.
+    """Return why a kernel for a whole operator, which is for inference alone, does not run on a few rows x (..., I).
 
-    A few rows are not worth a build: ``relinear.for_inference_`` has the kernels built.
+    A few rows are not worth a build: ``relinear.for_inference_`` builds the kernels.
 
     Args:
         x: inputs.
-        parameters: matrices, biases and whatever else is to be plain, contiguous and of x's dtype.
+        parameters: matrices and biases, which must be plain, contiguous and of x's dtype.
     """
     reason = rows_unsupported(x) or build.missing(may_build=False)
     if reason:
@@ -66,14 +66,14 @@ def few_rows_unsupported(x: Tensor, *parameters: Tensor | None) -> str:
 
 
 def rows_unsupported(x: Tensor) -> str:
-    """Say why no kernel for a few rows runs on x (..., I), whatever its parameters.
+    """Return why no kernel for a few rows runs on x (..., I), with any parameters.
 
-    Written out without helper calls, as every layer runs it for every token.
+    It is written without helper calls, as every layer runs it for every token.
     """
     if torch.is_grad_enabled():
         return "gradients are recorded"
     if torch.compiler.is_compiling() or type(x) not in PLAIN or torch._C._len_torch_dispatch_stack():
-        return "operations are traced"  # a program for any number of rows would become one for a few
+        return "operations are traced"  # a program that is traced for a few rows must also work for many
     if torch._C._get_tracing_state() is not None:
         return "operations are traced"
     if not 0 < x.numel() <= MOST_FEW_ROWS.get(x.dtype, 0) * x.shape[-1]:

@@ -28,7 +28,7 @@ OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
 FLAGS = ["-std=c++17", "-O3", "-fPIC", NATIVE, "-fno-math-errno", "-fno-trapping-math", *OPENMP]
 
-#: seconds to wait for another process that builds them
+#: seconds to wait for another process that builds the kernels
 PATIENCE = 120.0
 
 #: values of RELINEAR_COMPILE_KERNELS, and whether kernels are built then
@@ -89,9 +89,9 @@ def missing(may_build: bool) -> str:
 
 
 def library_path() -> Path:
-    """Return where the compiled kernels are cached; the name hashes what they depend on, this processor included.
+    """Return where the compiled kernels are cached; the name hashes sources, flags, torch, compiler and processor.
 
-    On disk the library's own hash is appended (``_hashed``).
+    On disk the hash of the library itself is appended (``_hashed``).
     """
     cache = os.environ.get("XDG_CACHE_HOME") or user_cache()
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions"
@@ -99,7 +99,7 @@ def library_path() -> Path:
     depends = [
         *texts,
         *FLAGS,
-        torch.__version__,  # they run on its OpenMP
+        torch.__version__,  # the kernels use its OpenMP
         compiler(),
         platform.machine(),
         *(sorted(cpu_features()) or [platform.processor()]),
@@ -115,38 +115,38 @@ def _hashed(path: Path, library: Path) -> Path:
 
 def _cached_library(path: Path) -> Path | None:
     """Return an undamaged library built for ``path``, or None. Raises PermissionError if others can write to it."""
-    for found in check_private(path.parent).glob(f"{path.stem}-*{path.suffix}"):
-        if _hashed(path, check_private(found)).name == found.name:
-            return found
+    for library in check_private(path.parent).glob(f"{path.stem}-*{path.suffix}"):
+        if _hashed(path, check_private(library)).name == library.name:
+            return library
     return None
 
 
 def _build(path: Path) -> Path:
-    """Build the kernels for ``path``; of several processes one builds, and the others wait. It may be killed."""
+    """Build the kernels for ``path``; one process builds, others wait. Killing it leaves no broken library."""
     with exclusive(path.parent, PATIENCE), tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        kept = _cached_library(path)
-        if kept is not None:
-            return kept
+        cached = _cached_library(path)
+        if cached is not None:
+            return cached
         built, objects = Path(folder) / "kernels.so", [Path(folder) / f"{source.stem}.o" for source in SOURCES]
         commands = [[compiler(), *FLAGS, "-c", *pair] for pair in zip(SOURCES, ["-o"] * len(objects), objects)]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(_run, commands))
         _run([compiler(), "-shared", *objects, *_openmp(), "-o", built])
         built.chmod(0o755)
-        kept = _hashed(path, built)
-        os.replace(built, kept)
-        return kept
+        target = _hashed(path, built)
+        os.replace(built, target)
+        return target
 
 
 def _run(command: list[str | Path]) -> None:
-    """Run the compiler. Raises RuntimeError with its messages."""
+    """Run the compiler; raise RuntimeError with its messages if it fails."""
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"{command[0]} failed with code {run.returncode}: {run.stderr.strip()[:500]}")
 
 
 def _openmp() -> list[str | Path]:
-    """Return torch's OpenMP library, so that both share threads, or else the compiler's."""
+    """Return linker arguments: torch's OpenMP library, so that both share threads, or else the compiler's."""
     if not OPENMP:
         return []
     return ["-Wl,--as-needed", *(Path(torch.__file__).parent / "lib").glob("libgomp*"), *OPENMP]

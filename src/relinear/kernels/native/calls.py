@@ -1,10 +1,10 @@
-"""Call the C++ kernels with tensors, which are checked here, as C++ sees only addresses and sizes.
+"""Call the C++ kernels with tensors, whose shapes and dtypes are checked here, as C++ sees only addresses and sizes.
 
-No compiler, autograd or dispatch mode sees these calls: who calls them asks ``unsupported_reason`` first.
+Compilers, autograd and dispatch modes do not see these calls: callers check ``unsupported_reason`` first.
 """
 
 # Legend: N tokens, I in_features, O out_features, R rank or latent size, K blocks or groups, C context, S parts of a
-# window with factors of their own, of sizes L and R, o / i windows of its output / input
+# window with separate factors, of sizes L and R, o / i windows of its output / input
 
 import ctypes
 import functools
@@ -27,7 +27,7 @@ _TYPES = {
     "n": ctypes.c_int64,
     "f": ctypes.c_float,
 }
-#: name -> what a kernel takes before its addresses (p), sizes (n) and numbers (f)
+#: name of a kernel -> types of its first arguments; then its addresses (p), sizes (n) and floats (f)
 _KERNELS = {
     "modulate": ("half threads", "ppppppp nnnn"),
     "modulate_backward": ("half threads", "ppppppppp nnn"),
@@ -47,9 +47,9 @@ _KERNELS = {
 LARGEST_RANK = 16
 #: bytes of weights that are unpacked at a time, few enough to stay in the cache
 PORTION_BYTES = 1 << 22
-#: rows up to which integers are unpacked in registers, each time that they are read
+#: rows up to which quantized weights are unpacked in registers, each time that they are read
 FEW_ROWS = {torch.float32: 32, torch.bfloat16: 8}
-#: bits of the integers
+#: bits of quantized weights
 BITS = (2, 3, 4, 5, 6, 8)
 #: in the order of ``activations.h``
 ACTIVATIONS = ("prelu", "gelu", "silu", "elu")
@@ -59,23 +59,23 @@ ACTIVATIONS = ("prelu", "gelu", "silu", "elu")
 def _kernel(name: str) -> Any:
     library = build.library()
     assert library is not None
-    kernel, (first, others) = getattr(library, name), _KERNELS[name]
-    kernel.argtypes = [_TYPES[kind] for kind in (*first.split(), *others.replace(" ", ""))]
+    kernel, (first, letters) = getattr(library, name), _KERNELS[name]
+    kernel.argtypes = [_TYPES[kind] for kind in (*first.split(), *letters.replace(" ", ""))]
     kernel.restype = None
     return kernel
 
 
-def _at(tensor: Tensor | None) -> int:
+def _address(tensor: Tensor | None) -> int:
     """Return the address of a tensor; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _typed(name: str, of: Tensor, *arguments: int) -> None:
-    """Run a kernel for the dtype of ``of``, float32 or bfloat16, on as many threads as torch uses."""
-    _kernel(name)(of.dtype == torch.bfloat16, torch.get_num_threads(), *arguments)
+def _run_in_dtype(name: str, tensor: Tensor, *arguments: int) -> None:
+    """Run a kernel for the dtype of ``tensor``, float32 or bfloat16, on as many threads as torch uses."""
+    _kernel(name)(tensor.dtype == torch.bfloat16, torch.get_num_threads(), *arguments)
 
 
-def _numbers(values: Iterable[int]) -> bytes:
+def _array(values: Iterable[int]) -> bytes:
     """Convert addresses, strides and sizes to a C array."""
     values = tuple(values)
     return struct.pack(f"{len(values)}q", *values)
@@ -89,13 +89,13 @@ def _fit(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
     """Check that tensors are contiguous on the CPU and agree in sizes; return the sizes by letter.
 
     Args:
-        layout: name and shape of each tensor, as an einsum writes shapes, "x:NI bias:O"; behind them its dtype where
-            that is not the first tensor's, "up:RO:f32".
-        tensors: in this order; None for those that are left out, but the first.
-        sizes: that are known before.
+        layout: name and shape of each tensor, with letters as in an einsum, "x:NI bias:O"; then the dtype if it is not
+            that of the first tensor, "up:RO:f32".
+        tensors: in this order; optional ones may be None, but not the first.
+        sizes: known sizes by letter.
 
     Raises:
-        ValueError: a tensor is another, or the first is neither float32 nor bfloat16.
+        ValueError: a tensor does not fit the layout, or the first is neither float32 nor bfloat16.
     """
     first, sizes = tensors[0], {"1": 1} | sizes
     assert first is not None
@@ -104,8 +104,9 @@ def _fit(layout: str, *tensors: Tensor | None, **sizes: int) -> dict[str, int]:
         if tensor is None:
             continue
         dtype = _DTYPES[other[0]] if other else first.dtype
-        same = tensor.ndim == len(letters) and all(sizes.setdefault(at, n) == n for at, n in zip(letters, tensor.shape))
-        if not (same and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()):
+        fits = tensor.ndim == len(letters)
+        fits = fits and all(sizes.setdefault(letter, n) == n for letter, n in zip(letters, tensor.shape))
+        if not (fits and tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()):
             shape = ", ".join(str(sizes.get(letter, letter)) for letter in letters)
             raise ValueError(
                 f"{name} must be a contiguous {dtype} tensor of shape ({shape}) on the CPU, got {tensor.dtype} "
@@ -121,7 +122,7 @@ def _run(name: str, layout: str, tensors: Sequence[Tensor | None], counts: str) 
     sizes = _fit(layout, *tensors)
     assert tensors[0] is not None
     assert sizes.get("R", 0) <= LARGEST_RANK
-    _typed(name, tensors[0], *map(_at, tensors), *(sizes[letter] for letter in counts))
+    _run_in_dtype(name, tensors[0], *map(_address, tensors), *(sizes[letter] for letter in counts))
 
 
 def modulate(
@@ -150,7 +151,7 @@ def modulated_layer(
         z, x = F.linear(x, weight, bias), x.contiguous()  # raises if sizes do not fit
         z, count = z.contiguous(), x.numel() // inputs
         u, at = z.new_empty(count, rank), z.data_ptr()
-        tensors = u.data_ptr(), at, x.data_ptr(), down.data_ptr(), up.data_ptr(), _at(scalar)
+        tensors = u.data_ptr(), at, x.data_ptr(), down.data_ptr(), up.data_ptr(), _address(scalar)
         run(half, torch.get_num_threads(), at, *tensors, count, inputs, outputs, rank)
         return z
 
@@ -160,10 +161,10 @@ def modulated_layer(
 def modulate_backward(
     to_z: Tensor, to_hidden: Tensor, to_up: Tensor, total: Tensor, y: Tensor, grad: Tensor, hidden: Tensor, up, twice
 ) -> None:
-    """Compute the gradients of ``modulate`` from that of its result y.
+    """Compute the gradients of ``modulate`` from ``grad``, that of its result y.
 
-    Writes those of z, of phi (``hidden``) through the channel gate, and the sums ``total`` (N, 1) of grad y; adds that
-    of ``up``. ``twice`` (N, 1) is twice the scalar gate.
+    Writes the gradients of z and, through the channel gate, of phi (``hidden``), and the sums ``total`` (N, 1) of
+    grad * y over channels. Adds the gradient of ``up``. ``twice`` (N, 1) is twice the scalar gate.
     """
     layout = "to_z:NO to_hidden:NR:f32 to_up:RO:f32 total:N1:f32 y:NO grad:NO hidden:NR:f32 up:RO:f32 twice:N1:f32"
     _run("modulate_backward", layout, (to_z, to_hidden, to_up, total, y, grad, hidden, up, twice), "NOR")
@@ -175,7 +176,7 @@ def gate(out: Tensor, value: Tensor, logits: Tensor, bias: Tensor) -> None:
 
 
 def gate_backward(to_value: Tensor, logits: Tensor, to_bias: Tensor, y: Tensor, grad: Tensor, bias: Tensor) -> None:
-    """Write the gradients of value and, over ``logits``, of logits; add their sums over rows to ``to_bias`` (2, O)."""
+    """Write the gradient of value, overwrite ``logits`` by theirs, and add the sums of both to ``to_bias`` (2, O)."""
     layout = "to_value:NO logits:NO to_bias:2O:f32 y:NO grad:NO bias:O"
     _run("gate_backward", layout, (to_value, logits, to_bias, y, grad, bias), "NO")
 
@@ -190,9 +191,9 @@ def _contiguous_rows(x: Tensor, like: Tensor, inputs: int) -> Tensor:
 def hdpl_layer(
     blocks: Tensor, encoder: Tensor, encoder_bias: Tensor, decoder: Tensor, bias: Tensor | None
 ) -> Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]:
-    """Return HDPL without noise as a function of a few rows x (..., I) and whether z is wanted: (y, z or None)."""
-    groups, own, depth = blocks.shape
-    inputs, outputs, half = groups * depth, groups * own, blocks.dtype == torch.bfloat16
+    """Return HDPL without noise as a function of a few rows x (..., I) and of whether to return z: (y, z or None)."""
+    groups, block_outputs, block_inputs = blocks.shape
+    inputs, outputs, half = groups * block_inputs, groups * block_outputs, blocks.dtype == torch.bfloat16
     layout = "blocks:KGD encoder:RI encoder_bias:R decoder:OR bias:O"
     rank = _fit(layout, blocks, encoder, encoder_bias, decoder, bias, I=inputs, O=outputs)["R"]
     run, sizes = _kernel("hdpl_layer"), (inputs, rank, outputs, groups)
@@ -200,26 +201,27 @@ def hdpl_layer(
     def layer(x: Tensor, with_latent: bool) -> tuple[Tensor, Tensor | None]:
         rows, leading = _contiguous_rows(x, blocks, inputs), x.shape[:-1]
         y, z = x.new_empty((*leading, outputs)), x.new_empty((*leading, rank)) if with_latent else None
-        tensors = y.data_ptr(), _at(z), rows.data_ptr(), blocks.data_ptr(), encoder.data_ptr()
-        more = encoder_bias.data_ptr(), decoder.data_ptr(), _at(bias)
-        run(half, torch.get_num_threads(), *tensors, *more, x.numel() // inputs, *sizes)
+        addresses = y.data_ptr(), _address(z), rows.data_ptr(), blocks.data_ptr(), encoder.data_ptr()
+        addresses += encoder_bias.data_ptr(), decoder.data_ptr(), _address(bias)
+        run(half, torch.get_num_threads(), *addresses, x.numel() // inputs, *sizes)
         return y, z
 
     return layer
 
 
 def ccl_layer(
-    context: int, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, bias, gain, offset, *others: Any
+    context: int, trunk: Sequence[Tensor], basis: Tensor, mix: Tensor, bias, gain, offset, *gates_and_settings: Any
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return a CCL layer as a function of a few rows x (..., I) and their context (..., ``context``).
 
     Args:
-        context: features.
+        context: width of the context.
         trunk: weights and biases of the gate network's hidden layers, in turn.
-        basis, mix, bias, gain, offset: as in ``functional.ccl.ccl``, the norm's after the bias.
-        others: weight and bias of the basis' gate, of the output's; whether the bias is gated, and eps of the norm.
+        basis, mix, bias, gain, offset: as in ``functional.ccl.ccl``; gain and offset are the norm's.
+        gates_and_settings: weight and bias of the basis gate and of the output gate, whether the bias is gated, and the
+            norm's eps.
     """
-    *gates, gate_bias, eps = others
+    *gates, gate_bias, eps = gates_and_settings
     width, parameters = context, (basis, mix, bias, gain, offset, *gates)
     for pair in zip(trunk[::2], trunk[1::2], strict=True):
         width = _fit("trunk:OI trunk:O", *pair, I=width)["O"]
@@ -228,23 +230,24 @@ def ccl_layer(
     if not context and any(gate is not None for gate in gates):
         raise ValueError("gates need a context")
     inputs, outputs, run, half = shape["I"], shape["O"], _kernel("ccl_layer"), basis.dtype == torch.bfloat16
-    sizes, widths = (inputs, context, len(trunk) // 2, shape["R"], outputs, gate_bias), _numbers(map(len, trunk[::2]))
+    sizes = inputs, context, len(trunk) // 2, shape["R"], outputs, gate_bias
+    widths = _array(map(len, trunk[::2]))
 
     def layer(x: Tensor, features: Tensor | None) -> Tensor:
         rows, count = _contiguous_rows(x, basis, inputs), x.numel() // inputs
         features = None if features is None else _contiguous_rows(features, basis, context)
         if (0 if features is None else features.numel()) != count * context:
             raise ValueError(f"a context of {context} features must have as many rows as x, {count}")
-        y, numbers = x.new_empty((*x.shape[:-1], outputs)), _numbers((*sizes, *map(_at, parameters)))
-        at = y.data_ptr(), rows.data_ptr(), _at(features), count
-        run(half, torch.get_num_threads(), *at, numbers, _numbers(map(_at, trunk)), widths, eps)
+        y, numbers = x.new_empty((*x.shape[:-1], outputs)), _array((*sizes, *map(_address, parameters)))
+        first = y.data_ptr(), rows.data_ptr(), _address(features), count
+        run(half, torch.get_num_threads(), *first, numbers, _array(map(_address, trunk)), widths, eps)
         return y
 
     return layer
 
 
 def _check_packed(inputs: int, codes: Tensor, scales: Tensor, zeros, bits: int, group: int, bias) -> tuple[int, Any]:
-    """Return the number of outputs, and the dtype of scales. Raises ValueError like ``quantized_layer``."""
+    """Return the number of outputs and the dtype of scales; raise ValueError as ``quantized_layer`` does."""
     if inputs % 64 or group % 32 or group <= 0 or bits not in BITS:
         raise ValueError(f"inputs, group and bits must be multiples of 64 and 32, {BITS}: {inputs}, {group}, {bits}")
     layout, groups = "scales:OK codes:OW:u8 zeros:OK:u8 bias:O", -(-inputs // group)
@@ -263,9 +266,10 @@ def quantized_layer(
 ) -> Callable[[Tensor], Tensor]:
     """Return ``functional.quantized.quantized`` as a function of x (..., inputs) in the scales' dtype, without a graph.
 
-    If ``rounded``, a few rows x are rounded to 8 bits, 32 inputs to a scale.
+    If ``rounded``, a few rows x are rounded to 8 bits, with a scale for every 32 inputs.
 
-    Raises ValueError unless the inputs are a multiple of 64, and those of a group a multiple of 32.
+    Raises:
+        ValueError: unless the number of inputs is a multiple of 64, and that of a group a multiple of 32.
     """
     outputs, dtype = _check_packed(inputs, codes, scales, zeros, bits, group, bias)
     half, most_rows = dtype == torch.bfloat16, FEW_ROWS[dtype]
@@ -273,16 +277,18 @@ def quantized_layer(
 
     def layer(x: Tensor) -> Tensor:
         rows, count, threads = _contiguous_rows(x, scales, inputs), x.numel() // inputs, torch.get_num_threads()
-        y, grid = x.new_empty((*x.shape[:-1], outputs)), (codes.data_ptr(), scales.data_ptr(), _at(zeros))
+        y, grid = x.new_empty((*x.shape[:-1], outputs)), (codes.data_ptr(), scales.data_ptr(), _address(zeros))
         if count <= most_rows:
-            arguments = y.data_ptr(), rows.data_ptr(), *grid, _at(bias)
+            arguments = y.data_ptr(), rows.data_ptr(), *grid, _address(bias)
             of_few(half, threads, rounded, *arguments, count, inputs, outputs, bits, group)
             return y
-        written, rows, into = x.new_empty(min(most, outputs), inputs), rows.view(count, inputs), y.view(count, outputs)
+        buffer, rows, into = x.new_empty(min(most, outputs), inputs), rows.view(count, inputs), y.view(count, outputs)
         for first in range(0, outputs, most):
             part = slice(first, min(first + most, outputs))
-            weight = written[: part.stop - first]
-            _kernel("quantized_weights")(half, threads, _at(weight), *grid, first, len(weight), inputs, bits, group)
+            weight = buffer[: part.stop - first]
+            _kernel("quantized_weights")(
+                half, threads, _address(weight), *grid, first, len(weight), inputs, bits, group
+            )
             if bias is None:
                 torch.mm(rows, weight.T, out=into[:, part])
             else:
@@ -295,13 +301,13 @@ def quantized_layer(
 def decoder_layer(
     matrices: Sequence[tuple[Any, ...]], norms: Sequence[Tensor], size: int, eps: float
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], Callable[[Tensor, Tensor], Tensor]]:
-    """Return a decoder layer of one token x (1, 1, I) in float32 as two functions: before attention, and after it.
+    """Return a decoder layer for one token x (1, 1, I) in float32 as two functions: before attention, and after it.
 
     The first takes x, cosines and sines (1, 1, size) and returns query (1, shared, H / shared, size), key and value
-    (1, shared, 1, size); the second takes x and what attention made of the query.
+    (1, shared, 1, size), where H heads use ``shared`` keys and values. The second takes x and attention's output.
 
     Args:
-        matrices: arguments of ``quantized_layer`` of query, key, value, output, gate, up and down.
+        matrices: arguments of ``quantized_layer`` for query, key, value, output, gate, up and down.
         norms: weights of both norms.
         size: of a head.
         eps: of the norms.
@@ -310,22 +316,23 @@ def decoder_layer(
     for inputs, codes, scales, zeros, bits, group, bias in matrices:
         outputs.append(_check_packed(inputs, codes, scales, zeros, bits, group, bias)[0])
         _fit("scales:OK:f32", scales)
-        numbers += [*map(_at, (codes, scales, zeros, bias)), inputs, outputs[-1], bits, group]
-    width, read, kept, inner = matrices[0][0], outputs[0], outputs[1], outputs[4]
-    fits = [m[0] for m in matrices] == [width, width, width, read, width, width, inner]
-    if not fits or outputs != [read, kept, kept, width, inner, inner, width] or read % kept or kept % size or size % 2:
+        numbers += [*map(_address, (codes, scales, zeros, bias)), inputs, outputs[-1], bits, group]
+    width, queries, keys, inner = matrices[0][0], outputs[0], outputs[1], outputs[4]
+    fits = [m[0] for m in matrices] == [width, width, width, queries, width, width, inner]
+    fits = fits and outputs == [queries, keys, keys, width, inner, inner, width]
+    if not fits or queries % keys or keys % size or size % 2:
         raise ValueError(f"matrices of {outputs} outputs do not fit into a decoder layer with heads of {size}")
     _fit("norm:W:f32 norm:W:f32", *norms, W=width)
-    shared, sharing = kept // size, read // kept
-    layer = _numbers((*numbers, *map(_at, norms), shared * sharing, shared, size))
+    shared, sharing = keys // size, queries // keys
+    layer = _array((*numbers, *map(_address, norms), shared * sharing, shared, size))
     first, second = _kernel("decoder_before"), _kernel("decoder_after")
 
     def before(x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         _fit("cosines:11S:f32 sines:11S:f32", cosine, sine, S=size)
         query, key = x.new_empty(1, shared, sharing, size), x.new_empty(1, shared, 1, size)
         value = torch.empty_like(key)
-        at = query.data_ptr(), key.data_ptr(), value.data_ptr(), x.data_ptr(), cosine.data_ptr(), sine.data_ptr()
-        first(torch.get_num_threads(), *at, layer, eps)
+        tensors = query, key, value, x, cosine, sine
+        first(torch.get_num_threads(), *map(Tensor.data_ptr, tensors), layer, eps)
         return query, key, value
 
     def after(x: Tensor, mixed: Tensor) -> Tensor:
@@ -336,11 +343,13 @@ def decoder_layer(
     return before, after
 
 
-def change_codes(values: Tensor, codes: Tensor, pull: Tensor, outputs: Tensor, scale, zero, top, own, parts) -> None:
+def change_codes(
+    values: Tensor, codes: Tensor, weighted: Tensor, outputs: Tensor, scale, zero, top, moment, parts
+) -> None:
     """Compute ``functional.rounding.change_codes`` of contiguous vectors in float32."""
-    tensors = values, codes, pull, outputs, scale, zero, top
-    _fit("values:O codes:O pull:O outputs:OO scale:O zero:O top:O", *tensors)
-    _kernel("change_codes")(*map(_at, tensors), own, len(values), parts)
+    tensors = values, codes, weighted, outputs, scale, zero, top
+    _fit("values:O codes:O weighted:O outputs:OO scale:O zero:O top:O", *tensors)
+    _kernel("change_codes")(*map(_address, tensors), moment, len(values), parts)
 
 
 class Network:
@@ -377,39 +386,39 @@ class Network:
         blades, signs, *spins = reference.basis_tables(network, slopes)
         tables = [*zip(blades, signs, *spins, strict=True)] or [(None, None, 0, 0)] * len(left)
         layers = zip(left, right, windows, tables, strict=True)
-        self.layers = _numbers(number for a, b, window, table in layers for number in _layer(a, b, window, *table))
+        self.layers = _array(number for a, b, window, table in layers for number in _layer(a, b, window, *table))
         self.tensors = *left, *right, orders, slopes, mix, reads, writes, *blades, *signs  # C++ has their addresses
         curve = network.activation if callable(reference.ACTIVATIONS[network.activation]) else "prelu"
         flags = network.residual, network.after_entry, bool(blades)
-        self.head = in_features, network.out_features, _at(reads), _at(writes), *flags
-        self.tail = network.normalize, ACTIVATIONS.index(curve), *map(_at, (orders, slopes, mix)), len(left)
+        self.head = in_features, network.out_features, _address(reads), _address(writes), *flags
+        self.tail = network.normalize, ACTIVATIONS.index(curve), *map(_address, (orders, slopes, mix)), len(left)
         self.gradients = 2 * branches + sum(factor.numel() for factor in (*left, *right))
 
     def description(self, bias: Tensor | None) -> tuple[Any, Any]:
         """Return the C++ structures: ``Description``, and every ``Layer``."""
-        return _numbers((*self.head, _at(bias), *self.tail)), self.layers
+        return _array((*self.head, _address(bias), *self.tail)), self.layers
 
 
 def _layer(a: Tensor, b: Tensor, window: int, blade, sign, rows: int, components: int) -> tuple[int, ...]:
     """Describe a layer to C++: factors (o, i, S, L, L) and (o, i, S, R, R), and tables of its coordinates."""
     sizes = _fit("left:oiSLL right:oiSRR", a, b)
-    outputs, inputs, own, left, right = (sizes[letter] for letter in "oiSLR")
+    outputs, inputs, separate, left, right = (sizes[letter] for letter in "oiSLR")
     shared = reference.shared_coordinates(window, a, b)
-    if left % 8 or right % 8 or shared % left or shared % right or own not in (1, window // shared):
+    if left % 8 or right % 8 or shared % left or shared % right or separate not in (1, window // shared):
         raise ValueError(f"factors of sizes {left} and {right}, divisible by 8, must divide {shared} coordinates")
-    spin = window // (rows * rows * components) if rows else 0, rows, components, _at(blade), _at(sign)
-    return outputs, inputs, own, left, right, window, window // shared, _at(a), _at(b), *spin
+    spin = window // (rows * rows * components) if rows else 0, rows, components, _address(blade), _address(sign)
+    return outputs, inputs, separate, left, right, window, window // shared, _address(a), _address(b), *spin
 
 
 def rotor_network(y: Tensor, x: Tensor, network: Network, bias: Tensor | None) -> None:
     """Write the network of x (N, in_features) to y (N, out_features)."""
     sizes = _fit("y:NO x:NI bias:O:f32", y, x, bias, I=network.in_features, O=network.out_features)
-    _typed("rotor_network", x, _at(y), _at(x), sizes["N"], *network.description(bias))
+    _run_in_dtype("rotor_network", x, _address(y), _address(x), sizes["N"], *network.description(bias))
 
 
 def rotor_network_backward(to_x: Tensor | None, sums: Tensor, grad: Tensor, x: Tensor, network: Network) -> None:
-    """Write the gradients of x and, to ``sums`` (shares, numbers), those of factors, slopes and mix."""
-    known = {"I": network.in_features, "O": network.out_features, "G": network.gradients}
-    sizes = _fit("grad:NO x:NI to_x:NI sums:SG:f32", grad, x, to_x, sums, **known)
-    arguments = _at(to_x), _at(sums), sizes["S"], _at(grad), _at(x), sizes["N"]
-    _typed("rotor_network_backward", x, *arguments, *network.description(None))
+    """Write the gradient of x and, as one row of ``sums`` per thread, parts of those of factors, slopes and mix."""
+    known_sizes = {"I": network.in_features, "O": network.out_features, "G": network.gradients}
+    sizes = _fit("grad:NO x:NI to_x:NI sums:SG:f32", grad, x, to_x, sums, **known_sizes)
+    arguments = _address(to_x), _address(sums), sizes["S"], _address(grad), _address(x), sizes["N"]
+    _run_in_dtype("rotor_network_backward", x, *arguments, *network.description(None))

@@ -1,8 +1,8 @@
-"""Choose Triton kernels for NVIDIA GPUs, one file per operator, for the calls they support.
+"""Say which calls the Triton kernels for NVIDIA GPUs support; each operator's kernels are in a file.
 
-No kernel is imported before a CUDA tensor asks for it. Every kernel is an opaque ``torch.library`` operator with a
-shape rule, and a backward if it is taken in training, so that it goes through ``torch.compile(fullgraph=True)``.
-Tile sizes are untuned.
+Kernels are imported at the first call with a CUDA tensor. Every kernel is an opaque ``torch.library`` operator with a
+fake implementation, and a backward if it is used in training, so that ``torch.compile(fullgraph=True)`` accepts it.
+Tile sizes are not tuned.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from relinear.kernels.implementations import Call, meant
-from relinear.kernels.kernel_selfcheck import against_unseen
+from relinear.kernels.kernel_selfcheck import failed_check
 
 #: where the kernels run
 DEVICE = "cuda"
 
-#: the oldest GPU that the Triton kernels are compiled for: its tensor cores take bfloat16 and single precision
+#: oldest GPUs for which the Triton kernels are compiled: their tensor cores support bfloat16 and TF32
 OLDEST_CAPABILITY = (8, 0)
 
-#: whether there are Triton kernels to choose: settled once, as a compiler cannot look for packages
+#: whether Triton kernels can be used; computed at import, as a compiler cannot trace a search for packages
 HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
-#: values of RELINEAR_TRITON, and what they say of Triton kernels
+#: value of RELINEAR_TRITON -> mode of ``triton_kernels``
 TRITON_MODES = {"": "check", "1": "check", "check": "check", "force": "force", "0": "off", "off": "off"}
 
 
@@ -60,20 +60,20 @@ def unsupported_reason(
     most_in_training: float | None = None,
     training: bool = True,
 ) -> str:
-    """Say why an operator's Triton kernel does not run: it needs an NVIDIA GPU and half precision (of all tensors, or
-    autocast's), where it was faster (results/gpu) and has been seen to be right (``kernel_selfcheck``).
+    """Return why an operator's Triton kernel does not run; "" if it does.
 
-    ``RELINEAR_TRITON`` in the environment, read at import, is ``0`` for no kernels, or ``force`` for kernels that
-    nobody has checked, also where they are slower.
+    It needs an NVIDIA GPU and half precision (of all tensors, or autocast's). It must be faster than torch for this
+    size (results/gpu) and pass its check (``kernel_selfcheck``). ``RELINEAR_TRITON`` in the environment, read at
+    import, is ``0`` for no kernels, or ``force`` for kernels without checks, also where they are slower.
 
     Args:
         call: of the kernel.
-        kind: of the kernel, by which it is checked.
-        tensors: how many of the arguments, from the first on, are to be in half precision.
-        outputs: of a row of the call.
-        most: multiplications of a dense layer below which it was.
-        most_in_training: the same of a training step; ``most`` by default.
-        training: whether it has a backward pass.
+        kind: of the kernel, a key of ``samples.SAMPLES``.
+        tensors: number of leading arguments that must be in half precision.
+        outputs: returns the number of outputs per row of the call.
+        most: multiplications of a dense layer of this size, below which the kernel is faster.
+        most_in_training: the same for a training step; ``most`` by default.
+        training: whether the kernel has a backward pass.
     """
     if call.device != DEVICE:
         return "not on an NVIDIA GPU"
@@ -90,12 +90,12 @@ def unsupported_reason(
         return ""
     bound = most if most_in_training is None or not call.grad else most_in_training
     if call.size * outputs(call) >= bound:
-        return "products that torch's library takes faster"
-    return against_unseen(kind, str(call.x.device), call.dtype)
+        return "products that torch's library computes faster"
+    return failed_check(kind, str(call.x.device), call.dtype)
 
 
 def _inputs_unsupported(call: Call, tensors: int) -> str:
-    """Return why no Triton kernel, whatever it computes, takes the inputs."""
+    """Return why no Triton kernel supports the inputs; "" if some may."""
     if not call.size:
         return "no numbers"
     if call.transformed:

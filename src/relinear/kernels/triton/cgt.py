@@ -1,9 +1,10 @@
-"""Compute CGT's generated operator T in one kernel, with the thin products on chip (untuned).
+"""Compute CGT's generated operator T in one kernel, with thin intermediate results on chip (not tuned).
 
-For inference: in training torch's three products take as long (results/gpu).
+It is for inference: in training torch's three products take as long (results/gpu).
 
-With all templates side by side, C = M R columns, P = x R_all^T + b and s the shares repeated R times, the increment is
-h L_all with h = ((P * s) E) * s, where E (C, C) has a 1 wherever two columns have the same place within their rank.
+All templates are concatenated to C = M R columns. With P = x R_all^T + b and the templates' weights s, each repeated R
+times, the increment is h L_all with h = ((P * s) E) * s. E (C, C) is 1 where two columns have the same index within
+their template.
 """
 
 # Legend: N tokens, D width of x, M templates, R rank, C = M R columns
@@ -80,9 +81,10 @@ def _forward(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: 
     """Return y for x (N, D) and sigma (N, M)."""
     tokens, width = x.shape
     y, (templates, rank, _) = torch.empty_like(x), left.shape
-    own = {"COUNT": templates, "RANK": rank, "PAD": tiles.pad(templates * rank), "num_warps": 4}
-    own |= {"ROWS": min(32, tiles.rows(tokens)), "COLUMNS": 64}  # a tile goes through all columns
-    tiles.launch(_forward_kernel, (tokens, 1), left.dtype, x, sigma, left, right, right_bias, y, tokens, width, **own)
+    constants = {"COUNT": templates, "RANK": rank, "PAD": tiles.pad(templates * rank), "num_warps": 4}
+    constants |= {"ROWS": min(32, tiles.rows(tokens)), "COLUMNS": 64}  # a program loops over all columns
+    arguments = x, sigma, left, right, right_bias, y, tokens, width
+    tiles.launch(_forward_kernel, (tokens, 1), left.dtype, *arguments, **constants)
     return y
 
 
@@ -92,7 +94,7 @@ def _(x, sigma, left, right, right_bias):
 
 
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
-    """Compute ``functional.cgt.modulate`` (same arguments and result), without gradients, for small M R."""
+    """Compute ``functional.cgt.modulate`` (same arguments and result) without gradients, for small M R."""
     leading = x.shape[:-1]
     x, sigma, left, right, right_bias = lowered(x, sigma, left, right, right_bias)
     flat = x.reshape(-1, x.shape[-1]).contiguous()

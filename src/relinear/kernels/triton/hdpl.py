@@ -1,4 +1,4 @@
-"""Compute HDPL in two passes: the latent with its noise, then both paths into one accumulator (untuned)."""
+"""Compute HDPL in two kernels: the latent with its noise, then the sum of both paths (not tuned)."""
 
 # Legend: N tokens, I in, O out, K blocks, R latent size
 
@@ -47,7 +47,7 @@ def _encode_kernel(
         log_var = tl.dot(xs, tl.load(logvar_weight + at, mask=ok, other=0.0), log_var, input_precision=TILE.PRECISION)
     mean += tl.load(mu_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     log_var += tl.load(logvar_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
-    # the sample is that of the rounded mean and variance, which the regulariser and the backward read
+    # z is sampled from the rounded mean and variance, which the regulariser and the backward pass use
     mean, log_var = mean.to(mu.dtype.element_ty), log_var.to(logvar.dtype.element_ty)
     at, ok = row[:, None] * rank + column[None, :], row_ok[:, None] & column_ok[None, :]
     drawn = tl.load(noise + at, mask=ok, other=0.0).to(tl.float32)
@@ -101,7 +101,7 @@ def _latent_gradient_kernel(
     rank,
     TILE: tl.constexpr,
 ):
-    """Compute the gradients of mu, log sigma^2 and the noise through D and silu, in the epilogue of grad D."""
+    """Compute the gradients of mu, log sigma^2 and the noise through D and silu, after the product grad D."""
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     column = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
     row_ok, column_ok = row < tokens, column < rank
@@ -142,7 +142,7 @@ def _input_gradient_kernel(
     rank,
     TILE: tl.constexpr,
 ):
-    """Compute the gradient of x: both encoders and the transposed blocks into one accumulator."""
+    """Compute the gradient of x: the sum of those through both encoders and through the blocks."""
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     block = tl.program_id(2)
     local = tl.program_id(1) * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)

@@ -1,16 +1,17 @@
-"""Compute sums of sandwiches A X B^T, and hidden steps of networks of them, in one kernel each (untuned).
+"""Compute sums of sandwiches A X B^T, and hidden steps of rotor networks, in one kernel each (not tuned).
 
-A tile is some tokens' numbers of one window, all of them: the change of basis and what lies between stay on chip. In
-blade coordinates a window's strings are gathered as it is read, transformed by a Walsh-Hadamard product and skewed
-inside the tile; on the way out the same backwards. A hidden step goes on to LayerNorm, permutation, activation and
-mixture of its branches; its backward computes them again and writes the gradients of their sandwiches, from which torch
-computes those of x and of the factors. A sum alone is for inference.
+A tile holds one whole window of some tokens, so that the change of basis and all intermediate results stay on chip. In
+blade coordinates, the kernel gathers a window's Pauli strings when it reads it, multiplies them by a Walsh-Hadamard
+matrix and permutes the result inside the tile; when it writes a window, it does the inverse. A hidden step then applies
+LayerNorm, permutation, activation and mixing to its branches. Its backward pass computes these again and writes the
+gradients of the sandwiches; from them torch computes those of x and of the factors. The sum without a step is for
+inference.
 """
 
 # Legend: N tokens, T tokens of a tile, I / O input / output windows, W terms or branches, V = 2^n window, S blocks of a
-# window with factors of their own, M coordinates that share factors, L and R sizes of the factors; of the spin
-# representation: BLOCKS, K rows and columns, F components. A name with PAD is the size of a product that holds 16 /
-# size copies of a matrix on its diagonal, where the matrix alone would be too small for one.
+# window with separate factors, M coordinates that share a pair of factors, L and R sizes of the factors; of the spin
+# representation: BLOCKS, K rows and columns, F components. A name with PAD is a size padded to at least 16, as tensor
+# products need: smaller matrices are repeated along the diagonal.
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from relinear.functional import rotor as reference
 from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 
-#: numbers in a tile, where the tokens are enough
+#: elements of a tile, if there are enough tokens
 NUMBERS = 4096
 
 EPSILON = tl.constexpr(1e-5)  # that of torch's layer norm
 
 
 class _Tile(NamedTuple):
-    """Compile-time constants of a kernel, by the legend's letters; BLADE: whether windows are in blade coordinates."""
+    """Hold the compile-time constants of a kernel, named as in the legend; BLADE: whether coordinates are blades'."""
 
     BLADE: tl.constexpr
     T: tl.constexpr
@@ -52,7 +53,7 @@ class _Tile(NamedTuple):
 
 @triton.jit
 def _factor(weight, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Load a matrix transposed, as diagonal blocks of (PAD, PAD), so that rows are multiplied from the right."""
+    """Load the transpose of a matrix, repeated along the diagonal of (PAD, PAD), to multiply rows from the right."""
     row, column = tl.arange(0, PAD)[:, None], tl.arange(0, PAD)[None, :]
     at = (column % SIZE) * SIZE + row % SIZE
     return tl.load(weight + at, mask=row // SIZE == column // SIZE, other=0.0)
@@ -60,7 +61,7 @@ def _factor(weight, SIZE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def _turned(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Transpose each of the flat matrices (ROWS, COLUMNS), which follow one another."""
+    """Transpose each of the consecutive flat matrices (ROWS, COLUMNS)."""
     COUNT: tl.constexpr = numbers.numel // (ROWS * COLUMNS)
     turned = tl.permute(tl.reshape(numbers, (COUNT, ROWS, COLUMNS)), (0, 2, 1))
     return tl.reshape(turned, (numbers.numel,))
@@ -75,7 +76,7 @@ def _times(numbers, matrix, PAD: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _block_sums(matrix, at, coordinate, TILE: tl.constexpr):
-    """Return (first + second, first - second) of two blocks."""
+    """Return (first + second, first - second) if the algebra has two blocks."""
     if TILE.BLOCKS == 2:
         matrix = tl.gather(matrix, at ^ (TILE.V // 2), 0) + tl.where(coordinate < TILE.V // 2, matrix, -matrix)
     return matrix
@@ -88,8 +89,8 @@ def _read(x, first, window, windows, tokens, order, signs, walsh, TILE: tl.const
     coordinate, token = at % TILE.V, first + at // TILE.V
     start, ok = (token * windows + window) * TILE.V, token < tokens
     if TILE.BLADE:
-        given = tl.load(x + start + tl.load(order + coordinate), mask=ok, other=0.0)
-        strings = given.to(tl.float32) * tl.load(signs + coordinate)
+        blades = tl.load(x + start + tl.load(order + coordinate), mask=ok, other=0.0)
+        strings = blades.to(tl.float32) * tl.load(signs + coordinate)
         spectrum = _times(strings, _factor(walsh, TILE.K, TILE.K_PAD), TILE.K_PAD, "tf32x3")
         # (block, row, component, column) is found at (block, component, row ^ column, column)
         column, component = coordinate % TILE.K, coordinate // TILE.K % TILE.F
@@ -105,7 +106,7 @@ def _read(x, first, window, windows, tokens, order, signs, walsh, TILE: tl.const
 
 @triton.jit
 def _strings(matrix, signs, walsh, TILE: tl.constexpr):
-    """Return the strings (T V,) of spin coordinates: the inverse of ``_read``, up to the order of blades."""
+    """Return the Pauli strings (T V,) of spin coordinates: the inverse of ``_read``, up to the order of blades."""
     at = tl.arange(0, TILE.T * TILE.V)
     coordinate = at % TILE.V
     matrix = _block_sums(matrix, at, coordinate, TILE)
@@ -120,7 +121,7 @@ def _strings(matrix, signs, walsh, TILE: tl.constexpr):
 
 @triton.jit
 def _write(y, matrix, first, window, windows, tokens, order, signs, walsh, TILE: tl.constexpr):
-    """Write a window: the inverse of ``_read``, which is its transpose."""
+    """Write a window, with the inverse of the change of basis in ``_read``, which is its transpose."""
     at = tl.arange(0, TILE.T * TILE.V)
     coordinate, token = at % TILE.V, first + at // TILE.V
     start, ok = (token * windows + window) * TILE.V, token < tokens
@@ -132,21 +133,21 @@ def _write(y, matrix, first, window, windows, tokens, order, signs, walsh, TILE:
 
 @triton.jit
 def _of_block(numbers, block, TILE: tl.constexpr):
-    """Keep the numbers of one block; zeros in the others."""
+    """Return the elements of one block, with zeros in place of the others."""
     if TILE.S > 1:
         numbers = tl.where(tl.arange(0, numbers.numel) // TILE.M % TILE.S == block, numbers, 0.0).to(numbers.dtype)
     return numbers
 
 
 @triton.jit
-def _add_sandwich(total, given, left, right, pair, TILE: tl.constexpr):
-    """Return total (.., L_PAD) + A X B^T for one pair of factors, in spin coordinates, its matrices transposed."""
+def _add_sandwich(total, x, left, right, pair, TILE: tl.constexpr):
+    """Return total (.., L_PAD) + A X B^T, transposed, for one pair of factors and X in spin coordinates."""
     for block in tl.static_range(TILE.S):
-        part = _of_block(given, block, TILE)
+        part = _of_block(x, block, TILE)
         a = _factor(left + (pair * TILE.S + block) * TILE.L * TILE.L, TILE.L, TILE.L_PAD)
         b = _factor(right + (pair * TILE.S + block) * TILE.R * TILE.R, TILE.R, TILE.R_PAD)
         half = _turned(_times(part, b, TILE.R_PAD, TILE.PRECISION), TILE.L, TILE.M // TILE.L)
-        half = tl.reshape(half.to(part.dtype), (given.numel // TILE.L_PAD, TILE.L_PAD))
+        half = tl.reshape(half.to(part.dtype), (x.numel // TILE.L_PAD, TILE.L_PAD))
         total = tl.dot(half, a, total, input_precision=TILE.PRECISION)
     return total
 
@@ -157,27 +158,27 @@ def _sum_kernel(x, left, right, y, order, signs, walsh, tokens, terms, inputs, o
     first, output = tl.program_id(0).to(tl.int64) * TILE.T, tl.program_id(1)
     total = tl.zeros((TILE.T * TILE.V // TILE.L_PAD, TILE.L_PAD), tl.float32)
     for window in range(0, inputs):
-        given = _read(x, first, window, inputs, tokens, order, signs, walsh, TILE)
+        source = _read(x, first, window, inputs, tokens, order, signs, walsh, TILE)
         for term in range(0, terms):
             pair = (term * outputs + output) * inputs + window
-            total = _add_sandwich(total, given, left, right, pair, TILE)
+            total = _add_sandwich(total, source, left, right, pair, TILE)
     matrix = _turned(tl.reshape(total, (TILE.T * TILE.V,)), TILE.M // TILE.L, TILE.L)
     _write(y, matrix, first, output, outputs, tokens, order, signs, walsh, TILE)
 
 
 def _tile(x: Tensor, left: Tensor, right: Tensor, blade: bool) -> tuple[tuple, _Tile, dict[str, int]]:
-    """Return the tables of the change of basis, the tile and the compiler's options for it."""
+    """Return the tables of the change of basis, the tile and the compiler's options."""
     (tokens, _, window), rows, columns = x.shape, left.shape[-1], right.shape[-1]
     n = window.bit_length() - 1
     blocks, size, components, _ = reference.clifford.spin_shape(n)
     pads = tiles.pad(size), tiles.pad(rows), tiles.pad(columns)
-    # rows enough for a product, tokens no more than there are
+    # enough rows for a product, but no more tokens than there are
     least = max(1, 16 * max(pads) // window)
     count = min(max(least, NUMBERS // window), max(least, triton.next_power_of_2(tokens)))
     shared = reference.shared_coordinates(window, left, right)
     factors = left.shape[3], shared, rows, columns
     tile = (blade, count, window, blocks, size, components, *factors, *pads, tiles.precision(x.dtype))
-    # loads wait for one another anyway, and large factors leave no room for a second copy
+    # one stage: loads depend on one another, and large factors leave no room for a second copy
     options = {"num_warps": 8 if count * window >= NUMBERS else 4, "num_stages": 1}
     return (
         reference.clifford.string_tables(n, x) if blade else (None, None, None),
@@ -229,7 +230,7 @@ def _activated(h, slope, CURVE: tl.constexpr):
 
 @triton.jit
 def _branch(
-    given,
+    x,
     left,
     right,
     orders,
@@ -241,16 +242,16 @@ def _branch(
     PERMUTE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return what a branch activates, (T V,), the coordinates of these in its sandwich, and the scale of the norm."""
+    """Return a branch before its activation (T V,), the coordinates that the permutation took, and the norm's scale."""
     at = tl.arange(0, TILE.T * TILE.V)
     coordinate = at % TILE.V
     total = tl.zeros((TILE.T * TILE.V // TILE.L_PAD, TILE.L_PAD), tl.float32)
-    total = _add_sandwich(total, given, left, right, branch, TILE)
+    total = _add_sandwich(total, x, left, right, branch, TILE)
     z = _turned(tl.reshape(total, (TILE.T * TILE.V,)), TILE.M // TILE.L, TILE.L)
     if TILE.BLADE:
         z = _strings(z, signs, walsh, TILE)
     scale = tl.full((TILE.T,), 1.0, tl.float32)
-    if NORMALIZE:  # which knows no order
+    if NORMALIZE:  # does not depend on the order of coordinates
         rows = tl.reshape(z, (TILE.T, TILE.V))
         rows = rows - (tl.sum(rows, 1) / TILE.V)[:, None]
         scale = 1.0 / tl.sqrt(tl.sum(rows * rows, 1) / TILE.V + EPSILON)
@@ -289,31 +290,31 @@ def _step_kernel(
     PERMUTE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write y of T tokens; or, given its gradient, that of the sandwiches (N, W, V), and what these tokens add to
-    those of slopes and mixture."""
+    """Write y of T tokens. If ``grad``, the gradient of y, is passed, write instead that of the sandwiches (N, W, V),
+    and these tokens' part of the gradients of slopes and mix."""
     first = tl.program_id(0).to(tl.int64) * TILE.T
     at = tl.arange(0, TILE.T * TILE.V)
     token = first + at // TILE.V
-    given = _read(x, first, 0, 1, tokens, order, signs, walsh, TILE)
+    matrix = _read(x, first, 0, 1, tokens, order, signs, walsh, TILE)
     total = tl.zeros((TILE.T * TILE.V,), tl.float32)
     if grad is not None:
         upstream = tl.load(grad + first * TILE.V + at, mask=token < tokens, other=0.0).to(tl.float32)
     for branch in range(0, branches):
-        h, taken, scale = _branch(given, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, TILE)
-        share = tl.load(mix + branch).to(tl.float32)
+        h, taken, scale = _branch(matrix, left, right, orders, places, signs, walsh, branch, NORMALIZE, PERMUTE, TILE)
+        factor = tl.load(mix + branch).to(tl.float32)
         value, derivative = _activated(h, tl.load(slopes + branch).to(tl.float32), CURVE)
-        total += value * share
+        total += value * factor
         if grad is not None:
             of_sums = sums + (tl.program_id(0) * branches + branch) * 2
-            tl.store(of_sums, share * tl.sum(upstream * tl.minimum(h, 0.0), 0))
+            tl.store(of_sums, factor * tl.sum(upstream * tl.minimum(h, 0.0), 0))
             tl.store(of_sums + 1, tl.sum(upstream * value, 0))
-            slope = tl.reshape(upstream * derivative * share, (TILE.T, TILE.V))
+            to_h = tl.reshape(upstream * derivative * factor, (TILE.T, TILE.V))
             if NORMALIZE:
                 rows = tl.reshape(h, (TILE.T, TILE.V))
-                mean, along = tl.sum(slope, 1) / TILE.V, tl.sum(slope * rows, 1) / TILE.V
-                slope = (slope - mean[:, None] - rows * along[:, None]) * scale[:, None]
-            slope = tl.reshape(slope, (TILE.T * TILE.V,)).to(to_branches.dtype.element_ty)
-            tl.store(to_branches + (token * branches + branch) * TILE.V + taken, slope, mask=token < tokens)
+                mean, along = tl.sum(to_h, 1) / TILE.V, tl.sum(to_h * rows, 1) / TILE.V
+                to_h = (to_h - mean[:, None] - rows * along[:, None]) * scale[:, None]
+            to_h = tl.reshape(to_h, (TILE.T * TILE.V,)).to(to_branches.dtype.element_ty)
+            tl.store(to_branches + (token * branches + branch) * TILE.V + taken, to_h, mask=token < tokens)
     if grad is None:
         tl.store(y + first * TILE.V + at, total.to(y.dtype.element_ty), mask=token < tokens)
 
@@ -321,14 +322,13 @@ def _step_kernel(
 def _step(
     x: Tensor, left: Tensor, right: Tensor, slopes: Tensor, mix: Tensor, grad: Tensor | None, *settings: Any
 ) -> Any:
-    """Return y (N, V) for x (N, V); given its gradient, those of the sandwiches (N, W, V), and of slopes and mix
-    (W, 2)."""
+    """Return y (N, V) for x (N, V); with ``grad``, that of y, the gradients of the sandwiches (N, W, V), and of slopes
+    and mix (W, 2)."""
     seed, step, blade, normalize, activation = settings
     branches, window = left.shape[1], x.shape[1]
-    # factors of 64 numbers in half precision take one token at a time: tiles of two gave numbers that are none on an
-    # H100 (Triton 3.6)
-    alone = left.shape[-1] == right.shape[-1] == 64 and x.element_size() == 2
-    tables, tile, options = _tile((x[:1] if alone else x).unsqueeze(1), left, right, blade)
+    # With factors of size 64 in half precision a tile has one token: tiles of two gave NaN on an H100 (Triton 3.6).
+    one_token = left.shape[-1] == right.shape[-1] == 64 and x.element_size() == 2
+    tables, tile, options = _tile((x[:1] if one_token else x).unsqueeze(1), left, right, blade)
     grid = (tiles.cdiv(x.shape[0], tile.T.value),)
     if grad is None:
         results: list[Any] = [tiles.empty(x, *x.shape), None, None, None]
@@ -339,12 +339,12 @@ def _step(
     places = reference.clifford.string_places(window.bit_length() - 1, x) if blade else None
     curve = activation if callable(reference.ACTIVATIONS[activation]) else "prelu"
     flags = {"CURVE": curve, "NORMALIZE": normalize, "PERMUTE": order is not None}
-    given = x, left, right, slopes, mix, *results, order, places, *tables, x.shape[0], branches
-    _step_kernel[grid](*given, **flags, TILE=tile, **options)
+    arguments = x, left, right, slopes, mix, *results, order, places, *tables, x.shape[0], branches
+    _step_kernel[grid](*arguments, **flags, TILE=tile, **options)
     return results[0] if grad is None else (results[2], sums.sum(0))
 
 
-#: what a hidden step takes, for torch's operators
+#: arguments of a hidden step, for torch's operators
 _STEP = (
     "Tensor x, Tensor left, Tensor right, Tensor slopes, Tensor mix, SymInt? seed, SymInt step, bool blade, "
     "bool normalize, str activation"
@@ -352,26 +352,26 @@ _STEP = (
 
 
 @torch.library.custom_op("relinear::rotor_step", mutates_args=(), schema=f"({_STEP}) -> Tensor")
-def _forward(x: Tensor, *given: Any) -> Tensor:
+def _forward(x: Tensor, *arguments: Any) -> Tensor:
     """Return y (N, V) for x (N, V)."""
-    return _step(x, *given[:4], None, *given[4:])
+    return _step(x, *arguments[:4], None, *arguments[4:])
 
 
 @_forward.register_fake
-def _(x, *given):
+def _(x, *arguments):
     return torch.empty_like(x)
 
 
 @torch.library.custom_op(
     "relinear::rotor_step_backward", mutates_args=(), schema=f"(Tensor grad, {_STEP}) -> (Tensor, Tensor)"
 )
-def _backward(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+def _backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of the sandwiches (N, W, V), and those of slopes and mix (W, 2)."""
-    return _step(*given[:5], grad, *given[5:])
+    return _step(*arguments[:5], grad, *arguments[5:])
 
 
 @_backward.register_fake
-def _(grad, x, left, *given):
+def _(grad, x, left, *arguments):
     branches = left.shape[1]
     return x.new_empty(x.shape[0], branches, x.shape[1]), x.new_empty(branches, 2, dtype=torch.float32)
 
@@ -379,21 +379,21 @@ def _(grad, x, left, *given):
 def _sandwich_gradients(
     grad: Tensor, x: Tensor, left: Tensor, right: Tensor, blade: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x (N, V), left and right (1, W, 1, S, ..) from that (N, W, V) of their sandwiches."""
-    if blade:  # an orthogonal change, both ways
+    """Return the gradients of x (N, V), left and right (1, W, 1, S, ..) from ``grad``, that of sandwiches (N, W, V)."""
+    if blade:  # the change of basis is orthogonal
         x, grad = reference.clifford.to_spin(x), reference.clifford.to_spin(grad)
     window, (_, branches, _, blocks, rows, _), columns = x.shape[-1], left.shape, right.shape[-1]
     parts = window // reference.shared_coordinates(window, left, right)
     sizes = branches, parts, rows, rows
     a, b = left[0, :, 0].expand(sizes), right[0, :, 0].expand(branches, parts, columns, columns)
-    given = x.view(len(x), parts, -1, columns)
-    half = torch.einsum("npcr,wpdr->nwpcd", given, b).reshape(len(x), branches, parts, rows, -1)
+    inputs = x.view(len(x), parts, -1, columns)
+    half = torch.einsum("npcr,wpdr->nwpcd", inputs, b).reshape(len(x), branches, parts, rows, -1)
     grad = grad.reshape(half.shape)
     to_left = torch.einsum("nwplc,nwpkc->wplk", grad, half)
     to_half = torch.einsum("wplk,nwplc->nwpkc", a, grad).reshape(len(x), branches, parts, -1, columns)
-    to_right = torch.einsum("nwpcd,npcr->wpdr", to_half, given)
+    to_right = torch.einsum("nwpcd,npcr->wpdr", to_half, inputs)
     to_x = torch.einsum("nwpcd,wpdr->npcr", to_half, b).reshape(x.shape)
-    if blocks < parts:  # which share their factors
+    if blocks < parts:  # parts share their factors
         to_left, to_right = to_left.sum(1, keepdim=True), to_right.sum(1, keepdim=True)
     return reference.clifford.from_spin(to_x) if blade else to_x, to_left.view(left.shape), to_right.view(right.shape)
 
@@ -412,10 +412,10 @@ def _differentiate(ctx, grad):
     x, left, right, slopes, mix = ctx.saved_tensors[:5]
     to_branches, sums = _backward(grad.contiguous(), x, left, right, slopes, mix, *ctx.plain[5:])
     sandwiches = _sandwich_gradients(to_branches, x, left, right, ctx.plain[7])
-    given = (*sandwiches, sums[:, 0].to(slopes.dtype), sums[:, 1].to(mix.dtype))
+    gradients = (*sandwiches, sums[:, 0].to(slopes.dtype), sums[:, 1].to(mix.dtype))
     need = list(ctx.needs_input_grad[:5])
-    need[3] = need[3] and not callable(reference.ACTIVATIONS[ctx.plain[-1]])  # which read no slopes
-    return *(gradient if wanted else None for gradient, wanted in zip(given, need, strict=True)), *(None,) * 5
+    need[3] = need[3] and not callable(reference.ACTIVATIONS[ctx.plain[-1]])  # functions have no slopes
+    return *(gradient if needed else None for gradient, needed in zip(gradients, need, strict=True)), *(None,) * 5
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup)

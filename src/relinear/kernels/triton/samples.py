@@ -1,7 +1,7 @@
-"""Small inputs of every Triton kernel, and what it must give for them: for the first use on a GPU, and for tests."""
+"""Small inputs and the reference of every Triton kernel, for the check at its first use on a GPU and for tests."""
 
-# Legend: a tuple is the shape of a tensor of normal numbers (the last size, the fan-in, scales a matrix), anything else
-# is passed on; tokens are a number or the sizes that stand before the features
+# Legend: a tuple is the shape of a tensor of normal numbers (of variance 1 / fan-in for a matrix; its last size is the
+# fan-in), anything else is passed on; tokens are a number or the leading sizes before the features
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from relinear.kernels.triton import cgt, hdpl, rotor, transponder
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The sample arguments that one kernel is checked with.
+    """Hold a kernel, its reference and the arguments that it is checked with.
 
     Args:
-        module: that of the kernel, and the name of its function there.
+        module, function: the kernel's module, and the name of its function there.
         reference: a function of torch operations with the kernel's signature.
-        given: argument lists: with each size of tile (``tiles.rows``), and with what can be left out left out.
+        argument_lists: with every size of tile (``tiles.rows``), and with and without optional arguments.
         training: whether the kernel has a backward pass.
     """
 
     module: Any
     function: str
     reference: Callable
-    given: tuple[tuple, ...]
+    argument_lists: tuple[tuple, ...]
     training: bool = True
 
-    def fast(self, *given: Any) -> Any:
-        """Return the kernel, as its module has it now."""
-        return getattr(self.module, self.function)(*given)
+    def fast(self, *arguments: Any) -> Any:
+        """Call the kernel, looked up in its module, where tests may replace it."""
+        return getattr(self.module, self.function)(*arguments)
 
 
 def transponder_arguments(tokens, i, o, rank, bias=True, channel=True, scalar=True) -> tuple:
@@ -77,7 +77,7 @@ def rotor_step_arguments(
     return ((tokens, 2**n), *factors, (width,), (width,), seed, 1, basis, normalize, activation)
 
 
-#: kind of operator, or part of one -> what its kernel is checked with
+#: kind of kernel -> what it is checked with
 SAMPLES = {
     "transponder": Sample(
         transponder,
@@ -123,13 +123,13 @@ SAMPLES = {
         "rotor_step",
         reference_rotor.rotor_step,
         (
-            # numbers that rounding carries across the kink of a PReLU are few among so many
+            # of so many numbers, only a few cross the kink of a PReLU by rounding
             rotor_step_arguments(300, 4, 8, 8, 3),
             rotor_step_arguments(70, 6, 8, 8, 2, seed=None, basis="spinor", activation="gelu"),
             rotor_step_arguments(35, 9, 16, 16, 3, blocks=2, normalize=False, activation="silu"),
         ),
     ),
-    # smooth activations: rounding carries some numbers across the kink of a PReLU, and their gradients with them
+    # smooth activations: by rounding, some numbers would cross the kink of a PReLU, which changes their gradients
     "rotor_step_2048": Sample(
         rotor,
         "rotor_step",
@@ -154,7 +154,7 @@ SAMPLES = {
 def draw(
     shapes: tuple, dtype: torch.dtype, device: torch.device | str = "cpu", generator: torch.Generator | None = None
 ) -> list:
-    """Return the arguments of a list, the same at every call unless they come from a generator."""
+    """Draw the tensors of an argument list; the same at every call unless ``generator`` is passed."""
     generator = generator or torch.Generator().manual_seed(0)
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
@@ -164,48 +164,48 @@ def draw(
     return [tensor(shape) if isinstance(shape, tuple) else shape for shape in shapes]
 
 
-def _outcome(function: Callable, given: list, dtype: torch.dtype, training: bool) -> list[Tensor | None]:
-    """Return results, then in training the gradients of a random combination of them."""
-    given = [a.to(dtype).clone().requires_grad_(training) if isinstance(a, Tensor) else a for a in given]
-    results = function(*given)
+def _outcome(function: Callable, arguments: list, dtype: torch.dtype, training: bool) -> list[Tensor | None]:
+    """Return the results and, in training, the gradients of a random combination of them."""
+    arguments = [a.to(dtype).clone().requires_grad_(training) if isinstance(a, Tensor) else a for a in arguments]
+    results = function(*arguments)
     results = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None]
     if not training:
         return results
     generator = torch.Generator().manual_seed(1)
     upstream = [torch.randn(r.shape, generator=generator, device="cpu").half().to(r.device, dtype) for r in results]
-    leaves = [a for a in given if isinstance(a, Tensor)]
+    leaves = [a for a in arguments if isinstance(a, Tensor)]
     return [*(r.detach() for r in results), *torch.autograd.grad(results, leaves, upstream, allow_unused=True)]
 
 
-def _worst_slice(off: Tensor, expected: Tensor) -> float:
-    """Return the largest error of a row or column, relative to its norm or that of an average one if larger."""
+def _worst_slice(difference: Tensor, expected: Tensor) -> float:
+    """Return the largest error of a row or column, relative to its norm or to the root mean square norm if larger."""
     if expected.ndim < 2:
         return 0.0
     worst = 0.0
     for dim in (0, 1):
-        errors, norms = (one.flatten(0, -2).norm(dim=dim) for one in (off, expected))
+        errors, norms = (one.flatten(0, -2).norm(dim=dim) for one in (difference, expected))
         average = norms.square().mean().sqrt()
         worst = max(worst, float((errors / norms.maximum(average).clamp_min(1e-3)).nan_to_num(float("inf")).max()))
     return worst
 
 
 def largest_error(sample: Sample, shapes: tuple, dtype: torch.dtype, device: torch.device | str) -> float:
-    """Return the largest relative error (Frobenius norm) of a kernel's results and gradients against its reference in
-    double precision; infinite if one is not a number, or is there in one of them alone.
+    """Return the largest relative error (Frobenius norm) of a kernel's results and gradients.
 
-    A row or column of a result counts with a tenth of its own error: rounding is not the same in all, but one of the
-    last tile's that was never written is off by 1 and would be lost in the norm of the whole.
+    The reference runs in double precision. The error is infinite if a result is NaN, or if only one of kernel and
+    reference has it. A row or column counts with a tenth of its error: rounding errors differ between rows, but a row
+    of the last tile that was never written is off by 1, which would be lost in the norm of the whole result.
     """
-    given = draw(shapes, dtype, device)
-    actual = _outcome(sample.fast, given, dtype, sample.training)
-    expected = _outcome(sample.reference, given, torch.float64, sample.training)
+    arguments = draw(shapes, dtype, device)
+    actual = _outcome(sample.fast, arguments, dtype, sample.training)
+    expected = _outcome(sample.reference, arguments, torch.float64, sample.training)
     errors = [0.0]
     for ours, theirs in zip(actual, expected, strict=True):
         if ours is None or theirs is None:
             errors.append(0.0 if ours is theirs else float("inf"))
         else:
-            off = ours.double() - theirs
-            error = float(off.norm() / theirs.norm().clamp_min(1e-3))
-            error = max(error, _worst_slice(off, theirs) / 10)
+            difference = ours.double() - theirs
+            error = float(difference.norm() / theirs.norm().clamp_min(1e-3))
+            error = max(error, _worst_slice(difference, theirs) / 10)
             errors.append(error if error < float("inf") else float("inf"))
     return max(errors)

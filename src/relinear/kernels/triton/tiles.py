@@ -1,4 +1,4 @@
-"""Shared by the kernels: a tile of a matrix product, and the sizes of tiles (untuned)."""
+"""Parts that the Triton kernels share: the product of one tile, and the sizes of tiles (not tuned)."""
 
 # Legend: N rows, K summed dimension
 
@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: columns of an output tile, and numbers of the summed dimension that are loaded at a time
+#: columns of an output tile, and elements of the summed dimension that are loaded at a time
 COLUMNS, STEP = 128, 32
 
 cdiv = triton.cdiv
 
 
 def rows(tokens: int) -> int:
-    """Return rows of an output tile."""
+    """Return the number of rows of an output tile."""
     return 16 if tokens <= 16 else 64 if tokens <= 2048 else 128
 
 
@@ -28,7 +28,7 @@ def warps(tile_rows: int) -> int:
 
 
 def depth(dtype: torch.dtype) -> int:
-    """Return the stages of the loads' pipeline: as many as fit into 99 KB of shared memory."""
+    """Return the number of pipeline stages for loads: as many as fit into 99 KB of shared memory."""
     return 2 if dtype == torch.float32 else 3
 
 
@@ -38,12 +38,12 @@ def pad(size: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return how products of single-precision numbers are taken: as torch takes its own."""
+    """Return the precision of float32 products: that of torch's matrix products."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 class Tile(NamedTuple):
-    """Compile-time constants of a product's kernel."""
+    """Hold the compile-time constants of a kernel that computes products."""
 
     ROWS: tl.constexpr
     COLUMNS: tl.constexpr
@@ -51,33 +51,36 @@ class Tile(NamedTuple):
     PRECISION: tl.constexpr
 
 
-def launch(kernel: Any, sizes: tuple[int, ...], dtype: torch.dtype, *given: Any, **fixed: Any) -> None:
-    """Run ``kernel(*given, TILE)`` for every tile of a result.
+def launch(kernel: Any, sizes: tuple[int, ...], dtype: torch.dtype, *arguments: Any, **constants: Any) -> None:
+    """Run ``kernel(*arguments, TILE)`` for every tile of a result.
 
     Args:
-        kernel: of a product.
-        sizes: rows and columns of the result, and parts of so many columns if there are several.
+        kernel: a Triton kernel that computes a product.
+        sizes: rows and columns of the result, and the number of parts if it has several of so many columns.
         dtype: of the factors.
-        given: the kernel's arguments; what is None is not there for the compiler.
-        fixed: sizes of the tile that are the kernel's own, and what else it is compiled for.
+        arguments: the kernel's arguments; code for those that are None is not compiled.
+        constants: further compile-time constants and options, which override the default sizes of the tile.
     """
     (tokens, columns), tile_rows = sizes[:2], rows(sizes[0])
-    chosen: dict[str, Any] = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
-    chosen |= {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | fixed
-    grid = cdiv(tokens, chosen["ROWS"]), cdiv(columns, chosen["COLUMNS"]), *sizes[2:]
-    tile = Tile(*(tl.constexpr(chosen.pop(name)) for name in Tile._fields))
-    kernel[grid](*given, TILE=tile, **chosen)
+    options: dict[str, Any] = {"ROWS": tile_rows, "COLUMNS": COLUMNS, "STEP": STEP, "PRECISION": precision(dtype)}
+    options |= {"num_warps": warps(tile_rows), "num_stages": depth(dtype)} | constants
+    grid = cdiv(tokens, options["ROWS"]), cdiv(columns, options["COLUMNS"]), *sizes[2:]
+    tile = Tile(*(tl.constexpr(options.pop(name)) for name in Tile._fields))
+    kernel[grid](*arguments, TILE=tile, **options)
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a result; an empty tensor if it is not wanted."""
+    """Allocate a tensor of ``shape`` on the device of ``like``."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 @triton.jit
 def add_product(total, a, a_row, row, row_ok, b, b_column, b_step, column, column_ok, size, TILE: tl.constexpr):
-    """Return total[n, c] + sum_k a[row_n, k] b[column_c, k]; ``a`` has row stride ``a_row`` and adjacent columns, ``b``
-    the strides ``b_column`` and ``b_step`` for its column and for k."""
+    """Return total[n, c] + sum_k a[row_n, k] b[column_c, k].
+
+    ``a`` has the row stride ``a_row`` and adjacent columns; ``b`` has the strides ``b_column`` and ``b_step`` for its
+    column and for k.
+    """
     for start in range(0, size, TILE.STEP):
         k = start + tl.arange(0, TILE.STEP)
         k_ok = k < size

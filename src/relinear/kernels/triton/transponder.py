@@ -1,6 +1,6 @@
-"""A projection and its modulators in one pass: gates in the epilogue of the matrix product (untuned).
+"""Compute a projection and its modulators in one kernel: gates scale the matrix product before it is written.
 
-The bottleneck A x rides in the loop of W x, on tiles of x that are there anyway; the gates multiply the accumulator.
+The loop that computes W x also computes the bottleneck A x from the same tiles of x. Tile sizes are not tuned.
 """
 
 # Legend: N tokens, I in_features, O out_features, R rank, P parts into which tokens are divided for a sum over them
@@ -16,7 +16,7 @@ from relinear.functional import transponder as reference
 from relinear.kernels.autograd import differentiable_as, lowered, save
 from relinear.kernels.triton import tiles
 
-#: parts that a sum over tokens is divided into, added up in a fixed order afterwards
+#: parts of a sum over tokens, which are added in a fixed order afterwards
 PARTS = 16
 
 
@@ -62,22 +62,22 @@ def _forward_kernel(
     for start in range(0, in_features, TILE.STEP):
         k = start + tl.arange(0, TILE.STEP)
         k_ok = k < in_features
-        given = tl.load(x + row[:, None] * in_features + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        inputs = tl.load(x + row[:, None] * in_features + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
         part = tl.load(
             weight + column[None, :].to(tl.int64) * in_features + k[:, None],
             mask=column_ok[None, :] & k_ok[:, None],
             other=0.0,
         )
-        out = tl.dot(given, part, out, input_precision=TILE.PRECISION)
+        out = tl.dot(inputs, part, out, input_precision=TILE.PRECISION)
         thin = tl.load(
             down + rank_at[None, :] * in_features + k[:, None], mask=rank_ok[None, :] & k_ok[:, None], other=0.0
         )
-        bottleneck = tl.dot(given, thin, bottleneck, input_precision=TILE.PRECISION)
+        bottleneck = tl.dot(inputs, thin, bottleneck, input_precision=TILE.PRECISION)
     if bias is not None:
         out += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     at = row[:, None] * out_features + column[None, :]
     ok = row_ok[:, None] & column_ok[None, :]
-    # the gates meet what a separate layer would have written, so that gates of 1 change no bit of it
+    # rounded as a separate layer would round its output, so that gates of 1 change no bit of it
     out = out.to(y.dtype.element_ty)
     bottleneck = bottleneck.to(y.dtype.element_ty)
     if z is not None:
@@ -127,12 +127,12 @@ def _backward_rows_kernel(
         column_ok = column < out_features
         at = row[:, None] * out_features + column[None, :]
         ok = row_ok[:, None] & column_ok[None, :]
-        given = tl.load(grad + at, mask=ok, other=0.0).to(tl.float32)
-        product = given * tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
-        given *= gate_s[:, None]
+        upstream = tl.load(grad + at, mask=ok, other=0.0).to(tl.float32)
+        product = upstream * tl.load(z + at, mask=ok, other=0.0).to(tl.float32)
+        upstream *= gate_s[:, None]
         if channel is not None:
             gate_c = 2 * tl.sigmoid(_logits(hidden, channel, column, column_ok, rank_at, RANK))
-            given *= gate_c
+            upstream *= gate_c
             product *= gate_c
             up = tl.load(
                 channel + column[:, None] * RANK + rank_at[None, :],
@@ -142,7 +142,7 @@ def _backward_rows_kernel(
             logits = product * (1 - gate_c / 2) * gate_s[:, None]
             to_hidden = tl.dot(logits, up, to_hidden, input_precision="tf32x3")
         along += tl.sum(product, 1)
-        tl.store(to_z + at, given.to(to_z.dtype.element_ty), mask=ok)
+        tl.store(to_z + at, upstream.to(to_z.dtype.element_ty), mask=ok)
     if scalar is not None:
         logit = along * gate_s * (1 - gate_s / 2)
         tl.store(to_scalar + row, logit, mask=row_ok)
@@ -167,7 +167,7 @@ def _backward_channel_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute, for some channels and one part of the tokens, the gradient of B, a sum over these tokens."""
+    """Compute, for some channels, one part of the tokens' contribution to the gradient of B."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     rank_at = tl.arange(0, RANK_PAD)
     column_ok, rank_ok = column < out_features, rank_at < RANK
@@ -202,14 +202,17 @@ def _forward(
     scalar: Tensor | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, z, u) for x (N, I); z and u, for backward, empty unless ``keep``. The ups hold alpha B, float32."""
+    """Return (y, z, u) for x (N, I); z and u, for the backward pass, are empty unless ``keep``.
+
+    ``channel`` and ``scalar`` are alpha B in float32.
+    """
     tokens, in_features = x.shape
     out_features, rank = weight.shape[0], down.shape[0]
     y = tiles.empty(x, tokens, out_features)
     z, u = (tiles.empty(x, tokens, size) if keep else tiles.empty(x, 0) for size in (out_features, rank))
-    given = x, weight, bias, down, channel, scalar, y, *((z, u) if keep else (None, None))
+    tensors = x, weight, bias, down, channel, scalar, y, *((z, u) if keep else (None, None))
     sizes, ranks = (tokens, in_features, out_features), {"RANK": rank, "RANK_PAD": tiles.pad(rank)}
-    tiles.launch(_forward_kernel, (tokens, out_features), x.dtype, *given, *sizes, **ranks)
+    tiles.launch(_forward_kernel, (tokens, out_features), x.dtype, *tensors, *sizes, **ranks)
     return y, z, u
 
 
@@ -224,23 +227,23 @@ def _(x, weight, bias, down, channel, scalar, keep):
 def _backward(
     grad: Tensor, z: Tensor, u: Tensor, channel: Tensor | None, scalar: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z (N, O), u (N, R), channel (O, R), the scalar gate's logits (N,); empty if absent."""
+    """Return the gradients of z (N, O), u (N, R), channel (O, R) and the scalar gate's logit (N,); empty if absent."""
     (tokens, out_features), rank = z.shape, u.shape[1]
     wide = torch.float32
     to_z, to_u = torch.empty_like(z), torch.empty_like(u)
     to_scalar = tiles.empty(z, 0 if scalar is None else tokens, dtype=wide)
     tile_rows = min(32, tiles.rows(tokens))
     shared = {"RANK": rank, "RANK_PAD": tiles.pad(rank), "ROWS": tile_rows, "COLUMNS": 64, "num_warps": 4}
-    given = grad, z, u, channel, scalar
+    inputs = grad, z, u, channel, scalar
     results = to_z, to_u, None if scalar is None else to_scalar
-    _backward_rows_kernel[(tiles.cdiv(tokens, tile_rows),)](*given, *results, tokens, out_features, **shared)
+    _backward_rows_kernel[(tiles.cdiv(tokens, tile_rows),)](*inputs, *results, tokens, out_features, **shared)
     if channel is None:
         return to_z, to_u, tiles.empty(z, 0, rank, dtype=wide), to_scalar
     per_part = tile_rows * tiles.cdiv(tokens, tile_rows * PARTS)
     parts = tiles.cdiv(tokens, per_part)
     partial = tiles.empty(z, parts, out_features, rank, dtype=wide)
     _backward_channel_kernel[(tiles.cdiv(out_features, 64), parts)](
-        *given, partial, tokens, out_features, per_part, **shared
+        *inputs, partial, tokens, out_features, per_part, **shared
     )
     return to_z, to_u, partial.sum(0), to_scalar
 
@@ -296,6 +299,6 @@ def modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha=1.0, 
         for up, alpha in ((channel, channel_alpha), (scalar, scalar_alpha))
     ]
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    given = (flat, weight.contiguous(), bias, down.contiguous(), *ups)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    return _forward(*given, keep)[0].view(*x.shape[:-1], weight.shape[0])
+    tensors = (flat, weight.contiguous(), bias, down.contiguous(), *ups)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _forward(*tensors, keep)[0].view(*x.shape[:-1], weight.shape[0])

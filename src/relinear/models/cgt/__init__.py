@@ -1,4 +1,4 @@
-"""The Contextually Guided Transformer: its configuration, models, objective, and what turns it into a GPT-2."""
+"""The Contextually Guided Transformer (CGT): configuration, models, objective, and specialisation into a GPT-2."""
 
 from relinear.models.cgt.config import CGTConfig
 from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression, CGTModel, CGTOutput

@@ -10,7 +10,7 @@ from relinear.contract.config import Count, IntRange, UnknownSettingError, check
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.hf.config_record import without_loader
 
-#: keywords that any configuration of transformers takes beside its fields, or has written in earlier versions
+#: further keywords that any transformers configuration accepts, or that earlier versions wrote
 _OF_TRANSFORMERS = frozenset(
     (
         *("attn_implementation", "auto_map", "experts_implementation", "gradient_checkpointing", "is_decoder"),
@@ -23,28 +23,28 @@ _OF_TRANSFORMERS = frozenset(
 class CGTConfig(GPT2Config):
     """Hold the settings of a CGT: a GPT-2 whose upper layers are modulated by a context.
 
-    The GPT-2 of width ``n_embd`` is the x stream, the context the y stream.
+    The GPT-2 of width ``n_embd`` is the x stream; the context is the y stream.
 
-    Everything of ``transformers.GPT2Config`` is kept and describes the x stream, so that a specialised model is a GPT-2
-    with these very settings; dropout is 0 by default, as in the paper.
+    All fields of ``transformers.GPT2Config`` describe the x stream, so that a specialised model is a GPT-2 with the
+    same settings. Dropout is 0 by default, as in the paper.
 
     Args:
         context_layer: l, the number of layers that carry both streams; the n_layer - l layers above are modulated. At
-            least 0 (the context is then the embedding of the token), below n_layer.
+            least 0 (the context is then the token's embedding) and less than n_layer.
         context_size: dim y.
         context_heads: attention heads of the y stream; must divide ``context_size``.
         context_inner: width of the y stream's MLP (default 4 dim y).
         rank: r of the generated change of weights.
         templates: M, the number of template pairs per generated operator.
-        mixing: ``tanh`` or ``softmax``, the non-linearity that makes template shares from the context.
-        context_norm: whether y passes a LayerNorm when it is read at layer l. The paper does not say; a pre-LN stream
-            grows with depth, and every pre-LN model normalises where it is read out, so this is on by default.
-        modulated: False holds T at the identity, the control of what y brings: it is computed and changes nothing.
-        variational: the VAE form (Appendix A.1): y is drawn around its mean in training and is its mean in evaluation.
+        mixing: ``tanh`` or ``softmax``, the non-linearity that computes template weights from the context.
+        context_norm: whether y passes a LayerNorm when it is read at layer l. The paper does not say. By default it
+            does: a pre-LN stream grows with depth, and every pre-LN model normalises it before using it.
+        modulated: False keeps T at the identity, as a baseline: y is computed and has no effect.
+        variational: the VAE variant (Appendix A.1): y is sampled in training and is its mean in evaluation.
         input_features, output_features: for ``CGTForRegression``: sizes of the vectors that replace tokens
             and of the predictions. None for language models.
         vector_input: how vectors enter a ``CGTForRegression``: ``learned``, by a linear map, or ``padded`` with zeros
-            to the width of the model, as in the paper.
+            to the model's width, as in the paper.
 
     Raises:
         ValueError: for an unknown keyword (names the nearest), if a size is not positive, does not divide, or the layer
@@ -94,7 +94,7 @@ class CGTConfig(GPT2Config):
         fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         known = {*fields, *cls.attribute_map, *_OF_TRANSFORMERS}
         unknown = [name for name in names if name not in known and not name.startswith("_")]
-        # Settings of generation were written into configurations once; transformers drops them.
+        # Earlier transformers wrote settings of generation into configurations; transformers ignores them now.
         return [name for name in unknown if name not in GenerationConfig().to_dict()] if unknown else []
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class CGTConfig(GPT2Config):
             fields = sorted(field.name for field in dataclasses.fields(type(self)))  # type: ignore[arg-type]
             raise UnknownSettingError(f"CGTConfig: unknown setting {quoted(key)}; {did_you_mean(key, fields)}")
         for key in [key for key in kwargs if key in self.attribute_map]:
-            setattr(self, key, kwargs.pop(key))  # before the checks, which know the fields by one name
+            setattr(self, key, kwargs.pop(key))  # before the checks, which use the fields' main names
         for name in ("n_layer", "n_embd", "n_head", "context_size", "context_heads", "rank", "templates"):
             check_value(name, getattr(self, name), Count)
         for name in ("context_inner", "input_features", "output_features"):
@@ -132,7 +132,7 @@ class CGTConfig(GPT2Config):
 
 
 class CGTRegressionConfig(CGTConfig):
-    """Hold the settings of a ``CGTForRegression`` that is looked up by the type of its config, as presets are."""
+    """Hold the settings of a ``CGTForRegression``; its ``model_type`` lets presets and Auto classes find that class."""
 
     model_type = "relinear_cgt_regression"
 

@@ -1,4 +1,4 @@
-"""The layers of the Contextually Guided Transformer: GPT-2's own, with a second stream or with generated operators."""
+"""The layers of the Contextually Guided Transformer: GPT-2's layers with a second stream or generated operators."""
 
 # Legend: B batch, T tokens, D width of x, E width of y, M templates, R rank
 
@@ -35,16 +35,16 @@ class Modulator(nn.Module):
         return mixing(y, weight, bias, self.mixing)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return T(x; y) for x (B, T, D) and y (B, T, E) or, one context a sequence, (B, 1, E)."""
+        """Return T(x; y) for x (B, T, D) and y (B, T, E), or (B, 1, E) for one context per sequence."""
         return modulate(x, self.shares(y), self.left, self.right, self.right_bias)
 
     def flops_per_token(self) -> int:
-        """Count the FLOPs of the shares, [x, 1] R_all, the mixing of its columns, and the product with L_all."""
+        """Count the FLOPs of the template weights, [x, 1] R_all, mixing its columns, and the product with L_all."""
         columns, width = self.left.shape[0] * self.left.shape[1], self.left.shape[2]
         return 2 * self.mix.weight.numel() + 4 * columns * width + 2 * columns**2 + 2 * columns
 
     def param_roles(self) -> dict[str, ParamRole]:
-        """Return roles: L is summed over the M R columns, which the settings fix; R and S over widths."""
+        """Return roles: L sums over M R columns, which the settings fix; R and S sum over widths."""
         templates, rank, width = self.left.shape
         return {
             "left": ParamRole(templates * rank, fan_in_scales=False),
@@ -64,7 +64,7 @@ class Modulator(nn.Module):
 
 
 class ContextAttention(GPT2Attention):
-    """Attend with queries, keys and values from [x, y], and write to y alone."""
+    """Compute attention with queries, keys and values from [x, y]; the result is added to y alone."""
 
     def __init__(self, config: CGTConfig, layer_idx: int):
         super().__init__(config, layer_idx=layer_idx)
@@ -79,7 +79,7 @@ class ContextAttention(GPT2Attention):
 
 
 class ContextMLP(GPT2MLP):
-    """Apply the MLP of the y stream: it reads [x, y] and writes y."""
+    """Apply the MLP of the y stream, whose input is [x, y] and whose output is added to y."""
 
     def __init__(self, config: CGTConfig):
         inner = config.context_inner or 4 * config.context_size
@@ -89,7 +89,7 @@ class ContextMLP(GPT2MLP):
 
 
 class ContextStream(nn.Module):
-    """Hold the y half of a two-stream layer: its own normalisations, heads and MLP.
+    """Compute the y stream of a two-stream layer, with separate normalisations, heads and MLP.
 
     Its cache entry comes after those of all x layers, at ``n_layer + layer_idx``.
     """
@@ -102,18 +102,18 @@ class ContextStream(nn.Module):
         self.mlp = ContextMLP(config)
 
     def attend(self, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
-        """Return y after its attention, given the normalised x (B, T, D) and the stream y (B, T, E)."""
+        """Return y after its attention, for the normalised x (B, T, D) and the stream y (B, T, E)."""
         return y + self.attn(torch.cat([x, self.ln_1(y)], -1), **kwargs)[0]
 
     def feed(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return y after its MLP, given the normalised x (B, T, D) and the stream y (B, T, E)."""
+        """Return y after its MLP, for the normalised x (B, T, D) and the stream y (B, T, E)."""
         return y + self.mlp(torch.cat([x, self.ln_2(y)], -1))
 
 
 class CGTBlock(GPT2Block):
-    """A GPT-2 block for x that also carries y (below layer l) or is modulated by it (from layer l on).
+    """Run a GPT-2 block on x; it also computes y (below layer l) or is modulated by it (from layer l on).
 
-    The parameters of the x stream have the names they have in GPT-2.
+    The parameters of the x stream have the same names as in GPT-2.
     """
 
     def __init__(self, config: CGTConfig, layer_idx: int):
@@ -132,12 +132,12 @@ class CGTBlock(GPT2Block):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return (x, y) after the block, and the attention of x (B, H, T, S) where its implementation has it.
+        """Return (x, y) after the block, and the attention of x (B, H, T, S) if the implementation computes it.
 
         Args:
             hidden_states: x, (B, T, D).
-            context: below l the y stream (B, T, E), or None to leave it out; from l on the context that modulates,
-                (B, T, E) or (B, 1, E), returned as it came.
+            context: below l the y stream (B, T, E), or None to omit it; from l on the context that modulates,
+                (B, T, E) or (B, 1, E), returned unchanged.
             past_key_values, attention_mask, kwargs: as in GPT-2.
         """
         kwargs |= {"past_key_values": past_key_values, "attention_mask": attention_mask}

@@ -1,9 +1,9 @@
-"""The regularisers of the CGT paper, which keep a context slow, spread out and informative; one function an equation.
+"""The regularisers of the CGT paper, which keep a context slow, spread out and informative; one function per equation.
 
 Sums that the paper writes with a proportionality sign are averages here, so that a weight means the same for every
-length and batch size. Only positions marked in ``real`` (B, T) enter, by default all. ``shares`` (B,) weight samples,
-by default equally: with numbers of target tokens, accumulated batches add up to one big batch, but for statistics of
-a batch (``decorrelation``, ``gaussian_process_matching``, ``moment_matching``).
+length and batch size. Only positions marked in ``real`` (B, T) count, by default all. ``shares`` (B,) are weights of
+the samples, by default equal. If they are numbers of target tokens, accumulated batches give the gradient of one large
+batch, except for statistics of a batch (``decorrelation``, ``gaussian_process_matching``, ``moment_matching``).
 """
 
 # Legend: B batch, T positions, E width of y
@@ -16,7 +16,7 @@ from relinear.contract.config import check_choice
 
 
 def _weights(weights: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """Return zeta scaled to mean one over the positions; constant for None."""
+    """Return zeta scaled to a mean of one over the positions; ones for None."""
     if weights is None:
         return like.new_ones(length)
     if weights.shape != (length,):
@@ -38,7 +38,7 @@ def _average(values: Tensor, shares: Tensor | None) -> Tensor:
 
 
 def _masked_mean(values: Tensor, weights: Tensor, real: Tensor, dim: int) -> Tensor:
-    """Average the real entries of ``values`` along ``dim``, with ``weights`` scaled to mean one over them."""
+    """Average the real entries of ``values`` along ``dim``, with ``weights`` scaled to a mean of one over them."""
     weights = torch.where(real, weights, 0.0)
     total = torch.where(real, values, 0.0) * weights
     return total.sum(dim) / weights.sum(dim).clamp(min=torch.finfo(values.dtype).tiny)
@@ -51,8 +51,8 @@ def continuity(
 
     Args:
         y: (B, T, E) with T >= 2.
-        weights: zeta(s) for all T positions (the first is not used), scaled to mean one over those used; None for 1.
-        real, shares: see the head of this file; a step counts where both of its ends are real.
+        weights: zeta(s) for all T positions (the first is not used), scaled to a mean of one over those used; None: 1.
+        real, shares: see the head of this file; a step counts if both of its ends are real.
     """
     n = F.normalize(y, dim=-1)
     steps = (n[:, 1:] - n[:, :-1]).square().sum(-1)
@@ -79,7 +79,7 @@ def decorrelation(y: Tensor, weights: Tensor | None = None, *, real: Tensor | No
 
 
 def profile(kind: str, length: int) -> Tensor:
-    """Return zeta(s), s = 1 .. length, mean one: ``constant``, ``linear`` (s), ``quadratic`` (s^2), ``second_half``."""
+    """Return zeta(s) for s = 1 .. length, with a mean of one: constant, linear (s), quadratic (s^2) or second half."""
     check_choice("profile", kind, ("constant", "linear", "quadratic", "second_half"))
     s = torch.arange(1, length + 1, dtype=torch.float32)
     shapes = {"constant": s**0, "linear": s, "quadratic": s**2, "second_half": (s > length / 2).float()}
@@ -87,23 +87,23 @@ def profile(kind: str, length: int) -> Tensor:
 
 
 def kernel_profile(kernel: Tensor) -> Tensor:
-    """Return zeta = -kappa_2 of a prior (CGT, Appendix A.3), (T,) with mean one: the cost of a step of y by position.
+    """Return zeta = -kappa_2 of a prior (CGT, Appendix A.3), (T,) with a mean of one: the cost of steps by position.
 
-    With tau = (s + t) / 2 and delta = s - t, kappa_2(tau) = sum_delta K^-1[tau + delta/2, tau - delta/2] delta^2 runs
-    over an anti-diagonal of K^-1. The step from s - 1 to s has tau = s - 1/2; an anti-diagonal whose tau is a whole
-    number goes to the two steps beside it by halves. The first position, which no step leads to, has the weight of the
-    first step (decorrelation reads it).
+    With tau = (s + t) / 2 and delta = s - t, kappa_2(tau) = sum_delta K^-1[tau + delta/2, tau - delta/2] delta^2 sums
+    over an anti-diagonal of K^-1. The step from s - 1 to s has tau = s - 1/2. An anti-diagonal whose tau is a whole
+    number contributes one half to each of the two adjacent steps. The first position, to which no step leads, has the
+    weight of the first step; only decorrelation uses it.
 
-    A stationary kernel has constant weights: the paper leaves the ends of the sequence out of account, so that K^-1 is
-    that of the whole line, stationary as well, with -kappa_2 = sum_delta K(delta) delta^2 / (sum_delta K(delta))^2.
-    (The inverse of the finite matrix would not do: for the RBF kernel it oscillates from the ends inward, weights of
-    both signs hundreds of times their mean.)
+    A stationary kernel has constant weights. The paper ignores the ends of the sequence, so that K^-1 is that of the
+    whole line and stationary as well, with -kappa_2 = sum_delta K(delta) delta^2 / (sum_delta K(delta))^2. The inverse
+    of the finite matrix cannot be used: for the RBF kernel it oscillates near the ends, with weights of both signs that
+    are hundreds of times their mean.
 
     Args:
         kernel: (T, T) with T >= 2, the prior covariance of y.
 
     Raises:
-        ValueError: if a weight is negative, so that large steps would be rewarded there.
+        ValueError: if a weight is negative, as large steps would then be rewarded.
     """
     wide = kernel.double()
     length = len(wide)
@@ -145,7 +145,7 @@ def exponential_kernel(length: int, scale: float = 0.1) -> Tensor:
 def estimation_kernel(length: int, noise: float = 1.0) -> Tensor:
     """Return 1 + eps^2 min(s, t) / (s t) = 1 + eps^2 / max(s, t), (T, T): estimating a mean from s samples (Eq. 1).
 
-    Its smallest eigenvalues fall as eps^2 / T^2, so that it is inverted in float64 only.
+    Its smallest eigenvalues fall as eps^2 / T^2, so that it must be inverted in float64.
     """
     s = torch.arange(1, length + 1, dtype=torch.float64)
     return 1 + noise**2 / torch.maximum(s[:, None], s)
@@ -163,17 +163,17 @@ def gaussian_process_kl(
 ) -> Tensor:
     """Return the KL terms of the VAE loss (CGT, Eq. 2 and 7) for beta_y = 1, averaged over samples.
 
-    1/2 sum_is [-log sigma + K^-1_ss sigma] + 1/2 sum_ist K^-1_st mu_is mu_it, where sigma is the **variance** of q:
-    that reading makes it the divergence between q = N(mu, diag sigma) and the Gaussian process N(0, K), up to constants
-    (Eq. 6 writes sigma^2 for the same thing).
+    1/2 sum_is [-log sigma + K^-1_ss sigma] + 1/2 sum_ist K^-1_st mu_is mu_it, where sigma is the **variance** of q.
+    Read in this way it is, up to constants, the divergence between q = N(mu, diag sigma) and the Gaussian process
+    N(0, K). (Eq. 6 writes sigma^2 for the variance.)
 
     Args:
         mean, log_variance: (B, T, E).
         kernel: (T, T).
-        constants: add log det K - T, which makes the value the divergence itself.
-        reduction: ``sum`` over positions and components, as Eq. 2 is written; ``components``, that sum divided by the
-            number of positions, which is the evidence bound per token beside a loss per token; ``mean``, divided by the
-            number of components too.
+        constants: add log det K - T, so that the value is the divergence itself.
+        reduction: ``sum`` over positions and components, as in Eq. 2; ``components``: that sum divided by the number of
+            positions, the term of the evidence bound that goes with a loss per token; ``mean``: divided by the number
+            of components too.
         real, shares: see the head of this file; the prior of a sample is that of its real positions alone.
     """
     check_choice("reduction", reduction, ("mean", "components", "sum"))
@@ -182,7 +182,7 @@ def gaussian_process_kl(
         raise ValueError(f"the kernel must be {length} by {length} for {length} positions, got {tuple(kernel.shape)}")
     wide, counts = kernel.double(), mean.new_full((1,), length)
     if real is not None:
-        # 1 on the diagonal in place of padding: the inverse is then that of the real positions' part.
+        # Ones on the diagonal at padding: the inverse then contains that of the real positions' covariance.
         inside = real.unsqueeze(-1) & real.unsqueeze(-2)
         wide = torch.where(inside, wide, torch.eye(length, dtype=wide.dtype, device=wide.device))
         mean = torch.where(real.unsqueeze(-1), mean, 0.0)
@@ -199,7 +199,7 @@ def gaussian_process_kl(
 
 
 def _moments(y: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean (T, E) and deviations (B, T, E) (0 at padding) of each position, and its samples (T,)."""
+    """Return for each position the mean (T, E), the deviations (B, T, E), 0 at padding, and the samples (T,)."""
     inside, counts = real.unsqueeze(-1), real.sum(0)
     mean = torch.where(inside, y, 0.0).sum(0) / counts.clamp(min=1).unsqueeze(-1)
     return mean, torch.where(inside, y - mean, 0.0), counts
@@ -215,16 +215,16 @@ def gaussian_process_matching(
     Args:
         y: (B, T, E).
         kernel: (T, T).
-        positions: indices of a subset of positions to estimate on, to save time; None takes all T.
-        real: see the head of this file; <dy_s dy_t> runs over the samples that are real at both, and pairs of positions
-            without any are left out.
+        positions: indices of the positions to estimate on, which saves time; None for all T.
+        real: see the head of this file; <dy_s dy_t> is over the samples that are real at both positions; pairs of
+            positions without samples are omitted.
     """
     real = _real(real, y)
     if positions is not None:
         y, kernel, real = y[:, positions], kernel[positions][:, positions], real[:, positions]
     batch, length, width = y.shape
-    mean, std, counts = _moments(y, real)
-    flat = std.reshape(batch, length * width)
+    mean, deviations, counts = _moments(y, real)
+    flat = deviations.reshape(batch, length * width)
     covariance = (flat.T @ flat).view(length, width, length, width)
     target = kernel.to(y)[:, None, :, None] * torch.eye(width, dtype=y.dtype, device=y.device)[None, :, None, :]
     pairs = real.to(y).T @ real.to(y)
@@ -238,11 +238,11 @@ def moment_matching(y: Tensor, *, real: Tensor | None = None) -> Tensor:
 
     Args:
         y: (B, T, E); <.> is the mean over the batch and dy = y - <y>.
-        real: see the head of this file; positions that are padding in every sample are left out.
+        real: see the head of this file; positions that are padding in every sample are omitted.
     """
-    mean, std, samples = _moments(y, _real(real, y))
-    std = std.transpose(0, 1)
-    covariance = std.mT @ std / samples.clamp(min=1)[:, None, None]
+    mean, deviations, samples = _moments(y, _real(real, y))
+    deviations = deviations.transpose(0, 1)
+    covariance = deviations.mT @ deviations / samples.clamp(min=1)[:, None, None]
     eye = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device)
     values = mean.square().sum(-1) + (covariance - eye).square().sum((-1, -2))
     return torch.where(samples > 0, values, 0.0).sum() / (samples > 0).sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""The Contextually Guided Transformer: a GPT-2 that turns what it has read into weights of its upper layers."""
+"""The Contextually Guided Transformer: a GPT-2 that computes, from what it has read, weights of its upper layers."""
 
 # Legend: B batch, T tokens, D width of x, E width of y, V vocabulary, F features
 
@@ -26,7 +26,7 @@ from relinear.hf.modes import eval_mode
 from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 
-#: what transformers' own code hands to any model, and what its tokenizers make: without a meaning here
+#: arguments that transformers or its tokenizers pass to any model, and that a CGT ignores
 _PASSED_ON = frozenset(
     {*TransformersKwargs.__annotations__, "cache_position", "shift_labels", "token_type_ids", "return_dict"}
 )
@@ -34,16 +34,16 @@ _PASSED_ON = frozenset(
 
 @dataclasses.dataclass
 class CGTOutput(ModelOutput):
-    """Hold the output of a CGT; fields that were not asked for are None.
+    """Hold the output of a CGT; fields that were not requested are None.
 
     Args:
-        loss: scalar, where labels or targets were given.
+        loss: scalar, if labels or targets were given.
         logits: (B, T, V), or the predictions (B, T, F) of a regression model.
         last_hidden_state: (B, T, D), of the bare model.
         past_key_values: the cache, with entries for the x layers, then for the y layers.
-        context: (B, T, E), y as computed for each token (its mean in the VAE form); None if it was given instead.
-        context_log_variance: (B, T, E), of the VAE form.
-        context_sample: (B, T, E), the y that the VAE form drew in training and that the upper layers read.
+        context: (B, T, E), the y computed for each token (its mean in the VAE variant); None if it was given.
+        context_log_variance: (B, T, E), of the VAE variant.
+        context_sample: (B, T, E), the y that the VAE variant samples in training and the upper layers read.
         hidden_states, attentions: as in GPT-2, of the x stream.
     """
 
@@ -59,7 +59,7 @@ class CGTOutput(ModelOutput):
 
 
 class CGTPreTrainedModel(GPT2PreTrainedModel):
-    """Initialisation and the shared declarations of the CGT classes."""
+    """Base of the CGT classes: initialisation and declarations for transformers."""
 
     config: CGTConfig
     config_class = CGTConfig
@@ -84,33 +84,33 @@ class CGTPreTrainedModel(GPT2PreTrainedModel):
         return super()._get_resized_embeddings(old_embeddings, *args, **kwargs)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # For custom code transformers skips modules without parameters of their own, and with them GPT-2's scaling of
-        # c_proj; ours draws through ``transformers.initialization``, which leaves alone whatever was loaded.
+        # For custom code transformers skips modules without direct parameters, and with them GPT-2's scaling of c_proj.
+        # We draw with ``transformers.initialization``, which does not change loaded tensors.
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Modulator):
-            # L(y), the inner product with R(y) and so the change of x are as large for one template as for many: shares
-            # are of order one for tanh and of order 1 / M for softmax. Every factor gets a gradient at the first step.
+            # L(y), the inner product with R(y) and so the change of x do not depend on the number of templates: their
+            # weights are of order one for tanh and of order 1 / M for softmax. Every factor has a gradient at once.
             templates, _, width = module.left.shape
-            each = templates ** (-0.5 if module.mixing == "tanh" else 0.5)
+            template_std = templates ** (-0.5 if module.mixing == "tanh" else 0.5)
             initialization.normal_(module.mix.weight, std=module.mix.weight.shape[-1] ** -0.5)
             initialization.zeros_(module.mix.bias)  # type: ignore[arg-type]
-            initialization.normal_(module.left, std=each * self.config.initializer_range)
-            initialization.normal_(module.right, std=each * width**-0.5)
+            initialization.normal_(module.left, std=template_std * self.config.initializer_range)
+            initialization.normal_(module.right, std=template_std * width**-0.5)
             initialization.zeros_(module.right_bias)
         if isinstance(module, CGTModel) and module.context_log_variance is not None:
             initialization.zeros_(module.context_log_variance.weight)
 
 
 class CGTModel(HasHookPoints, CGTPreTrainedModel):
-    """The two streams, the context between them, and the modulated layers (CGT, Section 3.1 and Appendix B.1).
+    """Run the two-stream layers and the layers that the context modulates (CGT, Section 3.1 and Appendix B.1).
 
-    Below layer l the x stream depends on x alone; y sees both. From layer l on only x is processed, and every attention
-    and every MLP reads T(LN(x); y). The names of the x stream's parameters are those of ``GPT2Model``. The y that they
-    read can be read and changed as ``context``.
+    Below layer l the x stream depends on x alone; y depends on both. From layer l on only x is processed, and every
+    attention and every MLP reads T(LN(x); y). The names of the x stream's parameters are those of ``GPT2Model``. Hook
+    point: ``context``, the y that the upper layers read.
     """
 
     hook_kind = "context"
@@ -147,7 +147,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
     ) -> tuple:
         """Return (x, y) before the first layer, for tokens or embeddings (B, T, D + E).
 
-        Those of x alone (B, T, D) do where y is not read (``computes``), or has no part of its own for a token.
+        Embeddings of x alone, (B, T, D), suffice if y is not computed (``computes``) or has no token embedding.
         """
         sizes = (self.config.n_embd, self.config.context_size)
         if inputs_embeds is None:
@@ -180,7 +180,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> CGTOutput:
-        """Run like ``CGTForCausalLM.forward``; with ``context_only`` nothing above layer l is computed."""
+        """Run as ``CGTForCausalLM.forward`` without the head; with ``context_only``, only the layers below l."""
         kwargs = {key: value for key, value in kwargs.items() if not key.startswith("output_")}
         _check_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -255,10 +255,10 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
             )
 
     def _extend_cache(self, cache: Cache, seen: int, computes: bool, rate: float) -> None:
-        """Give the cache entries for the y layers, and one for the moving average of the context, where they lack."""
+        """Add missing entries to the cache: for the y layers, and for the moving average of the context."""
         if rate > 0 and cache.is_compileable:
             raise ValueError("a moving average of the context needs a cache that grows: use the default (dynamic) one")
-        # Caches without layers make them as they are filled.
+        # Caches without layers create them when they are filled.
         entries = self.config.n_layer + self.config.context_layer + int(rate > 0)
         if cache.layer_class_to_replicate is None:
             while len(cache.layers) < entries:
@@ -275,7 +275,7 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
     def _averaged(
         self, computed: Tensor, frozen: Tensor, rate: float, attention_mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """Return the moving average of the computed context, from the frozen one or the cache's on."""
+        """Return the moving average of the computed context, which starts from the cache's average or ``frozen``."""
         length = computed.shape[1]
         mask = attention_mask[:, -length:] if attention_mask is not None and attention_mask.ndim == 2 else None
         slot = self.config.n_layer + self.config.context_layer
@@ -494,8 +494,10 @@ AutoModelForCausalLM.register(CGTRegressionConfig, CGTForRegression)  # the one 
 
 
 def _at(hidden: Tensor, positions: int | Tensor) -> Tensor:
-    """Return ``hidden`` (B, T, D) where logits are wanted, as in transformers: the last so many positions (all for 0),
-    the same positions (K,) or others (B, K) for every sample, or a mask (B, T), which flattens.
+    """Return ``hidden`` (B, T, D) at the positions whose logits are wanted, as in transformers.
+
+    ``positions`` is the number of last positions (0 for all), positions (K,) for all samples, positions (B, K) for each
+    sample, or a mask (B, T), for which the result is flat.
     """
     if isinstance(positions, int):
         return hidden[:, -positions:]

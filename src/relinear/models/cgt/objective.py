@@ -17,7 +17,7 @@ from relinear.contract.objective import GuidedTraining as GuidedTraining
 from relinear.contract.objective import ObjectiveConfig
 from relinear.models.cgt import losses
 
-#: what marks a position that does not count, by the name of a batch's entry
+#: name of a batch's entry -> its value at positions that do not count
 _PADDING = {"labels": IGNORED_LABEL, "target_mask": 0}
 
 
@@ -30,16 +30,16 @@ def draw_splits(
     shared: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return where the prefix of each sequence ends: (B,) numbers of tokens in it, uniform over what is possible.
+    """Draw the length of each sequence's prefix, (B,), uniformly over the possible lengths.
 
-    The prefix has at least one token and the rest at least two, so that something is predicted; with a horizon, the
-    rest has all of its horizon + 1 tokens (CGT, Section 3.2).
+    The prefix has at least one token and the rest at least two, so that something is predicted. With a horizon, the
+    rest has at least horizon + 1 tokens (CGT, Section 3.2).
 
     Args:
         batch, length: B and T.
         horizon: Delta, or None for the whole rest.
-        allowed: draw from these only (the ends of examples, say); None for every position.
-        shared: one split for the whole batch, which wastes no computation on padding.
+        allowed: lengths to draw from (such as the ends of examples); None for all.
+        shared: draw one length for the whole batch, so that no computation is wasted on padding.
         device: of the result.
 
     Raises:
@@ -59,15 +59,15 @@ def draw_splits(
 def rest_of(
     batch: Mapping[str, Tensor], splits: Tensor, horizon: int | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return what follows each prefix, aligned to the left and padded with positions that do not count.
+    """Return the rest of each sequence after its prefix, aligned to the left and padded.
 
     Args:
-        batch: entries of shape (B, T, ...); with ``labels`` or ``target_mask`` among them, which mark the padding.
+        batch: entries of shape (B, T, ...), with ``labels`` or ``target_mask``, in which padding is marked.
         splits: (B,), tokens in each prefix.
-        horizon: Delta; the rest is cut after Delta + 1 tokens.
+        horizon: Delta; the rest is truncated to Delta + 1 tokens.
 
     Returns:
-        The entries with H positions each, and the original position of every one of them, (B, H).
+        The entries with H positions each, and their original positions (B, H).
     """
     length = next(iter(batch.values())).shape[1]
     count = length - int(splits.min())
@@ -95,9 +95,9 @@ def auxiliary_loss(
 ) -> Tensor:
     """Return L_aux: the loss on the rest of each sequence, with y frozen at the end of its prefix (CGT, Section 3.2).
 
-    Attention there does not see the prefix: y is all that is left of it, and gradients reach the prefix through y. The
-    loss is a mean over the targets of the rests, whose number is drawn with the splits: over accumulated batches it is
-    that of one big batch exactly where all rests are of one length, and on average otherwise.
+    Attention in the rest does not see the prefix: information and gradients pass only through y. The loss is a mean
+    over the targets of the rests, whose number depends on the splits. Accumulated batches give the gradient of one
+    large batch exactly if all rests have one length, and on average otherwise.
 
     Args:
         model: a ``CGTForCausalLM`` or ``CGTForRegression``.
@@ -105,7 +105,7 @@ def auxiliary_loss(
         context: (B, T, E), y as computed for the whole sequences.
         splits: (B,), from ``draw_splits``.
         horizon: Delta, or None for the whole rest.
-        positions: whether the rest counts its positions from 0, as a specialised model does by default, or goes on.
+        positions: whether positions in the rest restart from 0, as in a specialised model by default, or continue.
         kwargs: for the model (``num_items_in_batch``).
     """
     rest, source = rest_of(batch, splits, horizon)
@@ -119,8 +119,8 @@ def auxiliary_loss(
 def real_positions(batch: Mapping[str, Tensor]) -> Tensor | None:
     """Return (B, T), True where a sequence is not padding; None if there is no padding, or it is unknown.
 
-    By ``attention_mask``; without it padding is what follows a sequence's last label that counts, where anything does:
-    labels of -100 before that (of a prompt, say) are not padding.
+    ``attention_mask`` marks padding. Without it, all positions after a sequence's last label that counts are padding.
+    Labels of -100 before that one, such as those of a prompt, are not padding.
     """
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if mask is not None and mask.ndim == 2:
@@ -143,19 +143,18 @@ class CGTObjective(ObjectiveConfig):
     """L' = eta L_ce + (1 - eta) L_aux + w_C R_C + w_D R_D (CGT, Eq. 3), with the alternatives of Appendix A.
 
     Args:
-        eta: share of the ordinary loss; 1 leaves the auxiliary loss out (and does not compute it).
+        eta: weight of the ordinary loss; with 1 the auxiliary loss is not computed.
         horizon, splits, shared_split, positions: of the auxiliary loss, see ``draw_splits`` and ``auxiliary_loss``.
         continuity: w_C.
         decorrelation: w_D; the paper takes half of w_C.
         profile: zeta_C = zeta_D: ``constant``, ``linear``, ``quadratic``, ``second_half``, or ``kernel``, which derives
             it from the prior's kernel (Appendix A.3).
-        kl: beta_y of the VAE form; needs a model with ``variational=True``.
-        kl_reduction: the KL that beta_y weighs: ``mean``, the KL per token and component;
-            ``components``, the KL per token (the evidence bound); ``sum``, the KL of the sequence, as Eq. 2 is written.
-            beta_y of one is beta_y / E, or beta_y / (T E), of the mean. The paper's 0.01, "virtually non-existent",
-            fits the mean.
-        aux_context: what L_aux freezes in the VAE form: ``sample``, the y that was drawn (the paper's: y takes the
-            place of its mean throughout), or ``mean``.
+        kl: beta_y of the VAE variant; needs a model with ``variational=True``.
+        kl_reduction: the KL that beta_y multiplies: ``mean``: the KL per token and component; ``components``: the KL
+            per token (the evidence bound); ``sum``: the KL of the sequence, as in Eq. 2. To get the same loss as with
+            ``mean``, divide beta_y by E or by T E. The paper's 0.01, "virtually non-existent", fits the mean.
+        aux_context: the y that L_aux freezes in the VAE variant: ``sample``, the sampled one (as in the paper, where
+            the sample is used everywhere), or ``mean``.
         matching: weight of R_P, the Gaussian-process matching regulariser, estimated on ``matching_positions`` random
             positions.
         moments: weight of R'_D, its simplified form.
@@ -213,8 +212,8 @@ class CGTObjective(ObjectiveConfig):
         """Return the weighted regularisers of y (B, T, E) that are switched on, by name.
 
         Args:
-            context, log_variance: what the model returns.
-            batch: its inputs, which tell padding and how many targets each sample has; None for neither.
+            context, log_variance: outputs of the model.
+            batch: the model's inputs, which give padding and the number of targets of each sample; None for neither.
         """
         real, shares = real_positions(batch or {}), _shares(batch or {})
         length = context.shape[1]

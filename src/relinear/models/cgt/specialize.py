@@ -1,4 +1,4 @@
-"""Specialise a CGT that has read a prefix into a stock GPT-2."""
+"""Specialise a CGT: fold the context of a prefix into the weights, which gives a stock GPT-2."""
 
 # Legend: T tokens of the prefix, D width of x, E width of y, K outputs of a projection
 
@@ -29,23 +29,23 @@ def specialize(
     context: Tensor | Sequence[float] | None = None,
     first_position: int = 0,
 ) -> Any:
-    """Read ``prefix_ids`` once, freeze y at its end and fold every T(.; y); the result is a plain GPT-2.
+    """Read ``prefix_ids`` once, freeze y at their end and fold every T(.; y); the result is a plain GPT-2.
 
-    T follows a normalisation and precedes a projection W, b, so it goes into the latter: W A and W t + b for T(x) = A x
-    + t. Operators in place of projections of the x stream are multiplied out first. The result has the x stream's width
-    and nothing of the y stream; its logits are those of ``model(ids, frozen_context=y)``.
+    T(x) = A x + t follows a normalisation and precedes a projection W, b, which becomes W A, W t + b. Operators that
+    replaced projections of the x stream are first converted to dense layers. The result has the x stream's width and no
+    y stream; its logits are those of ``model(ids, frozen_context=y)``.
 
     Args:
         model: a ``CGTForCausalLM``, or a ``CGTForRegression``.
         prefix_ids: (T,) or (1, T), the tokens to read, as a tensor or a list; the vectors (T, F) or (1, T, F) of a
             regression model. Give these or ``context``.
         context: (E,) or (1, E), a y to use unchanged.
-        first_position: the position that the first token after the prefix takes. 0 (the auxiliary loss's default)
-            starts again; the length of the prefix goes on counting, which leaves that many positions fewer.
+        first_position: position of the first token after the prefix. 0 (the auxiliary loss's default) starts again; the
+            length of the prefix continues to count, which leaves that many positions fewer.
 
     Returns:
-        A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear. Of a ``CGTForRegression``,
-        which has no stock class, one whose T is the identity (``modulated=False``) and that has no y stream.
+        A ``GPT2LMHeadModel`` that shares no storage with ``model`` and needs no relinear. For a ``CGTForRegression``,
+        which has no stock class, a ``CGTForRegression`` with ``modulated=False`` and no y stream.
 
     Raises:
         ValueError: if the model is not a CGT with a head, the prefix is empty, a batch, too long, or no ids of the
@@ -152,7 +152,7 @@ def _is_stock(name: str) -> bool:
 
 
 def _fold(modulator: Modulator, y: Tensor, state: dict[str, Tensor], name: str) -> None:
-    """Put T(.; y) into the Conv1D ``name``: its weight (D, K) becomes A^T W, its bias W^T t + b."""
+    """Fold T(.; y) into the Conv1D ``name``: its weight (D, K) becomes A^T W, its bias W^T t + b."""
     matrix, shift = modulator.affine(y)
     weight = state[f"{name}.weight"]
     wide = weight.to(matrix.dtype)
