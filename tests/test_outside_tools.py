@@ -173,7 +173,7 @@ def test_adapters_beside_operators(case: Case, lora, tmp_path) -> None:
     settings = peft.LoraConfig.from_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(source, tmp_path, config=settings)
     assert relative(logits(again), trained) < 1e-6
-    with pytest.raises(ValueError, match="leave it beside the operator"):
+    with pytest.raises(ValueError, match="do not merge it"):
         model.merge_adapter()
 
 

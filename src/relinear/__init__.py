@@ -1,16 +1,16 @@
 """relinear: replace, modulate and compose the linear layers of Transformers.
 
-What most programs need is an attribute of this package. The rest is in its rooms: ``relinear.residual``,
-``.activations``, ``.evaluate``, ``.analysis``, ``.data``, ``.contract`` and ``.clifford``. A name is public by the form
-``import name as name``. Importing the package makes kinds known by their names, and models and the loader of
-checkpoints known to transformers.
+This package exports what most programs need. The rest is in its subpackages: ``relinear.residual``, ``.activations``,
+``.evaluate``, ``.analysis``, ``.data``, ``.contract`` and ``.clifford``. Names imported as ``import name as name`` are
+public. Importing the package registers kinds of operators and attachments, and registers models and the loader of
+checkpoints with transformers.
 """
 
 from importlib import import_module as _import_module
 from types import ModuleType as _ModuleType
 from typing import Any as _Any
 
-import relinear.registration as _registration  # noqa: F401  # first: what is looked up by name
+import relinear.registration as _registration  # noqa: F401  # first: registers what is looked up by name
 from relinear import activations as activations
 from relinear import analysis as analysis
 from relinear import clifford as clifford
@@ -67,7 +67,7 @@ _import_named()
 
 
 def __getattr__(name: str) -> _Any:
-    """``relinear.bench`` after ``import relinear`` alone, and names that have moved."""
+    """Return a submodule, such as ``relinear.bench``, that is not imported yet, or a name that has moved."""
     if name in _MOVED:
         return _moved(name)
     try:

@@ -82,7 +82,7 @@ _RENAMED = {
 
 
 class _MovedModules:
-    """Finds modules of 0.2 by their old paths."""
+    """Find modules of 0.2 by their old paths."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         known = name in MOVED_MODULES or name in _PACKAGES
@@ -112,7 +112,7 @@ def _find(module: str, old: str) -> Any:
 
 
 def find_moved_modules() -> None:
-    """Let modules of 0.2 be imported under their old paths, after all that are there."""
+    """Let modules of 0.2 be imported by their old paths, if no module of that name exists."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
 
@@ -128,14 +128,14 @@ class RenamedHook:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         _warn_renamed(owner, self.old, self.new, 3)
-        # an override under the old name was found first, unless it is the one that calls super()
+        # an override under the old name takes precedence, unless it is the one that calls super()
         overrides = [cls for cls in owner.__mro__ if not isinstance(vars(cls).get(self.old, self), RenamedHook)]
         source: Any = owner if instance is None else instance
         return getattr(super(overrides[-1], source) if overrides else source, self.new)
 
 
 def adopt_renamed_hooks(cls: type) -> None:
-    """Let hooks that the new class ``cls`` defines under an old name serve under the new one, and warn."""
+    """Rename hooks that the new class ``cls`` defines under an old name to the new one, and warn."""
     for base in cls.__mro__[1:]:
         for old, hook in vars(base).items():
             if isinstance(hook, RenamedHook) and old in vars(cls):
@@ -163,20 +163,20 @@ def with_new_keys(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
     return {renamed.get(key, key): value for key, value in values.items()}
 
 
-#: class of settings -> keys that records of earlier versions hold and that are gone
+#: class of settings -> keys in records of earlier versions that were removed
 REMOVED_SETTINGS = {"BenchSettings": ("for_inference", "peers", "untuned"), "ModelBenchSettings": ("for_inference",)}
 
 
 def without_removed(settings: type, values: Any) -> Any:
-    """Return ``values``, a record of the class ``settings``, without the keys that are gone."""
+    """Return ``values``, a record of the class ``settings``, without the keys that were removed."""
     removed = REMOVED_SETTINGS.get(settings.__name__, ())
-    gone = removed and isinstance(values, Mapping)
-    return {key: value for key, value in values.items() if key not in removed} if gone else values
+    has_keys = removed and isinstance(values, Mapping)
+    return {key: value for key, value in values.items() if key not in removed} if has_keys else values
 
 
 #: column of results of 0.1 and 0.2 -> its name now
 RENAMED_COLUMNS = {"spread": "std", "deviation": "size_mismatch"}
-#: what a user wrote, in which a name may be any of these
+#: columns with what a user wrote, in which any key is allowed
 _AS_WRITTEN = ("recipe", "settings", "set")
 
 

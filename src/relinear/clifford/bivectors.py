@@ -1,4 +1,4 @@
-"""Convert bivectors to antisymmetric matrices, and multivectors to the vectors and bivectors they determine.
+"""Convert bivectors to antisymmetric matrices, and rotors to the matrices by which they turn vectors.
 
 The bivector beta is the matrix K with K_ij = beta_ij for i < j. A rotor exp(beta) turns vectors by the matrix exp(2 K),
 and bivectors, as matrices, by K' -> exp(2 K) K' exp(-2 K).
@@ -69,7 +69,7 @@ def _neighbour_signs(n: int, from_left: int) -> np.ndarray:
 
 
 def _times_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the odd coordinates of x e_i and of e_i x for every vector, each (..., n, V/2), of the even part of x."""
+    """Return the odd coordinates of x e_i and of e_i x for every e_i, each (..., n, V/2), for the even part of x."""
     n = multivector_dimension(x)
     gathered = take_last(x, device_table(_odd_neighbours, n, x)).unflatten(-1, (n, -1))
     right = device_table(_neighbour_signs, (n, 0), x, x.dtype)
@@ -80,7 +80,7 @@ def _times_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 def divided_bivector(rotor: Tensor, x: Tensor) -> Tensor:
     """Return the bivector part (..., P) of r~ x for even r and x (..., V).
 
-    It is <x, r e_i e_j> = <x e_j, r e_i>, so that no product of multivectors is needed.
+    It equals <x, r e_i e_j> = <x e_j, r e_i>, so no product of multivectors is needed.
     """
     return bivector_from_matrix(_times_vectors(rotor)[0] @ _times_vectors(x)[0].mT)
 

@@ -1,8 +1,8 @@
-"""Invariant decomposition of bivectors.
+"""Invariant decomposition: split a bivector into commuting simple bivectors.
 
-A bivector B of Cl(n, 0) is the antisymmetric matrix K with K_ij = beta_ij; in a suitable orthonormal basis it is
-block-diagonal, sum_j sigma_j (p_j q_j^T - q_j p_j^T), and its simple parts are b_j = sigma_j p_j q_j: they commute, and
-exp(B) is the product of the exp(b_j). A rotor exp(B) turns vectors by the matrix exp(2 K).
+A bivector B of Cl(n, 0) is the antisymmetric matrix K with K_ij = beta_ij. In a suitable orthonormal basis K is
+block-diagonal, sum_j sigma_j (p_j q_j^T - q_j p_j^T). The simple parts b_j = sigma_j p_j q_j commute, so exp(B) is the
+product of the exp(b_j). A rotor exp(B) turns vectors by the matrix exp(2 K).
 """
 
 # Legend: n dimensions, V = 2^n blades, P planes, J = floor(n/2) simple parts
@@ -23,8 +23,8 @@ from relinear.clifford.tables import compute_dtype
 def plane_basis(columns: Tensor) -> Tensor:
     """Return an orthonormal basis (..., n, n) of the planes that pairs of columns (..., n, n) span.
 
-    Householder QR gives one even where columns vanish or repeat; what it invents then lies in the complement of the
-    planes before it, which is where the planes that are still missing lie.
+    Householder QR returns a basis even if columns vanish or repeat. The vectors that it then adds lie in the complement
+    of the previous planes, as the missing planes do.
     """
     return torch.linalg.qr(columns).Q
 
@@ -32,7 +32,7 @@ def plane_basis(columns: Tensor) -> Tensor:
 def spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvectors U (..., n, n) and eigenvalues (..., n) of the Hermitian matrix i K, planes first.
 
-    Columns are (p_j - i q_j)/sqrt(2) for the J planes, then their conjugates, then the vector left over (odd n).
+    Columns are (p_j - i q_j)/sqrt(2) for the J planes, then their conjugates, then the remaining vector (odd n).
     """
     count = angles.shape[-1]
     p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]
@@ -44,7 +44,7 @@ def spectral_basis(basis: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _FirstOrder(torch.autograd.Function):
-    """Pass a gradient through and refuse any further derivative; ``sources`` are the tensors it depends on."""
+    """Return a gradient unchanged; a further derivative raises an error. ``sources`` are the tensors it depends on."""
 
     generate_vmap_rule = True
 
@@ -62,9 +62,9 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorate a backward pass of a function that saved its argument first: further derivatives are refused.
+    """Decorate a backward pass of a function that saved its argument first: further derivatives raise an error.
 
-    torch's ``once_differentiable`` is silent where the incoming gradient is constant.
+    torch's ``once_differentiable`` raises none if the incoming gradient is constant.
     """
 
     @functools.wraps(backward)
@@ -79,7 +79,7 @@ def first_order(backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class SpectralFunction(torch.autograd.Function):
-    """Also return a basis of planes and the angles in it, for the backward pass (base class)."""
+    """Base of functions that also return a basis of planes and the angles in it, for the backward pass."""
 
     generate_vmap_rule = True
 
@@ -91,16 +91,16 @@ class SpectralFunction(torch.autograd.Function):
 
 
 class _Decompose(SpectralFunction):
-    """Map K (..., n, n) to its simple parts (..., J, n, n), by norm, descending; their basis and angles.
+    """Map K (..., n, n) to its simple parts (..., J, n, n) by descending norm, their basis and their angles.
 
-    b_j is a spectral function of the Hermitian matrix i K, equal to the eigenvalue on its own plane and to 0 elsewhere.
-    Its derivative between eigenvectors of planes j and k has the weight lambda_j / (lambda_j - lambda_k). Written for
-    all planes together, sum_j G_j b_j has the derivative
+    b_j is a spectral function of the Hermitian matrix i K: it equals the eigenvalue on plane j and 0 elsewhere. Its
+    derivative between eigenvectors of planes j and k has the weight lambda_j / (lambda_j - lambda_k). For all planes
+    together, sum_j G_j b_j has the derivative
 
-        (G_j + G_k)/2 + (G_j - G_k)/2 (lambda_j + lambda_k) / (lambda_j - lambda_k),
+        (G_j + G_k)/2 + (G_j - G_k)/2 (lambda_j + lambda_k) / (lambda_j - lambda_k).
 
-    in which the second term, infinite at a repeated plane, vanishes for whatever depends on the sum alone, such as the
-    exponential. At an exact repeat, where the single parts are undefined, it is left out.
+    The second term is infinite at a repeated plane. It vanishes for functions of the sum alone, such as the
+    exponential. At an exact repeat, where the single parts are undefined, it is omitted.
     """
 
     @staticmethod
@@ -136,7 +136,7 @@ class _Decompose(SpectralFunction):
         ratio = torch.where(repeated, 0.0, (row + column) / torch.where(repeated, 1.0, gap))
         same = owner.view(n, 1) == owner.view(1, n)
         combined = (by_row + by_column) / 2 + torch.where(same, 0.0, (by_row - by_column) / 2 * ratio)
-        if n > 2 * count:  # the vector left over belongs to no plane: the weight is lambda_j / (lambda_j - 0) = 1
+        if n > 2 * count:  # the remaining vector belongs to no plane: the weight is lambda_j / (lambda_j - 0) = 1
             combined = torch.cat((combined[..., :-1, :], by_column[..., -1:, :]), dim=-2)
             combined = torch.cat((combined[..., :, :-1], by_row[..., :, -1:]), dim=-1)
             keep = torch.ones(n, n, dtype=torch.bool, device=grad.device)
@@ -151,7 +151,7 @@ def _decompose_complex(matrix: Tensor) -> Tensor:
     count = matrix.shape[-1] // 2
     eigenvalues, vectors = torch.linalg.eig(matrix)
     inverse = torch.linalg.inv(vectors)
-    # one of each pair +-lambda: those on one side of a line that no special eigenvalue lies on
+    # one of each pair +-lambda: those on one side of a line at an angle that real or imaginary eigenvalues never have
     half = (eigenvalues.detach() * complex(math.cos(0.3), -math.sin(0.3))).imag.argsort(dim=-1, descending=True)
     half = half[..., :count]
     order = eigenvalues.detach().abs().gather(-1, half).argsort(dim=-1, descending=True)
@@ -178,7 +178,7 @@ def power_step(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def largest_part(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return the simple part v ^ (v _| B) of B, as a matrix; the largest one where v lies in the largest plane."""
+    """Return the simple part v ^ (v _| B) of B, as a matrix; it is the largest part if v lies in the largest plane."""
     image = (matrix @ vector.unsqueeze(-1)).squeeze(-1)
     outer = image.unsqueeze(-1) * vector.unsqueeze(-2)
     return outer - outer.mT
@@ -206,20 +206,20 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
 
     Args:
         beta: (..., P).
-        method: "spectral" (default), by eigenvectors, exact in value and gradient to rounding also where planes nearly
-            repeat; or "power_iteration", Algorithms 1 and 2 of arXiv 2507.11688: the plane is found without gradient,
-            then one iteration is differentiated. Its gradient is biased, because it leaves out how the planes turn
-            with beta (by how much is stated in the documentation); it is there for reproduction.
+        method: "spectral" (default): by eigenvectors, with value and gradient exact up to rounding, also if planes
+            nearly repeat; or "power_iteration", Algorithms 1 and 2 of arXiv 2507.11688: the plane is found without
+            gradient, then one iteration is differentiated. Its gradient is biased, because it ignores how the planes
+            turn with beta (the documentation states the bias); it is for reproduction.
         iterations, tolerance: of the power iteration; it stops when a step moves the unit vector by less.
 
     Returns:
-        (..., J, P), by norm, descending; they sum to ``beta``. Where two norms are equal the single parts are not
-        unique: any valid split is returned, and the gradient is that of functions of the sum (such as the exponential
-        of the sum). The spectral method is differentiable once. NaN, without a gradient, for a bivector with an entry
-        that is not finite; the others of its batch are what they would be alone.
+        (..., J, P) by descending norm; they sum to ``beta``. If two norms are equal, the single parts are not unique:
+        any valid split is returned, and the gradient is correct for functions of the sum (such as its exponential). The
+        spectral method is differentiable once. A bivector with an entry that is not finite gives NaN, without a
+        gradient; it does not affect the others of its batch.
 
-        A complex bivector is split by its eigenvalues, which must be distinct: a complex bivector with repeated
-        eigenvalues need not have a decomposition at all.
+        A complex bivector is split by its eigenvalues, which must be distinct: with repeated eigenvalues it may have no
+        decomposition.
 
     Raises:
         ValueError: on a size that is not n(n-1)/2, an unknown method, or power iteration of a complex bivector.
@@ -238,7 +238,7 @@ def decompose(beta: Tensor, *, method: str = "spectral", iterations: int = 1000,
     if n == 1:
         return beta.new_zeros(*beta.shape[:-1], 0, 0)
     matrix = bivector_to_matrix(beta.to(compute_dtype(beta.dtype)))
-    # Eigensolvers refuse a whole batch for one entry that is not a number.
+    # Eigensolvers raise an error for a whole batch if one entry is not finite.
     finite = matrix.isfinite().all(-1).all(-1)
     matrix = torch.where(finite[..., None, None], matrix, 0.0)
     if method == "power_iteration":

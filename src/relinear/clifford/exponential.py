@@ -1,8 +1,8 @@
-"""The exponential of bivectors, as often differentiable as needed.
+"""The exponential of bivectors, differentiable any number of times.
 
-For n <= 4 in closed form: of Cl(4) the even part is two copies of the quaternions. Above, through the even part of
-Cl(n), which is all of (the complex) Cl(n - 1) by e_ij -> v_ij, e_in -> i v_i: its matrices have half the size of those
-of Cl(n) where n is even.
+For n <= 4 there is a closed form; the even part of Cl(4) is two copies of the quaternions. For larger n it is computed
+by matrices of the complex Cl(n - 1), which is isomorphic to the even part of Cl(n) by e_ij -> v_ij, e_in -> i v_i. For
+even n these matrices have half the size of those of Cl(n).
 """
 
 # Legend: n dimensions, V = 2^n blades, P planes, K = 2^floor((n-1)/2), S blocks (1 for odd n, 2 for even n)
@@ -22,7 +22,7 @@ from relinear.clifford.products import geometric_product
 from relinear.clifford.tables import compute_dtype, device_table, take_last
 
 SERIES_TERMS = 16
-# Below these sizes the gradient of torch's matrix exponential takes less time than the one written here.
+# Below these sizes the gradient of torch's matrix exponential is faster than the one written here.
 SMALLEST_BY_HAND = 6
 FEWEST_ENTRIES = 1024
 
@@ -33,7 +33,7 @@ def _series() -> np.ndarray:
 
 
 def _cosine_and_sine(square: Tensor) -> Tensor:
-    """Return cos(s) and sin(s)/s (..., 2) of s^2 (..., 1); smooth at zero, where their series is used."""
+    """Return cos(s) and sin(s)/s (..., 2) of s^2 (..., 1); for s^2 < 1 by their series, which is smooth at zero."""
     small = square < 1
     near, far = torch.where(small, square, 0.0), torch.where(small, 1.0, square).sqrt()
     powers, power = torch.cat((torch.ones_like(near), near), dim=-1), near
@@ -47,8 +47,8 @@ def _cosine_and_sine(square: Tensor) -> Tensor:
 def _one_plane(beta: Tensor, n: int) -> Tensor:
     """Return exp for n <= 3, where every bivector is simple."""
     cosine, sine = _cosine_and_sine((beta * beta).sum(-1, keepdim=True)).split(1, dim=-1)
-    nothing = torch.zeros_like(cosine)
-    return torch.cat((cosine, *[nothing] * n, sine * beta, *[nothing] * (n == 3)), dim=-1)
+    zero = torch.zeros_like(cosine)
+    return torch.cat((cosine, *[zero] * n, sine * beta, *[zero] * (n == 3)), dim=-1)
 
 
 def _halves() -> np.ndarray:
@@ -63,9 +63,9 @@ def _two_halves(beta: Tensor) -> Tensor:
     halves = (beta @ device_table(_halves, (), beta, beta.dtype)).unflatten(-1, (2, -1))
     cosine, sine = _cosine_and_sine(2 * (halves * halves).sum(-1, keepdim=True)).split(1, dim=-1)
     plus, minus = cosine.squeeze(-1).split(1, dim=-1)
-    nothing = torch.zeros_like(plus)
-    turned = (sine * halves).sum(-2)
-    return torch.cat(((plus + minus) / 2, *[nothing] * 4, turned, *[nothing] * 4, (plus - minus) / 2), dim=-1)
+    zero = torch.zeros_like(plus)
+    bivector = (sine * halves).sum(-2)
+    return torch.cat(((plus + minus) / 2, *[zero] * 4, bivector, *[zero] * 4, (plus - minus) / 2), dim=-1)
 
 
 def _generators(n: int) -> np.ndarray:
@@ -85,13 +85,13 @@ def _complex_generators(n: int) -> np.ndarray:
 
 
 def _sources(n: int) -> np.ndarray:
-    """Return for every blade of Cl(n) the one of Cl(n - 1) that it comes from."""
+    """Return for every blade of Cl(n) the index of the blade of Cl(n - 1) that represents it."""
     position = {mask: index for index, mask in enumerate(blade_masks(n - 1))}
     return np.array([position[mask & ~(1 << n - 1)] for mask in blade_masks(n)])
 
 
 def _phases(n: int) -> np.ndarray:
-    """Return the factor of every blade of Cl(n): 1, -i where it holds the last vector, 0 for odd ones."""
+    """Return the factor of every blade of Cl(n): 1, -i if it contains the last vector, 0 for odd blades."""
     return np.array([(1 - mask.bit_count() % 2) * (-1j if mask >> n - 1 else 1) for mask in blade_masks(n)])
 
 
@@ -112,7 +112,8 @@ def _by_matrices(beta: Tensor) -> Tensor:
 def _mean(beta: Tensor, x: Tensor) -> Tensor:
     """Return the mean of exp(s B) X exp(-s B) over s in (0, 1), for bivectors B and X (..., P).
 
-    From the exponential of one matrix of twice the size, [[2 K, X], [0, 2 K]]: as often differentiable as needed.
+    It is computed from the exponential of one matrix of twice the size, [[2 K, X], [0, 2 K]], so it is differentiable
+    any number of times.
     """
     turn, x = 2 * bivector_to_matrix(beta), bivector_to_matrix(x)
     upper, lower = torch.cat((turn, x), dim=-1), torch.cat((torch.zeros_like(turn), turn), dim=-1)
@@ -126,11 +127,10 @@ def _represented(beta: Tensor, generators: Tensor) -> Tensor:
 
 
 class _Exp(torch.autograd.Function):
-    """Map beta (..., P) to the rotor (..., V), or, given matrices (P, K, K) of the basis bivectors, to its matrix.
+    """Map beta (..., P) to the rotor (..., V) or, with matrices (P, K, K) of the basis bivectors, to its matrix.
 
-    The derivative is taken among n x n matrices: d exp(B) = exp(B) Psi(dB), and Psi(X) is the mean of
-    exp(-s B) X exp(s B) over s in (0, 1). The passes below are made of differentiable operations, which is where all
-    further derivatives come from.
+    The derivative needs only n x n matrices: d exp(B) = exp(B) Psi(dB), where Psi(X) is the mean of exp(-s B) X
+    exp(s B) over s in (0, 1). The passes below consist of differentiable operations, so further derivatives exist.
     """
 
     generate_vmap_rule = True
@@ -156,7 +156,7 @@ class _Exp(torch.autograd.Function):
 
 
 class _ExpForward(_Exp):
-    """Extend ``_Exp`` by a forward derivative, which compilers cannot trace."""
+    """Extend ``_Exp`` by a derivative in forward mode, which compilers cannot trace."""
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
@@ -172,7 +172,7 @@ def _differentiable(beta: Tensor, generators: Tensor | None) -> Tensor:
 
 
 def represented_exp(beta: Tensor, table: Callable[[int, int], np.ndarray], side: int) -> Tensor:
-    """Return the matrices (..., K, K) of rotors, of those (P, K, K) that ``table(n, side)`` has for basis bivectors."""
+    """Return the matrices (..., K, K) of rotors exp(beta); ``table(n, side)`` has those of the basis bivectors."""
     n = bivector_dimension(beta)
     generators = device_table(table, (n, side), beta, beta.dtype)
     entries = beta.shape[:-1].numel() * generators.shape[-1] ** 2

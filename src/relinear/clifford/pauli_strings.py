@@ -1,7 +1,8 @@
-"""Sums of strings X^a Z^b: between coefficients and matrices, by a Walsh-Hadamard transform and a XOR skew.
+"""Convert coefficients of Pauli strings X^a Z^b to the matrix of their sum, and back.
 
-X^a Z^b |l> = (-1)^(b.l) |l ^ a>, with a, b, l bit vectors of m bits; so M[l ^ a, l] = sum_b (-1)^(b.l) c[a, b].
-A product of strings is a string: X^a Z^b X^a' Z^b' = (-1)^(b.a') X^(a^a') Z^(b^b').
+For bit vectors a, b, l of m bits X^a Z^b |l> = (-1)^(b.l) |l ^ a>, so M[l ^ a, l] = sum_b (-1)^(b.l) c[a, b]. This is a
+Walsh-Hadamard transform and a permutation by XOR ("skew"). A product of strings is a string: X^a Z^b X^a' Z^b' =
+(-1)^(b.a') X^(a^a') Z^(b^b').
 """
 
 # Legend: m bits, K = 2^m; a, b, l, r run over K

@@ -1,8 +1,8 @@
 """Products of multivectors in blade coordinates, batched and differentiable.
 
-Above n = 4 everything goes through matrices of size 2^floor(n/2): no table of products of blades, which grows as 8^n,
-and no 2^n x 2^n matrix. Up to n = 4 the table is the faster way.
-Half-precision inputs are computed in single precision; batch dimensions broadcast.
+Above n = 4 products are computed with matrices of size 2^floor(n/2), without a table of products of blades, which grows
+as 8^n, or a 2^n x 2^n matrix. Up to n = 4 the table is faster. Half-precision inputs are computed in single precision;
+batch dimensions broadcast.
 """
 
 # Legend: n dimensions, V = 2^n blades, P = n(n-1)/2 planes, K = 2^floor(n/2)
@@ -38,7 +38,7 @@ def _reverse_signs(n: int) -> np.ndarray:
 
 
 def _common(*inputs: Tensor) -> tuple[list[Tensor], torch.dtype]:
-    """Return the inputs in the dtype to compute in, and the dtype of the result; ValueError on different algebras."""
+    """Return the inputs in the dtype to compute in, and the result's dtype; raise ValueError for different algebras."""
     dimensions = [multivector_dimension(x) for x in inputs]
     if len(set(dimensions)) > 1:
         raise ValueError(f"multivectors of different algebras: last dimensions {[x.shape[-1] for x in inputs]}")

@@ -1,17 +1,17 @@
-"""The real spin representation: where a sandwich r x s~ of even r, s is A X B^T with small real matrices A and B.
+"""The real spin representation: a sandwich r x s~ of even r and s is A X B^T with small real matrices A and B.
 
-For even r and s the signature is free: e_S -> (-1)^floor(|S|/2) e'_S carries the sandwich from Cl(n, 0) to Cl(0, n).
-Of the two, the algebra with the smaller real form M_K(F) is taken, F the reals, the complex numbers, the quaternions or
-two copies of the reals:
+For even r and s the signature can be chosen: e_S -> (-1)^floor(|S|/2) e'_S maps the sandwich from Cl(n, 0) to Cl(0, n).
+Of the two, we take the algebra with the smaller real form M_K(F), where F is the reals, the complex numbers, the
+quaternions or two copies of the reals:
 
     n mod 8     0       1       2       3       4       5       6       7
     algebra  (n, 0)  (n, 0)  (n, 0)  (n, 0)  (n, 0)  (0, n)  (0, n)  (0, n)
     F           R     R + R     R       C       H       C       R     R + R
 
-A multivector becomes X of shape (S, K, F, K): S = 2 for R + R, else 1; F components of each number lie between the row
-and the column, so that left multiplication acts on (K F) and right multiplication on (F K), both plain views. The map
-from blade coordinates is orthogonal: a signed permutation, a Walsh-Hadamard transform and a XOR skew. In R + R all
-vectors take the sign of the block, so that the two blocks share A and B.
+A multivector becomes X of shape (S, K, F, K), with S = 2 for R + R, else 1. The F components of each number lie between
+row and column, so that left multiplication acts on (K F) and right multiplication on (F K), both plain views. The map
+from blade coordinates is orthogonal: a signed permutation, a Walsh-Hadamard transform and a permutation by XOR. In
+R + R all vectors have the sign of the block, so that the two blocks share A and B.
 """
 
 # Legend: n dimensions, V = 2^n, P planes, S blocks, K rows = columns, F components of a number; a, b, l, r over K
@@ -29,7 +29,7 @@ from relinear.clifford.exponential import exp, represented_exp
 from relinear.clifford.pauli_strings import hadamard, string_signs, strings_from_matrix, strings_to_matrix
 from relinear.clifford.tables import compute_dtype, device_table, take_last
 
-# From this dimension on factors are sooner there by way of blades, whose exponentials have smaller matrices.
+# From this dimension on, factors are computed faster from the rotor's blades, whose exponentials have smaller matrices.
 SMALLEST_BY_BLADES = 12
 
 LEFT, RIGHT = 0, 1
@@ -82,7 +82,7 @@ def _imaginary_strings() -> list[_Element]:
 
 @functools.cache
 def _generators(n: int) -> tuple[_Element, ...]:
-    """Return the images of e1 ... en."""
+    """Return the elements that represent e1 ... en."""
     x, z = _Element(1, 0), _Element(0, 1)
     match n:
         case 0:
@@ -98,7 +98,7 @@ def _generators(n: int) -> tuple[_Element, ...]:
             return tuple(g._replace(chi=n % 2) for g in _imaginary_strings()[:n])
         case 8:
             return (*(g._replace(a=g.a | 8, b=g.b | 8) for g in _imaginary_strings()), _Element(8, 0))
-    # Periodicity: Cl(n) = Cl(8) (x) Cl(n - 8), the volume element of Cl(8) in front of the rest.
+    # Periodicity: Cl(n) = Cl(8) (x) Cl(n - 8), with the volume element of Cl(8) before the generators of Cl(n - 8).
     first = _generators(8)
     volume = functools.reduce(_multiply, first)
     rest = [
@@ -125,7 +125,7 @@ def spin_shape(n: int) -> SpinShape:
 
 @functools.cache
 def _elements(n: int) -> tuple[_Element, ...]:
-    """Return the image of every blade of Cl(n, 0), in order."""
+    """Return the element that represents every blade of Cl(n, 0), in order."""
     generators = _generators(n)
     negative = n % 8 in (5, 6, 7)
     images = []
@@ -153,7 +153,7 @@ def _signs(n: int) -> np.ndarray:
 
 
 def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tables of ``to_spin``, for kernels that apply it themselves.
+    """Return the tables of ``to_spin``, for kernels that compute it.
 
     Args:
         n: from 1 to 12.
@@ -172,7 +172,7 @@ def string_tables(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def string_places(n: int, like: Tensor) -> Tensor:
-    """Return the string of every blade, int32 (V,): the inverse of the first of ``string_tables``.
+    """Return the position of every blade's string, int32 (V,): the inverse of the first of ``string_tables``.
 
     Args:
         n: from 1 to 12.
@@ -247,7 +247,7 @@ def _unit_matrices(components: int, side: int) -> np.ndarray:
 
 
 def _element_matrix(a: Tensor) -> Tensor:
-    # spin coordinates are scaled to be orthogonal to the blades; an element acts unscaled
+    # spin coordinates are scaled so that the map from blades is orthogonal; multiplication needs them unscaled
     shape = spin_shape(multivector_dimension(a))
     dtype = compute_dtype(a.dtype)
     return a.to(dtype).unflatten(-1, shape) * (shape.blocks * shape.rows) ** 0.5
@@ -311,11 +311,11 @@ def _factor(beta: Tensor, side: int) -> Tensor:
         # The right action of s~ = exp(-beta) on row vectors is exp(-R); R is antisymmetric, so its transpose is exp(R).
         return represented_exp(beta, _bivector_factors, side)
     multiplication, beta = (right_multiplication, -beta) if side else (left_multiplication, beta)
-    return multiplication(to_spin(exp(beta)))[..., 0, :, :]  # two blocks share it, for a rotor is even
+    return multiplication(to_spin(exp(beta)))[..., 0, :, :]  # both blocks share it, as a rotor is even
 
 
 def left_factor(beta: Tensor) -> Tensor:
-    """Return a with A @ X = r x for the rotor r = exp(beta), X seen as (S, K F, K).
+    """Return A with A @ X = r x for the rotor r = exp(beta), where X is viewed as (S, K F, K).
 
     Args:
         beta: bivectors (..., P).
@@ -334,7 +334,7 @@ def left_factor(beta: Tensor) -> Tensor:
 
 
 def right_factor(beta: Tensor) -> Tensor:
-    """Return B with X @ B^T = x s~ for the rotor s = exp(beta), X seen as (S, K, F K).
+    """Return B with X @ B^T = x s~ for the rotor s = exp(beta), where X is viewed as (S, K, F K).
 
     It is a weight for ``F.linear``.
 

@@ -348,7 +348,7 @@ class TransponderLinear(FusedInference, Wrapper):
 
 @register
 class Transponder(ModulatorSettings, WrapperConfig):
-    """Multiply the output of an existing projection, or of another operator, by gates computed from its input.
+    """Modulate an existing projection, or another operator: multiply its output by gates computed from its input.
 
     ``Transponder()`` is the paper's default, Modulator-layer-channel-scalar. Its other projection-level variants are
     ``channel=False`` and ``scalar=False``; ``PathTransponder`` has the path-level ones.

@@ -1,4 +1,4 @@
-"""Residual methods: how a sub-block's output is added to the residual stream. Importing this registers all of them."""
+"""Residual methods: ways to add a sub-block's output to the residual stream. Importing this registers all of them."""
 
 from types import ModuleType as _ModuleType
 

@@ -1,7 +1,7 @@
 """Gates on the attention's output (Qiu et al., "Gated attention for large language models: non-linearity, sparsity, and
 attention-sink-free", 2025)."""
 
-# Legend: B batch, T tokens, D width of the residual stream, H heads, C channels a head
+# Legend: B batch, T tokens, D width of the residual stream, H heads, C channels per head
 
 from typing import Any, ClassVar, Literal
 
@@ -21,9 +21,9 @@ _OUTPUT_PROJECTIONS = ("o_proj", "c_proj")
 
 
 class _Gate(HasHookPoints, nn.Module):
-    """Gate y (..., H C) by W_theta: ``weight`` (H, D) for a gate per head, (H C, D) for a gate per channel.
+    """Multiply y (..., H C) by sigmoid(W_theta x), with one gate per head or per channel.
 
-    The gates can be read and changed as ``head`` or ``channel``.
+    Parameter: ``weight`` W_theta, (H, D) for heads or (H C, D) for channels. Hook point: ``head`` or ``channel``.
     """
 
     constant_initialized = ("weight",)
@@ -54,18 +54,18 @@ class _Gate(HasHookPoints, nn.Module):
         return {self._name: self.weight.shape[0]}
 
     def flops_per_token(self) -> int:
-        """Return the product with W_theta, the sigmoid and the gating."""
+        """Return the FLOPs per token of the product with W_theta, the sigmoid and the gating."""
         gates, width = self.weight.shape
         return 2 * gates * width + 5 * gates + self.channels
 
 
 @register
 class SDPAGate(AttachmentConfig):
-    """Gate what the attention returns: Y' = Y * sigmoid(X W_theta), X being what its block reads (Eq. 5).
+    """Gate the attention's output: Y' = Y * sigmoid(X W_theta), where X is the input of the attention block (Eq. 5).
 
-    The paper's best position, G1: after scaled dot-product attention, before the output projection. It goes with any
-    residual method and any operator. It starts near Y / 2, so a pretrained model's outputs change. The gate on every
-    projection, ALL-Gate in the Transponder paper, is the operator ``OutputGate`` on "all-linear".
+    This is the paper's best position, G1: after scaled dot-product attention, before the output projection. It can be
+    combined with any residual method and operator. At first Y' is about Y / 2, so a pretrained model's outputs change.
+    The gate on every projection, ALL-Gate in the Transponder paper, is the operator ``OutputGate`` on "all-linear".
 
     Args:
         per: "head" (one gate per head and token) or "channel" (one per channel of each head, as in the paper).
@@ -100,7 +100,7 @@ class SDPAGate(AttachmentConfig):
 
 
 class _BeforeProjection(ResidualHooks):
-    """Gate the input of the output projection, also where an operator or a LoRA replaces it."""
+    """Gate the input of the output projection, also after an operator or a LoRA layer has replaced it."""
 
     def __init__(self, owner: nn.Module, projection: str) -> None:
         super().__init__(owner, _GATE)
@@ -111,7 +111,7 @@ class _BeforeProjection(ResidualHooks):
     def save_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super().save_input(module, args, kwargs)
         projection = getattr(self.owner, self.projection)
-        if projection is not self.hooked:  # PEFT has wrapped it, or taken its wrapper away
+        if projection is not self.hooked:  # PEFT has wrapped it, or removed its wrapper
             self.handle.remove()
             self.hooked, self.handle = projection, projection.register_forward_pre_hook(self.replace_input)
 

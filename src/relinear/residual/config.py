@@ -1,6 +1,6 @@
-"""Define residual methods: how a sub-block's output is added to the residual stream of a stock decoder layer.
+"""Base class of residual methods, which define how a sub-block's output is added to a stock decoder's residual stream.
 
-A stock layer computes ``x + y`` with y = module(norm(x)). To compute ``f(x, y)`` instead, a residual method lets the
+A stock layer computes ``x + y`` with y = module(norm(x)). To compute ``f(x, y)`` instead, a residual method makes the
 sub-block return ``f(x, y) - x``. Methods that scale y or add to it are exact. Those that normalise the sum (Post-LN,
 DeepNorm) subtract x, which rounds twice in half precision.
 """
@@ -22,7 +22,7 @@ PART = "relinear_residual"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualConfig(AttachmentConfig):
-    """Hold the settings of a residual method: at most one per model, on pre-norm decoders of a known layout."""
+    """Hold the settings of a residual method: at most one per model, for pre-norm decoders (``sub_blocks``)."""
 
     def check(self, model: nn.Module) -> None:
         present = [config for config in attachments(model) if isinstance(config, ResidualConfig)]
@@ -48,13 +48,13 @@ class ResidualConfig(AttachmentConfig):
 
 
 def connect(block: SubBlock, hooks: ResidualHooks) -> None:
-    """Register ``hooks`` on the current norm and on the sub-block."""
+    """Register ``hooks`` on the sub-block and on its current norm."""
     block.norm.register_forward_pre_hook(hooks.save_input, with_kwargs=True)
     block.module.register_forward_hook(hooks.replace_output)
 
 
 def without_norm(block: SubBlock) -> nn.Module:
-    """Take the norm out of its layer and return it; its hooks stay on the identity that replaces it."""
+    """Replace the norm in its layer by an identity, which keeps the norm's hooks, and return the norm."""
     norm, identity = block.norm, nn.Identity()
     swap_hooks(norm, identity)
     setattr(block.owner, str(block.norm_name), identity)

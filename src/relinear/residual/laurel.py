@@ -1,11 +1,11 @@
 """LAuReL, learned augmented residual layers (Menghani, Kumar and Kumar, "LAuReL: learned augmented residual layer",
 ICML 2025): x_{i+1} = alpha f(x_i) + g(x_i, x_{i-1}, ..., x_0), Eq. 2.
 
-Each residual connection of a decoder layer, of its attention and of its MLP, is one LAuReL layer. All three forms start
-as the plain x_{i+1} = f(x_i) + x_i, so that a pretrained model's outputs do not change at first.
+Each residual connection of a decoder layer, of its attention and of its MLP, is one LAuReL layer. All three variants
+are initialised as the plain x_{i+1} = f(x_i) + x_i, so that a pretrained model's outputs do not change at first.
 """
 
-# Legend: B batch, T tokens, D width of the residual stream, R rank, K streams that a layer sees
+# Legend: B batch, T tokens, D width of the residual stream, R rank, K streams that a connection reads
 
 import math
 from typing import Any, ClassVar, Literal
@@ -42,7 +42,7 @@ class _Weights(nn.Module):
 class _LowRank(nn.Module):
     """Compute B A x with ``down`` A (R, D) and ``up`` B (D, R).
 
-    A starts with orthogonal columns, A^T[i, j] = 1 / sqrt(R D) where i mod R = j, B at zero (Section 3.3).
+    A is initialised with orthogonal columns, A^T[i, j] = 1 / sqrt(R D) where i mod R = j, and B as zero (Section 3.3).
     """
 
     finite_fan_in = ("up",)
@@ -71,7 +71,7 @@ class _LowRank(nn.Module):
 
 
 class LaurelResidual(nn.Module):
-    """Return alpha y + (beta - 1) x + beta B A x; the low-rank part only if there is a rank."""
+    """Return alpha y + (beta - 1) x + beta B A x, to which the layer adds x; without a rank there is no B A x."""
 
     def __init__(self, width: int, normalize: str | None, rank: int | None, kw: dict[str, Any]):
         super().__init__()
@@ -80,12 +80,12 @@ class LaurelResidual(nn.Module):
         self.low_rank = None if rank is None else _LowRank(width, rank, kw)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        extra = None if self.low_rank is None else self.low_rank(x)
+        low_rank = None if self.low_rank is None else self.low_rank(x)
         if self.weights is None:
-            return y + extra
+            return y + low_rank
         alpha, beta = self.weights()
         out = alpha * y + (beta - 1) * x
-        return out if extra is None else out + beta * extra
+        return out if low_rank is None else out + beta * low_rank
 
     def flops_per_token(self) -> int:
         """Return the FLOPs per token of the low-rank products and the weighted sum, without the layer's addition."""
@@ -164,7 +164,7 @@ class LaurelLR(ResidualConfig):
 
 
 class LaurelPreviousResidual(nn.Module):
-    """Return y + sum_j gamma_j h(x_{i-j}) for the last streams x_i, x_{i-1}, ...
+    """Return y + sum_j gamma_j h(x_{i-j}) over the last streams x_i, x_{i-1}, ..., to which the layer adds x_i.
 
     gamma (K,) is initialised at 1 / K with a low-rank h (whose B is zero), and at 0 with the identity.
     """
@@ -193,7 +193,7 @@ class LaurelPreviousResidual(nn.Module):
 class _Streams:
     """Hold the streams x_i of one forward pass, by i; all layers share the object.
 
-    No dictionary: where accelerate moves weights and arguments, layers get a copy of every dictionary.
+    It is not a dictionary, because accelerate passes a copy of every dictionary to each layer when it moves arguments.
     """
 
     def __init__(self) -> None:
@@ -205,23 +205,23 @@ def _new_streams(runner: Any, inputs: dict[str, Any]) -> _Streams:
 
 
 class _Received:
-    """Hold each layer's input until it is used."""
+    """Hold the streams that each layer has received until it uses them."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, _Streams] = {}
 
     def receive(self, layer: int, streams: _Streams | None) -> None:
-        """Keep a forward pass's streams for a layer that starts; None, after the pass, clears them."""
+        """Store a forward pass's streams for a layer that is about to run; ignore the None after the pass."""
         if streams is not None:
             self.by_layer[layer] = streams
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams have a graph, and belong to a forward that a copy has never seen.
+        # Streams have a graph, and belong to a forward pass of the original, not of a copy.
         return {"by_layer": {}}
 
 
 class _PreviousResidualHooks(ResidualHooks):
-    """Add to the residual stream from the earlier streams that the layer has received."""
+    """Add a combination of earlier streams to a sub-block's output."""
 
     def __init__(self, owner: nn.Module, index: int, previous: int, received: _Received) -> None:
         super().__init__(owner, PART)
@@ -232,21 +232,21 @@ class _PreviousResidualHooks(ResidualHooks):
         streams, x = self.received.by_layer[layer].by_index, self.pop_input()
         streams[self.index] = x
         # layers may be on several devices
-        seen = [streams[self.index - j].to(x.device) for j in range(min(self.previous, self.index + 1))]
-        if self.index % 2:  # the layer's last use of them
+        last_streams = [streams[self.index - j].to(x.device) for j in range(min(self.previous, self.index + 1))]
+        if self.index % 2:  # the MLP, after which the layer does not use them again
             del self.received.by_layer[layer]
-        return apply_to_output(module, output, seen, getattr(self.owner, self.name))
+        return apply_to_output(module, output, last_streams, getattr(self.owner, self.name))
 
 
 @register
 class LaurelPA(ResidualConfig):
     """Add earlier streams: x_{i+1} = f(x_i) + x_i + sum over j < K of gamma_{i,j} h_i(x_{i-j}) (Section 2.3, Eq. 4).
 
-    x_i is the stream before the i-th residual connection, two a decoder layer; the first few see fewer than K. The
-    streams of all layers are kept until the end of the forward pass, because gradient checkpointing may need them.
+    x_i is the stream before the i-th residual connection; a decoder layer has two. The first connections read fewer
+    than K streams. All streams are kept until the end of the forward pass, as gradient checkpointing may need them.
 
     Args:
-        previous: K, streams a connection sees, its own x_i among them; the paper takes 3.
+        previous: K, the number of streams that a connection reads, including x_i; the paper takes 3.
         rank: R of h_i = B_i A_i; None for h_i = identity.
 
     Examples:

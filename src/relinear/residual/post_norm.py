@@ -20,7 +20,7 @@ _FINAL_NORMS = ("norm", "ln_f", "final_layernorm")
 
 
 class _PostNorm(nn.Module):
-    """Return norm(alpha x + y) - x, to which the layer adds x; holds the sub-block's norm."""
+    """Return norm(alpha x + y) - x, to which the layer adds x; ``norm`` is the sub-block's."""
 
     def __init__(self, norm: nn.Module, alpha: float):
         super().__init__()
@@ -35,9 +35,9 @@ class _PostNorm(nn.Module):
 class PostLN(ResidualConfig):
     """Normalise after every addition, x_{l+1} = LN(x_l + F(x_l)), as the original Transformer (Vaswani et al., 2017).
 
-    The norm before each sub-block is moved behind its addition (it keeps its weights and becomes ``relinear_residual.
-    norm`` of the sub-block), and the norm before the output head is removed, as the last layer ends with one. The
-    arrangement is meant for training from scratch; a pretrained pre-norm model's outputs change.
+    The norm before each sub-block is moved after its addition: it keeps its weights and becomes the sub-block's
+    ``relinear_residual.norm``. The norm before the output head is removed, as the last layer ends with one. This is for
+    training from scratch; a pretrained pre-norm model's outputs change.
 
     Args:
         final_norm: keep the norm before the output head as well.
@@ -73,14 +73,14 @@ class PostLN(ResidualConfig):
 class DeepNorm(PostLN):
     """Weigh the stream and normalise after the sum: x_{l+1} = LN(alpha x_l + F(x_l)) (Wang et al., 2022, Figure 2).
 
-    The paper is "DeepNet: scaling Transformers to 1,000 layers". For a decoder of L layers alpha = (2 L)^(1/4), and the
-    projections of values, of the attention's output and of the MLP are initialised by Xavier's normal with gain beta =
-    (8 L)^(-1/4), those of queries and keys with gain 1. Biases start at zero.
+    The paper is "DeepNet: scaling Transformers to 1,000 layers". For a decoder of L layers alpha = (2 L)^(1/4). The
+    projections of values, of the attention's output and of the MLP are initialised by Xavier's normal distribution with
+    gain beta = (8 L)^(-1/4), those of queries and keys with gain 1. Biases are zero.
 
     Args:
         final_norm: keep the norm before the output head as well.
-        initialize: reinitialise the projections when the method is applied; False leaves the weights. Loading
-            a checkpoint never draws.
+        initialize: reinitialise the projections when the method is attached; False keeps the weights. Loading a
+            checkpoint never reinitialises.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
@@ -127,6 +127,7 @@ class DeepNorm(PostLN):
 
 
 def _xavier_(module: nn.Module, name: str, beta: float) -> None:
+    """Initialise a projection by Xavier's normal distribution, with gain ``beta`` or, for queries and keys, 1."""
     weight = module.weight.T if is_conv1d(module) else module.weight  # (out, in), a view
     parts = weight.chunk(3) if name == "c_attn" else (weight,)  # GPT-2 keeps q, k and v in one matrix
     gains = (1.0, 1.0, beta) if name == "c_attn" else (1.0 if name in ("q_proj", "k_proj") else beta,)

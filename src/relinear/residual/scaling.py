@@ -1,4 +1,4 @@
-"""Residual methods that scale: ReZero and LayerNorm Scaling."""
+"""Residual methods that scale a sub-block's input or output: LayerNorm Scaling and ReZero."""
 
 # Legend: D width of the residual stream
 
@@ -33,11 +33,11 @@ class _Scale(nn.Module):
 class ReZero(ResidualConfig):
     """Weigh sub-blocks by a learnt alpha, 0 at first: x_{i+1} = x_i + alpha_i F(x_i) (Bachlechner et al., 2021, Eq. 2).
 
-    At first the model is embedding, final norm and head ("ReZero is all you need"). As in the paper's Transformer, both
-    sub-blocks of a layer share one alpha, and there is no normalisation inside the layers.
+    The paper is "ReZero is all you need". At first the model is only embedding, final norm and head. As in the paper's
+    Transformer, both sub-blocks of a layer share one alpha, and there is no normalisation inside the layers.
 
     Args:
-        shared: one alpha a layer (the paper); False gives each sub-block its own.
+        shared: one alpha per layer (the paper); False: one per sub-block.
         keep_norms: keep the norm before each sub-block, x + alpha F(norm(x)), instead of removing it (the paper).
 
     Examples:
@@ -69,10 +69,10 @@ def scale_output(norm: nn.Module, args: tuple, output: Any) -> Any:
 
 @register
 class LayerNormScaling(ResidualConfig):
-    """Divide the norms of the l-th layer by sqrt(l), l from 1 (Sun et al., "The curse of depth", 2025, Eq. 6).
+    """Divide the norms' outputs in layer l = 1, 2, ... by sqrt(l) (Sun et al., "The curse of depth", 2025, Eq. 6).
 
-    Both sub-blocks read norm(x) / sqrt(l). Nothing is learnt. The paper trains from scratch with it; a pretrained
-    model's outputs change, as every layer but the first now reads a smaller input.
+    The input of both sub-blocks is norm(x) / sqrt(l). Nothing is learnt. The paper trains from scratch with it; a
+    pretrained model's outputs change, as the inputs of all layers but the first become smaller.
 
     Examples:
         >>> model = relinear.from_preset("tiny")

@@ -1,4 +1,4 @@
-"""Add a second embedding of the token to the MLPs' inputs: the control for layers that such an embedding gates."""
+"""Add a second token embedding to the MLPs' inputs: the baseline for layers that are gated by such an embedding."""
 
 # Legend: B batch, T tokens, D width of the residual stream, C dim of the embedding
 
@@ -19,7 +19,7 @@ from relinear.hf.vocabulary import check_table_fits
 
 
 class _Table(ContextOwner):
-    """Hold ``embedding`` (V, C), and ``projection`` (D, C) unless C = D."""
+    """Compute the second embedding from ``embedding`` (V, C) and, unless C = D, ``projection`` (D, C)."""
 
     token_table = "embedding"
     finite_fan_in = ("projection",)
@@ -56,7 +56,7 @@ class _Table(ContextOwner):
 
 
 def add_embedding(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Add the second embedding of each token to an MLP's input, as its forward pre-hook."""
+    """Add the second embedding of each token to an MLP's input; a forward pre-hook."""
     x = args[0]
     return (x + current_context(x, x.shape[-1], SecondEmbedding.kind).to(x.dtype), *args[1:])
 
@@ -65,13 +65,13 @@ def add_embedding(mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...
 class SecondEmbedding(AttachmentConfig):
     """Add a second, learnt embedding e_t of token t to every MLP's input: mlp(norm(x) + W e_t).
 
-    It is the same in every layer. It gives a dense model what CCL's default context gives its gates, knowledge of the
-    token that has not passed through the stream, without any gate: a lead of CCL over this model is the gates'. It
-    travels as CCL's context does, so that a model has this or a context manager.
+    It is the same in every layer. It gives a dense model the information that CCL's default context gives to gates: the
+    token itself, not passed through the residual stream. So if CCL is better than this model, its gates are the reason.
+    It is passed to layers as CCL's context is, so a model has either this or a context manager.
 
     Args:
-        dim: C, width of the embedding; the model's own by default, and then there is no W.
-        std: initial standard deviation of e_t; by default the model's own initialisation (``initializer_range``).
+        dim: C, width of the embedding; by default the model's width, and then there is no W.
+        std: initial standard deviation of e_t; by default that of the model (``initializer_range``).
 
     Examples:
         >>> model = relinear.from_preset("tiny")
@@ -86,7 +86,7 @@ class SecondEmbedding(AttachmentConfig):
     std: NonNegative | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError if the embedding cannot be handed to the MLPs of ``model``."""
+        """Raise ValueError if the embedding cannot be passed to the MLPs of ``model``."""
         check_carries_context(model)
         sub_blocks(model)
         for name, operator in conditioned_operators(model).items():

@@ -1,4 +1,4 @@
-"""The model card: a checkpoint's ``README.md``, which says what the model contains and how to load it."""
+"""Write the model card: a checkpoint's ``README.md``, which says what the model contains and how to load it."""
 
 from collections import Counter
 from collections.abc import Mapping

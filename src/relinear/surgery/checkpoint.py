@@ -68,7 +68,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
         try:
             model, info = loader.from_pretrained(directory, output_loading_info=True, **kwargs)
         except ValueError as error:
-            if auto_class is None and "Unrecognized configuration class" in str(error):  # all that it knows follow
+            if auto_class is None and "Unrecognized configuration class" in str(error):  # then lists all known ones
                 _check_task(directory, transformers.PreTrainedConfig.get_config_dict(directory, **kwargs)[0])
             raise
     reported = {problem: sorted(map(str, info[problem])) for problem in _PROBLEMS if info.get(problem)}
@@ -85,7 +85,7 @@ def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: 
 
 
 def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
-    """Raise ValueError if the config names the saved class: ``AutoModelForCausalLM`` does not know it."""
+    """Raise ValueError if the config names a saved class, as ``AutoModelForCausalLM`` cannot load it."""
     if saved := config.get("architectures"):
         raise ValueError(f"{directory} holds a {saved[0]}, which is not a causal language model; give auto_class")
 
@@ -94,8 +94,8 @@ def _check_task(directory: Any, config: Mapping[str, Any]) -> None:
 def reading_config(directory: Any) -> Iterator[None]:
     """Turn errors within the block about wrong values in a ``config.json`` into one ValueError.
 
-    transformers checks few values. Others fail on use, with any error of Python or torch; that is the ``__cause__``,
-    which ``RELINEAR_TRACEBACK=1`` prints.
+    transformers checks few values. Others fail when they are used, with any error of Python or torch. That error is the
+    ``__cause__``, which ``RELINEAR_TRACEBACK=1`` prints.
     """
     try:
         with os_errors_named(directory):
@@ -131,7 +131,7 @@ def check_files(directory: Path) -> None:
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     tensors, layers = stored_specs([directory / name for name in weights]), config.get("num_hidden_layers")
-    # every model builds this number of layers, for hours if it is damaged; other sizes may be unused
+    # every model builds this number of layers, which takes hours if it is damaged; other sizes may be unused
     if tensors and isinstance(layers, int) and layers > max(len(tensors), 1_000):
         raise ValueError(
             f"{path}: num_hidden_layers={quoted(layers)}, but {len(tensors):,} tensors; restore it from a copy"
@@ -153,7 +153,7 @@ def save_pretrained(
     """Save a model, its tokenizer and a model card: all of it or nothing.
 
     As in transformers, files of the same names and the weights of an earlier model are replaced. All other files stay,
-    also a ``README.md`` that relinear did not write.
+    including a ``README.md`` that relinear did not write.
 
     Args:
         model: a Hugging Face model, with or without operators.
@@ -196,13 +196,13 @@ def save_pretrained(
         model.save_pretrained(temporary, **kwargs)
         if bits is not None:
             config = copy.copy(model.config)
-            none = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": {}, "attachments": []}
-            config.quantization_config = (recorded or none) | {"packed": packed_record(bits)}
+            empty = {"quant_method": METHOD, "format_version": FORMAT_VERSION, "operators": {}, "attachments": []}
+            config.quantization_config = (recorded or empty) | {"packed": packed_record(bits)}
             config.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
             generation = temporary / "generation_config.json"
-            if generation.exists():  # changed in the file: transformers refuses a changed one in memory
+            if generation.exists():  # changed in the file, as transformers does not save one that changed in memory
                 tokens = _special_tokens(model.generation_config, model, tokenizer)
                 write_json(generation, read_json(generation) | tokens)
         card = Path(directory) / CARD

@@ -22,7 +22,7 @@ _WARN_ABOVE_SHARE = 0.1  # of the linear parameters
 
 @dataclasses.dataclass(frozen=True)
 class Unreplaced:
-    """Linear layers of one class that were not replaced for one reason, and their number of parameters."""
+    """Group the linear layers of one class that were not replaced for one reason."""
 
     reason: str
     kind: str
@@ -36,7 +36,7 @@ class Unreplaced:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """The replaced and other linear parameters of a model: dense matrices and their biases.
+    """Count the replaced and the other linear parameters of a model: dense matrices and their biases.
 
     Embeddings, norms, convolutions and a head that is tied to the embedding do not count.
 
@@ -81,7 +81,7 @@ def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, 
     Args:
         model: any module, also on the meta device.
         before: parameters of replaced layers by name; by default those of a dense layer.
-        reasons: why the selection left layers alone, by name; found out here for other names.
+        reasons: why the selection left layers alone, by name; for other names, the reason is determined here.
     """
     outputs = heads(model)
     seen = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -104,8 +104,8 @@ def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, 
         names, counts = groups.setdefault((reason, type(module).__name__), ([], []))
         names.append(name)
         counts.append(sum(fresh.values()))
-    left = (Unreplaced(reason, kind, tuple(names), sum(counts)) for (reason, kind), (names, counts) in groups.items())
-    return Coverage(layers, parameters, tuple(sorted(left, key=lambda entry: -entry.parameters)))
+    rest = (Unreplaced(reason, kind, tuple(names), sum(counts)) for (reason, kind), (names, counts) in groups.items())
+    return Coverage(layers, parameters, tuple(sorted(rest, key=lambda entry: -entry.parameters)))
 
 
 def _weight_reader_reason(model: nn.Module, name: str) -> str:

@@ -18,7 +18,7 @@ from relinear.surgery.tied import swap_layer, untie_config_
 
 @dataclasses.dataclass(frozen=True)
 class FoldReport:
-    """The folded layers, why others were left (name -> reason), and the largest change of the model's logits."""
+    """Report the folded layers, why others stayed operators (name -> reason), and the largest change of the logits."""
 
     folded: tuple[str, ...]
     left: dict[str, str]
@@ -45,7 +45,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
         verbose: print the report.
 
     Returns:
-        A report: the folded names, why others were left, and the largest logit difference.
+        A report: the folded names, why others stayed operators, and the largest logit difference.
 
     Raises:
         ValueError: if the model is itself an operator or has none. The model is then unchanged.

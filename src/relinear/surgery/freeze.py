@@ -1,4 +1,4 @@
-"""Train a part of a model and freeze the rest."""
+"""Freeze all of a model except the parts to train."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ def train_only_(model: nn.Module, patterns: str | Iterable[str]) -> int:
             ("modulator", "relinear_residual", "lm_head"), anything else a regular expression matched in full.
 
     Returns:
-        Number of parameters that stay trainable.
+        Number of trainable parameters.
 
     Raises:
         ValueError: if there is no pattern, or one matches no parameters. The model is then unchanged.

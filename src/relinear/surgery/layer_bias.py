@@ -1,4 +1,4 @@
-"""Add biases to linear layers that a stock model builds without, so that their replacements have them, too."""
+"""Add biases to linear layers of a stock model that have none, so that operators that replace them have biases, too."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -43,7 +43,7 @@ class LayerBias(AttachmentConfig):
         return self if layers == self.layers else dataclasses.replace(self, layers=layers) if layers else None
 
     def attach(self, model: nn.Module) -> None:
-        """Register ``bias`` (O,) on every layer, like its weight in device, dtype and whether it is trained."""
+        """Register ``bias`` (O,) on every layer, with the device, dtype and ``requires_grad`` of its weight."""
         for name in self.layers:
             layer: Any = find_module(model, name)
             weight = layer.weight

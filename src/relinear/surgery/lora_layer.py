@@ -1,4 +1,4 @@
-"""PEFT's layer around an operator; a file of its own, so that importing relinear does not import PEFT."""
+"""Adapt an operator by PEFT's LoRA; in a separate file, so that importing relinear does not import PEFT."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class OperatorLora(lora.Linear):
 
     @property
     def lora_variants(self) -> dict:
-        """Return plain and activated LoRA: DoRA and the others work on the layer's weight."""
+        """Return plain and activated LoRA; DoRA and the others need the layer's weight."""
         variants = getattr(super(), "lora_variants", {})
         return {(): None} | {key: variants[key] for key in [("alora_invocation_tokens",)] if key in variants}
 
@@ -55,8 +55,8 @@ class OperatorLora(lora.Linear):
         base = self.get_base_layer()
         if isinstance(base, Operator):
             raise ValueError(
-                f"an adapter cannot be merged into {type(base).__name__}, which has no weight; leave it beside the "
-                "operator, or fold the operator first (relinear.fold_)"
+                f"an adapter cannot be merged into {type(base).__name__}, which has no weight; do not merge it, or "
+                "fold the operator first (relinear.fold_)"
             )
         self.fan_in_fan_out = is_conv1d(base)
         super().merge(safe_merge, adapter_names)

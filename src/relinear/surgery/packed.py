@@ -1,4 +1,4 @@
-"""Checkpoints that store every matrix, of any operator, as integers of a few bits, and load them as floats."""
+"""Store every matrix of a checkpoint, of any operator, as integers of a few bits, and load it as floats."""
 
 # Legend: S matrices of a stack, O rows, I inputs, B bits, K groups of a row
 
@@ -19,9 +19,9 @@ from relinear.hf.peft_models import unwrapped
 
 #: neighbouring inputs that share a scale and a zero point
 GROUP = 64
-#: suffix of the one tensor with a parameter's integers, scales and zero points (each name costs a hundred bytes)
+#: suffix of the tensor with a parameter's integers, scales and zero points; one tensor, as each name takes 100 bytes
 SUFFIX = ".packed"
-#: share by which moments are shrunk to their diagonals
+#: share by which moments are shrunk towards their diagonals
 _SHRINKAGE = 0.05
 
 
@@ -83,11 +83,11 @@ def unpacked(stored: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     """Return the parameter of ``shape`` in float32, which represents its values exactly."""
     inputs, groups = shape[-1], group_count(shape[-1], GROUP)
     codes, scales, zeros = stored.split([packed_width(inputs, bits), 2 * groups, groups], 1)
-    scales = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()  # a row of its own stride
+    scales = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()  # a view needs contiguity
     return dequantized(codes, scales, zeros, bits, GROUP, inputs).view(shape)
 
 
-def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
+def _checkpoint_tensors(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield (name, value, whether to pack it) for the tensors of a checkpoint, tied parameters once.
 
     Matrices and stacks of matrices are packed, except operators' parameters without a fan-in (bivectors, gains) and
@@ -97,7 +97,7 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
     named = sorted(model.named_parameters(remove_duplicate=False), key=lambda item: item[0] in tied)
     first = {parameter: name for name, parameter in reversed(named)}
     names = set(first.values())
-    single = {
+    without_fan_in = {
         f"{name}.{key}"
         for name, operator in named_operators(model)
         for key, role in operator.param_roles().items()
@@ -106,8 +106,8 @@ def _parts(model: nn.Module, bits: int) -> Iterator[tuple[str, Tensor, bool]]:
     state = model.state_dict()
     for name in state.keys() - ({name for name, _ in named} - names):
         value = state[name]
-        matrix = name in names - single and value.is_floating_point() and value.ndim > 1
-        yield name, value, matrix and packed_shape(value.shape, bits)[1] < 2 * value.shape[-1]
+        is_matrix = name in names - without_fan_in and value.is_floating_point() and value.ndim > 1
+        yield name, value, is_matrix and packed_shape(value.shape, bits)[1] < 2 * value.shape[-1]
 
 
 def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -119,10 +119,10 @@ def packed_state(model: nn.Module, bits: int, moments: Mapping[str, Tensor] | No
         ValueError: if a weight is NaN or infinite, with its name.
     """
     state: dict[str, Tensor] = {}
-    for name, value, is_packed in _parts(model, bits):
+    for name, value, is_packed in _checkpoint_tensors(model, bits):
         try:
-            known = (moments or {}).get(name)
-            state |= {name + SUFFIX: packed(value, bits, known)} if is_packed else {name: _half(value)}
+            moment = (moments or {}).get(name)
+            state |= {name + SUFFIX: packed(value, bits, moment)} if is_packed else {name: _half(value)}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return state
@@ -139,9 +139,9 @@ def _half(value: Tensor) -> Tensor:
 def packed_bytes(model: nn.Module, bits: int) -> int:
     """Return the size in bytes of ``model.safetensors`` in ``bits`` bits; ``model`` may be on the meta device."""
     empty = {}
-    for name, value, is_packed in _parts(model, bits):
-        shape, kind = (packed_shape(value.shape, bits), torch.uint8) if is_packed else (value.shape, None)
-        empty[name + SUFFIX * is_packed] = torch.empty(shape, dtype=kind or _half(value.to("meta")).dtype)
+    for name, value, is_packed in _checkpoint_tensors(model, bits):
+        shape, dtype = (packed_shape(value.shape, bits), torch.uint8) if is_packed else (value.shape, None)
+        empty[name + SUFFIX * is_packed] = torch.empty(shape, dtype=dtype or _half(value.to("meta")).dtype)
     return len(save(empty, {"format": "pt"}))
 
 
@@ -154,8 +154,8 @@ class Unpack(ConversionOps):
     def convert(self, input_dict: Any, *patterns: Any, full_layer_name: str = "", model: Any = None, **kw: Any) -> Any:
         """Return the one parameter in ``input_dict`` under its full name, in its dtype in ``model``."""
         ((stored,),) = input_dict.values()
-        wanted = model.get_parameter(full_layer_name)
-        return {full_layer_name: unpacked(stored, self.bits, wanted.shape).to(wanted.dtype)}
+        parameter = model.get_parameter(full_layer_name)
+        return {full_layer_name: unpacked(stored, self.bits, parameter.shape).to(parameter.dtype)}
 
 
 def check_packable(model: Any, bits: Any) -> None:

@@ -29,14 +29,14 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
 
 def plan_for_transformers_(model: Any) -> None:
     """Set the ``tp_plan`` of ``from_pretrained`` to split only the operators; other layers are whole on every rank."""
-    from transformers.distributed import tensor_parallel as theirs
+    from transformers.distributed import tensor_parallel as transformers_parallel
 
-    class Style(theirs.TensorParallelLayer):  # a plan's name may match layers that are no operators
+    class Style(transformers_parallel.TensorParallelLayer):  # a name in the plan may match layers that are no operators
         def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             return OperatorParallel()._apply(module, mesh) if isinstance(module, Operator) else module
 
-    theirs.ALL_PARALLEL_STYLES.register("relinear", Style())  # type: ignore[arg-type]
-    names = map(theirs.replace_layer_number_by_wildcard, tensor_parallel_plan(model))
+    transformers_parallel.ALL_PARALLEL_STYLES.register("relinear", Style())  # type: ignore[arg-type]
+    names = map(transformers_parallel.replace_layer_number_by_wildcard, tensor_parallel_plan(model))
     model._tp_plan = dict.fromkeys(names, "relinear")
 
 
@@ -52,8 +52,8 @@ def split_parameters(operator: nn.Module) -> Iterator[tuple[str, int]]:
 class OperatorParallel(ParallelStyle):
     """Split an operator by ``Operator.tensor_parallel``: parameters become ``DTensor``s, inputs and outputs stay whole.
 
-    A size that the number of ranks does not divide is not split. Seed all ranks of the mesh alike, so that noise is the
-    same on each.
+    A size that the number of ranks does not divide is not split. Use the same seed on all ranks of the mesh, so that
+    noise is the same on each.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Replace linear layers in two phases: ``plan`` resolves and checks, ``replace_`` applies."""
+"""Replace linear layers in two phases: ``plan`` resolves names and checks everything, ``replace_`` applies the plan."""
 
 import dataclasses
 import warnings
@@ -27,13 +27,13 @@ from relinear.surgery.tied import check_can_embed, swap_layer, tied_head
 
 #: warn about operators with more than this factor of the replaced layer's parameters
 _WARN_ABOVE = 1.5
-#: text that means None, as on the command line
+#: words that mean None on the command line
 _KEEP_WORDS = ("none", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """One planned replacement of a module by an operator."""
+    """Describe the planned replacement of one module by an operator."""
 
     target: Target
     config: OperatorConfig
@@ -48,7 +48,7 @@ class Replacement:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The changes that ``replace_`` would make; nothing has changed yet. Printing it shows a line per layer.
+    """Hold the changes that ``replace_`` would make, before anything has changed. Printing it shows a line per layer.
 
     left: why each other linear layer is left alone, by name.
     notes: warnings that ``apply_`` issues and the summary shows.
@@ -76,7 +76,7 @@ class Plan:
         before = {
             r.name: (module_parameters(r.target.module), module_flops(r.target.module)) for r in self.replacements
         }
-        known = {id(parameter) for parameter in self.model.parameters()}
+        old_parameters = {id(parameter) for parameter in self.model.parameters()}
         operators = [r.config.convert(r.target.module, self.init) for r in self.replacements]
         for replacement, operator in zip(self.replacements, operators, strict=True):
             target = replacement.target
@@ -84,7 +84,7 @@ class Plan:
         sync_record(self.model)
         if unwrapped(self.model) is not self.model and operators:
             if self.init == "fresh":
-                train_new_parameters(self.model, known)
+                train_new_parameters(self.model, old_parameters)
             warn_adapters_omit(f"{len(operators)} operators", [r.name for r in self.replacements])
         for note in self.notes:
             warnings.warn(note, UserWarning, stacklevel=3)
@@ -136,17 +136,17 @@ def plan(
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {quoted(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
     refuse_quantized(model)
-    targets, left = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    targets, skipped = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements = []
     for target in targets:
         config = configs[target.pattern]
         if config is None:
-            left[target.name] = "mapped to None"
+            skipped[target.name] = "mapped to None"
         else:
             shape = linear_features(target.module)
             _check_target(model, target, config, shape, init)
             replacements.append(Replacement(target, config, *shape))
-    return Plan(model, tuple(replacements), init, left, tuple(_notes(model, replacements, init)))
+    return Plan(model, tuple(replacements), init, skipped, tuple(_notes(model, replacements, init)))
 
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
@@ -246,6 +246,7 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
 
 
 def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shape: tuple[int, int], init: Init) -> None:
+    """Raise ValueError if an operator of ``config`` cannot replace ``target``."""
     if not target.name:
         raise ValueError(f"the model itself is a linear layer; call {type(config).__name__}().convert(linear, {init=})")
     head = tied_head(model, target.module)

@@ -1,7 +1,7 @@
 """Rebuild the operators of a checkpoint before transformers loads its weights.
 
-Registering a quantizer is transformers' way for third parties to rebuild layers; nothing is quantized here. The
-settings are in ``config.json`` under ``quantization_config``, the weights in safetensors.
+transformers lets third parties rebuild layers by registering a quantizer; nothing is quantized here. The settings are
+in ``config.json`` under ``quantization_config``, the weights in safetensors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,17 +55,17 @@ def check_record(values: Mapping[str, Any]) -> None:
         for setting in attached:
             AttachmentConfig.from_dict(setting)
     except UnknownKindError as error:
-        raise ValueError(f"relinear checkpoint: {error}{_needed(values.get('packages'))}") from None
+        raise ValueError(f"relinear checkpoint: {error}{_package_advice(values.get('packages'))}") from None
 
 
 def packed_record(bits: int) -> dict[str, int]:
-    """Return a record's entry about parameters that are stored as integers."""
+    """Return the entry of a record that says how parameters are stored as integers."""
     return {"bits": bits, "group": GROUP}
 
 
 @register_quantization_config(METHOD)
 class RelinearConfig(QuantizationConfigMixin):
-    """The record of a model's operators and attachments, checked on reading."""
+    """Hold the record of a model's operators and attachments; it is checked when it is read."""
 
     operators: Mapping[str, Any]
     attachments: Iterable[Any]
@@ -76,7 +76,7 @@ class RelinearConfig(QuantizationConfigMixin):
         vars(self).update({key: value for key, value in values.items() if key != "packages" or value})
 
 
-def _needed(packages: Any) -> str:
+def _package_advice(packages: Any) -> str:
     """Return advice about the packages that a checkpoint needs; "" if it needs none."""
     if not isinstance(packages, Mapping) or not packages:
         return ""
@@ -106,7 +106,7 @@ class RelinearQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: Any) -> Any:
         """Remove the record, and fields that only the file needs, from the config before the model is built.
 
-        Heads build their body from the config, but the whole model is rebuilt at once.
+        A model with a head builds its body from the same config, and the body must not be rebuilt separately.
         """
         remove_file_only_fields_(config)
         del config.quantization_config
@@ -135,9 +135,9 @@ class RelinearQuantizer(HfQuantizer):
             wrong = operator.problem_with_values(operator.state_dict())
             if wrong is not None:
                 raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
-        # so that a later save uses this class's names, and floats
+        # a later save must use this class's names, and floats
         model._weight_conversions = [step for step in model._weight_conversions if step not in self._steps]
-        # so that it is an ordinary model: it can be cast and trained, and save_pretrained writes the record
+        # the model must be an ordinary one that can be cast and trained; save_pretrained then writes the record
         self.remove_quantization_config(model)
         model.config._is_quantized = False
         sync_record(model)
@@ -191,11 +191,11 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     present = [*attachments(model)]
     for values in settings.attachments:
         setting = AttachmentConfig.from_dict(values)
-        needed = setting.for_part(model) if has_another_head(model) else setting
-        if needed in present:
-            present.remove(needed)
-        elif needed is not None:
-            apply_attachment_(model, needed)
+        wanted = setting.for_part(model) if has_another_head(model) else setting
+        if wanted in present:
+            present.remove(wanted)
+        elif wanted is not None:
+            apply_attachment_(model, wanted)
     modules = list(model.named_modules(remove_duplicate=False))
     for name, values in settings.operators.items():
         source, config = _layer_of(model, name), OperatorConfig.from_dict(values)
@@ -214,7 +214,7 @@ def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, 
     named = {}
     for key in sorted(stored, key=dot_natural_key):
         name, _ = rename_source_key(key, renamings, converters, prefix, expected)
-        if name not in expected and key in expected:  # as transformers does: the pattern meant another key
+        if name not in expected and key in expected:  # as in transformers: the pattern was for another key
             name = key
         named[name] = stored[key]
     return named
@@ -235,7 +235,7 @@ def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str
     expected = {
         k: TensorSpec.of(v.shape, v.dtype) for k, v in model.state_dict().items() if k.startswith(tuple(prefixes))
     }
-    if packed := quantizer.quantization_config.packed:  # integers of the right size are what they unpack to
+    if packed := quantizer.quantization_config.packed:  # integers of the right size count as what they unpack to
         stored |= {
             key: tensor
             for key, tensor in expected.items()

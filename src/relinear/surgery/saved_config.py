@@ -1,9 +1,9 @@
 """Write the config of a model with operators so that no program loads it as a stock model.
 
 A stock class would load such a checkpoint with only a warning and initialise the missing layers at random. So
-``config.json`` has a model type that only relinear knows, and a loader for ``trust_remote_code=True``. Classes called
-by name (``LlamaForCausalLM.from_pretrained``) ignore the type; they fail at ``transformers_weights``, which holds
-advice instead of a file name. In memory a config is the stock one.
+``config.json`` has a model type that only relinear knows, and names a loader for ``trust_remote_code=True``. Classes
+called by name (``LlamaForCausalLM.from_pretrained``) ignore the type; they fail at ``transformers_weights``, which
+holds advice instead of a file name. In memory a config is the stock one.
 """
 
 import json
@@ -38,7 +38,7 @@ _HOW_TO_LOAD = (
 class SavedConfig(PreTrainedConfig):
     """Read a ``config.json`` that ``write_config`` wrote, as the stock config that it describes (``LlamaConfig``, ...).
 
-    ``AutoConfig`` calls it, by the model type once relinear is imported, else through the loader in the checkpoint.
+    ``AutoConfig`` finds this class by the model type once relinear is imported, else by the loader in the checkpoint.
 
     Examples:
         >>> _ = relinear.save_pretrained(relinear.from_preset("tiny"), "out")
@@ -95,14 +95,14 @@ def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
     """Write ``text``, the stock JSON of ``config``, to ``path`` with the changes above, and the loader next to it."""
     values = json.loads(text)
     base = type(config).model_type
-    known = base in CONFIG_MAPPING  # else its own remote code, by its own auto_map, has to read it
-    if known:
+    is_known = base in CONFIG_MAPPING  # else the model's own remote code has to read the file
+    if is_known:
         values["auto_map"] = values.get("auto_map", {}) | {"AutoConfig": f"{LOADER}.{SavedConfig.__name__}"}
         write_text(path.with_name(f"{LOADER}.py"), _LOADER_TEXT)
     if record_in_config(config) is not None:
         values["transformers_weights"] = _HOW_TO_LOAD
-        if known:
+        if is_known:
             values |= {"model_type": METHOD, _BASE_TYPE: base}
-    if path.is_symlink():  # into the Hub's cache, say, which is not written through
+    if path.is_symlink():  # do not write through a link, such as one into the Hub's cache
         path.unlink()
     write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

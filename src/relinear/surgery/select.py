@@ -20,7 +20,7 @@ from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, list
 OWN_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
-_LONGEST_NAME = 200  # characters of a pattern to compare with names
+_LONGEST_NAME = 200  # characters of a pattern that are compared with names
 #: "parent class.layer" of transformers layers whose parent reads their weight without calling them
 _READ_BY_PARENT = re.compile(
     r".*(ActDense\.(wo|fc2)|(Mixer|MambaLayer)\.(dt|x|out)_proj|Indexer\.weights_proj)"
@@ -31,7 +31,7 @@ _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A module to replace: its first name, its aliases, and the pattern that matched it."""
+    """Hold a module to replace, its first name, its aliases, and the pattern that matched it."""
 
     name: str
     aliases: tuple[str, ...]
@@ -97,9 +97,9 @@ def reader_of_weight(model: nn.Module, name: str) -> str | None:
 def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
     """Return the name of a parameter outside of ``module`` and ``head`` that is tied to ``module``'s, or None."""
     parameters = {id(p) for p in module.parameters()}
-    inside = {id(m) for m in module.modules()}
+    own_modules = {id(m) for m in module.modules()}
     for name, other in model.named_modules():
-        if id(other) in inside or other is head:
+        if id(other) in own_modules or other is head:
             continue
         for key, parameter in other._parameters.items():
             if parameter is not None and id(parameter) in parameters:
@@ -137,11 +137,12 @@ def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> Val
 
 
 def _with_owners(name: str) -> Iterator[str]:
-    """Yield the names of the modules that contain a module, and its own name."""
+    """Yield the names of the modules that contain the module ``name``, and ``name``."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def _suffixes(name: str) -> Iterator[str]:
+    """Yield the dotted suffixes of a name that do not begin with a number."""
     parts = name.split(".")
     for start in range(len(parts)):
         if not parts[start].isdigit():

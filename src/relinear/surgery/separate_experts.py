@@ -1,4 +1,4 @@
-"""Split experts that transformers stores as one tensor into linear layers, and fuse them again."""
+"""Split a layer's experts, which transformers stores as one tensor, into linear layers, and fuse them again."""
 
 # Legend: K experts of a token, N tokens, D hidden size
 
@@ -19,14 +19,14 @@ from relinear.surgery.plan import attach_
 
 
 class ExpertLayers(nn.Module):
-    """Linear layers for each expert of ``fused``: ``0.gate_up_proj`` (or ``0.up_proj``) and ``0.down_proj``, and so on.
+    """Run experts with separate linear layers: ``0.gate_up_proj`` (or ``0.up_proj``), ``0.down_proj``, and so on.
 
-    Layout and activation are those that ``fused`` declares for transformers' implementations of experts.
+    Layout and activation are those that ``fused``, transformers' module, declares for implementations of experts.
     """
 
     def __init__(self, fused: Any) -> None:
         super().__init__()
-        self._fused = (fused,)  # in a tuple, so that it is no submodule: its weights are gone
+        self._fused = (fused,)  # in a tuple, so that it is not a submodule: its weights are moved to the meta device
         for number in range(fused.num_experts):
             self.add_module(str(number), nn.ModuleDict({name: _layer(fused, name, number) for name in _names(fused)}))
         self.train(fused.training)
@@ -38,8 +38,8 @@ class ExpertLayers(nn.Module):
         activation, output = fused._apply_gate if fused.has_gate else fused.act_fn, torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
             first, last = self.get_submodule(str(number)).children()
-            token, place = torch.where(top_k_index == number)
-            y = last(activation(first(hidden_states[token]))) * top_k_weights[token, place, None]
+            token, choice = torch.where(top_k_index == number)
+            y = last(activation(first(hidden_states[token]))) * top_k_weights[token, choice, None]
             output.index_add_(0, token, y.to(output.dtype))
         return output
 
@@ -51,8 +51,8 @@ class ExpertLayers(nn.Module):
             for key in ("weight", "bias") if fused.has_bias else ("weight",):
                 stacked = torch.stack([getattr(layer, key).detach() for layer in layers])
                 stacked = stacked.mT.contiguous() if key == "weight" and fused.is_transposed else stacked
-                trained = layers[0].weight.requires_grad
-                setattr(fused, name + ("_bias" if key == "bias" else ""), nn.Parameter(stacked, trained))
+                requires_grad = layers[0].weight.requires_grad
+                setattr(fused, name + ("_bias" if key == "bias" else ""), nn.Parameter(stacked, requires_grad))
         return fused.train(self.training)
 
 
@@ -77,7 +77,7 @@ def _is_fused(module: Any) -> bool:
 
 @register
 class SeparateExperts(AttachmentConfig):
-    """Give every expert its own linear layers, which does not change the model's outputs.
+    """Give every expert separate linear layers, which does not change the model's outputs.
 
     transformers stores the experts of a decoder layer as one tensor, which no pattern can match. The split layers are
     named ``mlp.experts.3.gate_up_proj`` and ``mlp.experts.3.down_proj``. ``relinear.compress`` splits automatically.

@@ -1,4 +1,4 @@
-"""Save the states of a model's layers as one flat mapping of tensors, and load them back."""
+"""Collect the states of a model's layers in one flat mapping of tensors, and load them back."""
 
 from collections.abc import Iterable, Mapping
 

@@ -12,7 +12,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class TensorSpec(NamedTuple):
-    """The shape and kind of number ("floats", "integers") of a tensor in a checkpoint or a model."""
+    """Hold the shape and the kind of number ("floats", "integers") of a tensor in a checkpoint or a model."""
 
     shape: tuple[int, ...]
     kind: str

@@ -1,4 +1,4 @@
-"""Summarise a model: layer, operator, parameters, FLOPs per token, before and after."""
+"""Summarise a model in a table: layer, operator, parameters, FLOPs per token, before and after."""
 
 import dataclasses
 import math
@@ -19,10 +19,11 @@ from relinear.system.text import columns
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One linear layer, operator or attached part. ``*_before`` describes the dense layer, or the layer it replaced.
+    """Describe one linear layer, operator or attached part; ``*_before`` is about the replaced or dense layer.
 
-    parameters: weights, including integers. bytes: size in a checkpoint, including scales. inactive_*: parameters and
-    FLOPs that a token does not use, if tokens are routed.
+    parameters: weights, including integers.
+    bytes: size in a checkpoint, including scales.
+    inactive_*: parameters and FLOPs that a token does not use, if tokens are routed.
     """
 
     name: str
@@ -40,13 +41,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A table of a model's linear layers. ``str`` shows equal layers in one line.
+    """Hold a table of a model's linear layers; ``str`` shows equal layers in one line.
 
     parameters: all weights of the model, including integers; tied weights count once.
     flops_per_token: forward FLOPs of the rows, without attention scores, norms and activations.
     coverage: which layers were replaced, and why others were not; printed below the table.
     notes: warnings of ``replace_``; printed last.
-    bytes: size of the model in a checkpoint. inactive_*: sums over the rows.
+    bytes: size of the model in a checkpoint.
+    inactive_*: sums over the rows.
     """
 
     rows: tuple[Row, ...]
@@ -86,15 +88,15 @@ class Summary:
         return "\n".join(textwrap.fill(line, width, subsequent_indent="    ") for line in text.splitlines() if line)
 
 
-def _size_columns(of: Row | Summary, count: int) -> list[str]:
+def _size_columns(row: Row | Summary, count: int) -> list[str]:
     """Return the numeric columns for ``count`` equal rows; bits are per weight, including scales."""
-    parameters, before, size = of.parameters * count, of.parameters_before * count, of.bytes * count
+    parameters, before, size = row.parameters * count, row.parameters_before * count, row.bytes * count
     bits = f"{8 * size / parameters:.4g}" if parameters else ""
-    active, flops = parameters - of.inactive_parameters * count, of.flops_per_token * count
-    total = flops + of.inactive_flops * count
-    shown = f"{parameters:,}" + (f" ({active:,} active)" if active < parameters else "")
+    active, flops = parameters - row.inactive_parameters * count, row.flops_per_token * count
+    total = flops + row.inactive_flops * count
+    now = f"{parameters:,}" + (f" ({active:,} active)" if active < parameters else "")
     cost = f"{flops:,}" + (f" ({total:,} in all)" if flops < total else "")
-    return [shown, f"{before:,}", bits, f"{size:,}", cost, f"{of.flops_before * count:,}"]
+    return [now, f"{before:,}", bits, f"{size:,}", cost, f"{row.flops_before * count:,}"]
 
 
 def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:
@@ -142,7 +144,7 @@ def _states_flops(module: Any) -> bool:
 def module_flops(module: Any) -> int:
     """Return forward FLOPs per token of a linear layer, an operator, or an attached part that states them."""
     if embeds(module):
-        return 0  # rows are looked up; the product, if there is one, is the head's
+        return 0  # rows are looked up; a product of the tied head counts there
     if _states_flops(module):
         return int(module.flops_per_token())
     in_features, out_features = linear_features(module)

@@ -1,4 +1,4 @@
-"""Output heads that are tied to an embedding that an operator replaces."""
+"""Keep an output head tied to an embedding when an operator replaces the embedding."""
 
 import re
 from collections.abc import Iterable
@@ -17,14 +17,14 @@ from relinear.hf.replacing import swap_module
 
 
 class TiedHead(nn.Module):
-    """y = x W^T + bias with W (V, D) of the operator that replaces the embedding; only the bias (V,) is its own."""
+    """y = x W^T + bias, with the matrix W (V, D) of the operator that replaces the embedding; ``bias`` is (V,)."""
 
     bias: nn.Parameter | None
 
     def __init__(self, table: Operator, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.register_parameter("bias", bias)
-        self._table = (table,)  # in a tuple, so that it is no submodule: the embedding saves, moves and counts it
+        self._table = (table,)  # in a tuple, so that it is not a submodule: it is saved and moved as the embedding
 
     @property
     def table(self) -> Operator:
@@ -61,10 +61,10 @@ def tied_head(model: Any, table: nn.Module) -> Any:
     if not isinstance(head, nn.Linear):
         return None
     names = {id(module): name for name, module in model.named_modules()}
-    # in a model on the meta device, before loading, they are not the same object yet
-    stated = getattr(model, "all_tied_weights_keys", {}).get(f"{names[id(head)]}.weight")
+    # in a model on the meta device, before loading, the two weights are not the same object yet
+    tied_to = getattr(model, "all_tied_weights_keys", {}).get(f"{names[id(head)]}.weight")
     shared = any(head.weight is p for p in table.parameters())
-    return head if shared or stated == f"{names.get(id(table))}.weight" else None
+    return head if shared or tied_to == f"{names.get(id(table))}.weight" else None
 
 
 def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any) -> None:
@@ -81,7 +81,7 @@ def swap_layer(model: Any, names: Iterable[str], source: nn.Module, target: Any)
     if not isinstance(target, Operator):
         tied = linear_of(target.weight)
         tied.weight, tied.bias = target.weight, head.bias
-        del model._tied_weights_keys  # the class's again
+        del model._tied_weights_keys  # the class attribute applies again
     tied.train(head.training)
     swap_module(model, names, head, tied)
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)

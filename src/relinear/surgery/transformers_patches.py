@@ -34,14 +34,14 @@ _MARK = "_relinear_original"
 
 
 def install() -> None:
-    """Patch the functions (idempotent), at import: a caller's config may replace the one with relinear's record."""
+    """Patch the functions (idempotent); called when relinear is imported."""
     _patch(PreTrainedConfig, "to_json_file", _to_json_file)
     _patch(PreTrainedModel, "save_pretrained", _save_pretrained)
     _patch(PreTrainedModel, "_from_config", _from_config)
     _patch(PreTrainedModel, "from_pretrained", _from_pretrained)
     _patch(PreTrainedModel, "_resize_token_embeddings", _resize_token_embeddings)
     _patch(PreTrainedModel, "_initialize_weights", _initialize_weights)
-    if is_peft_available():  # a plain ``LoraConfig`` may target operators, which PEFT would refuse
+    if is_peft_available():  # a plain ``LoraConfig`` may target operators, for which PEFT would raise an error
         from peft.tuners.lora.model import LoraModel
 
         if hasattr(LoraModel, "_create_new_module"):
@@ -49,6 +49,7 @@ def install() -> None:
 
 
 def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    """Make ``owner.name(...)`` call ``replacement(original, ...)``."""
     static = inspect.getattr_static(owner, name)
     original = static.__func__ if isinstance(static, classmethod | staticmethod) else static
     if hasattr(original, _MARK):
@@ -70,7 +71,7 @@ def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:
-    """Create an adapter; for an operator ``OperatorLora``, as PEFT only adapts nn.Linear and a few other classes."""
+    """Create an adapter; for an operator an ``OperatorLora``, as PEFT only adapts nn.Linear and a few other classes."""
     base = target.get_base_layer() if is_adapted(target) else target
     if isinstance(base, Operator):
         if embeds(base):
@@ -125,7 +126,7 @@ def _resize_token_embeddings(
 
 @contextmanager
 def _record_of_this_model(model: Any) -> Iterator[None]:
-    """Put the model's own record into its config within the block, if the config has another.
+    """Put the record of the model's actual operators into its config within the block, if the config has another.
 
     A stock model that was built with the config of a model with operators has the record but no operators. A part of a
     model has other names for its layers.
@@ -185,11 +186,11 @@ def _from_pretrained(original: Any, cls: Any, name: Any, /, *args: Any, config: 
 
 
 def _initialize_weights(original: Any, model: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    """Initialise operators and attached parts by their own ``reset_parameters``.
+    """Initialise operators and attached parts by their ``reset_parameters``.
 
-    Some models initialise children by name (GPT-2: ``self.c_proj.weight``). For the time of the call, a wrapper has its
-    wrapped layer's weight, and any other operator without a weight has one that is marked as loaded, which
-    transformers does not touch.
+    Some models initialise children by name (GPT-2: ``self.c_proj.weight``). So during the call a wrapper has its
+    wrapped layer's weight, and any other operator without a weight has one that is marked as loaded, which transformers
+    does not change.
     """
     if getattr(module, "_is_hf_initialized", False):
         return
