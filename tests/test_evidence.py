@@ -125,7 +125,7 @@ def test_a_plan_is_carried_out_as_it_is_written(more, tmp_path):
     path.write_text(json.dumps(PLAN))
     found = CliRunner().invoke(app, ["compare", "--plan", str(path), *more])
     assert found.exit_code != 0
-    assert "--plan goes with --out, --workers and --executor alone" in str(found.exception)
+    assert "--plan fixes all settings: combine it only with --out, --workers and --executor" in str(found.exception)
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_a_signal_saves_the_runs_of_all_processes(number, text, tmp_path):
     process.send_signal(number)
     _, told = process.communicate(timeout=100)
     assert process.returncode == (143 if number == signal.SIGTERM else 130), told
-    assert "to go on: start the same command again" in told
+    assert "to resume, start the same command again" in told
     assert len(list(out.rglob("checkpoint-*/manifest.json"))) == 2
     assert at_work_in(out) == []
 

@@ -219,7 +219,7 @@ def test_the_examples_pass_their_tests(chosen, examples, tmp_path) -> None:
         (["operator", "tensor"], "'tensor' is not a name of an operator"),
         (["operator", "cli"], "the package relinear_cli is installed already"),
         (["operator", "low_rank"], "there is an operator 'low_rank' already"),
-        (["operator", "mine", "--out", "there"], "there is there already"),
+        (["operator", "mine", "--out", "there"], "there exists already"),
         (["operator", "mine", "--out", "nowhere/mine"], "there is no directory"),
     ],
 )

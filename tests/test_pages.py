@@ -78,7 +78,7 @@ def test_pictures_beyond_the_limit_are_left_out_and_named() -> None:
     large = "data:image/png;base64," + "A" * 600_000
     page = pages.render([Section("a", "b", [Chart("first", image=large), Chart("second", image=large)])])
     assert len(page.encode()) < pages.LIMIT
-    assert "Left out, for the page would be too large: second" in page
+    assert "Omitted to limit the size of the page: second" in page
 
 
 def test_live_figures_have_room_before_pictures_do() -> None:
@@ -190,7 +190,7 @@ def test_a_comparison_as_csv_and_latex(tmp_path, capsys) -> None:
         assert row.count(" & ") == text.partition("}{")[2].partition("}")[0].count("r")
     capsys.readouterr()
     assert main(command) == 2  # as that is no file of ours to replace
-    assert "t.csv is there already" in capsys.readouterr().err
+    assert "t.csv exists already" in capsys.readouterr().err
     assert main([*command[:1], str(tmp_path), *command[2:]]) == 2
     assert "one comparison" in capsys.readouterr().err
 
@@ -300,7 +300,7 @@ def test_recorded_benchmarks_have_a_page(name: str, tmp_path) -> None:
 
 def test_what_cannot_be_reported_is_said(tmp_path, capsys) -> None:
     assert main(["report", str(tmp_path)]) != 0
-    assert "holds nothing to report" in capsys.readouterr().err
+    assert "has nothing to report" in capsys.readouterr().err
     (tmp_path / "report.json").write_text('{"layers": [1]}')
     assert main(["report", str(tmp_path)]) != 0
     assert "damaged or of another version" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from relinear.explore import units
-from relinear.explore.subject import _usual_folder
+from relinear.explore.subject import _default_folder
 from relinear.kernels.native import build
 from relinear.system import private_cache
 from relinear.system.private_cache import check_private, private_folder
@@ -159,9 +159,9 @@ def test_an_index_of_another_user_is_not_read(planted, give, tmp_path, monkeypat
 def test_a_model_that_others_write_to_has_its_index_in_the_cache(give, tmp_path, monkeypatch):
     monkeypatch.setenv("RELINEAR_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
-    assert _usual_folder(str(tmp_path / "model")) == tmp_path / "model" / "explore"
+    assert _default_folder(str(tmp_path / "model")) == tmp_path / "model" / "explore"
     give(tmp_path / "model", st_uid=OTHER)
-    assert _usual_folder(str(tmp_path / "model")).is_relative_to(tmp_path / "cache")
+    assert _default_folder(str(tmp_path / "model")).is_relative_to(tmp_path / "cache")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``relinear analyze``: look into a trained model."""
+"""``relinear analyze``: measure and plot what a trained model's operators do on text."""
 
 from __future__ import annotations
 
@@ -65,14 +65,13 @@ def analyze_saved(
     """Run analyses of a saved model.
 
     Args:
-        names: which; those that apply if there are none.
-        loaded: the model, if it has been loaded already.
+        names: of analyses; if empty, all that apply.
+        loaded: the model, if it is loaded already.
         overwrite: rename analyses of something else in ``out``.
 
     Raises:
-        ValueError: where ``out`` has analyses of something else, or files of others under their names; as ``analyze``
-            and ``tokens_of``, for a tokenizer that is missing or of another model, and for a ``length`` that a model
-            does not read.
+        ValueError: if ``out`` has analyses of something else, or other programs' files under their names; for a missing
+            or wrong tokenizer; for a ``length`` that a model cannot read; and as ``analyze`` and ``tokens_of``.
     """
     import dataclasses
 
@@ -82,18 +81,18 @@ def analyze_saved(
     from relinear.system.run_folder import RunFolder
     from relinear_cli.progress import watch
 
-    asked: dict[str, Any] = {"model": model, "control": control, "data": text.data.data, "only": names}
-    asked |= {"sequences": text.sequences, "length": text.length}
+    settings: dict[str, Any] = {"model": model, "control": control, "data": text.data.data, "only": names}
+    settings |= {"sequences": text.sequences, "length": text.length}
     folder = RunFolder(
         out,
         task="analyze",
         record=RECORD,
         names=[f"{name}.json" for name in known_analyses()],
         earlier_records={RECORD: ("model", "control", "data", "sequences")},
-        settings_of=lambda record: record.get("settings", {"only": names} | {key: record.get(key) for key in asked}),
+        settings_of=lambda record: record.get("settings", {"only": names} | {key: record.get(key) for key in settings}),
     )
-    folder.check(asked, overwrite=overwrite)
-    if text.data.tokenizer in ("symbols", "none"):  # of a task, which decides the length of its samples
+    folder.check(settings, overwrite=overwrite)
+    if text.data.tokenizer in ("symbols", "none"):  # a task determines the length of its samples
         text = dataclasses.replace(text, length=text.data.sequence_length)
     reader = None if text.data.tokenizer == "none" else load_model_tokenizer(model, tokenizer, separates=False)
     loaded = load_model(model) if loaded is None else loaded
@@ -109,13 +108,13 @@ def analyze_saved(
     other = "control" if control is None or _name(control) == _name(model) else _name(control)
     run = next((folder for folder in (Path(model), Path(model).parent) if (folder / "run.json").is_file()), None)
     subject = Subject(loaded, tokens, reader, second, _name(model), other, text.data, run)
-    with folder.open(asked, overwrite=overwrite), watch() as on_progress:
+    with folder.open(settings, overwrite=overwrite), watch() as on_progress:
         facts = {"data": text.data.data, "sequences": len(tokens), "length": text.length}
         folder.write(model=model, control=control, **facts)
         return analyze(subject, out, names, on_progress, folder.take)
 
 
 def _name(path: str) -> str:
-    """Return a short name of the model: the folders that are not the same for every run are left."""
+    """Return a short name of the model: the last folder of its path that is not common to all runs."""
     parts = [p for p in Path(path).parts if p not in ("model", "runs", ".", "..", "/") and not p.startswith("seed")]
     return parts[-1] if parts else path

@@ -1,4 +1,4 @@
-"""``relinear bench``: operators against dense layers on this machine."""
+"""``relinear bench``: time operators against dense layers on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from relinear.bench.run import BenchSettings
 
 
-_PASSES = "<forward | step | prefill | decode>,..."  # blanks: it is folded at them
+_PASSES = "<forward | step | prefill | decode>,..."  # with spaces, at which help wraps it
 _INFERENCE = "inference after relinear.for_inference_: layers keep what they compute from their weights"
 _SHAPES = "2048->2048, 512->2048, 512->1376"
 
@@ -73,12 +73,12 @@ def command(
     chosen |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
     if model is not None:
         chosen |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-        _whole_models(chosen, operators or [], out, overwrite)
+        _bench_models(chosen, operators or [], out, overwrite)
         return
-    _layers(BenchSettings.load(chosen), out, overwrite)
+    _bench_layers(BenchSettings.load(chosen), out, overwrite)
 
 
-def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> None:
+def _bench_layers(settings: BenchSettings, out: Path, overwrite: bool) -> None:
     from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench
     from relinear.pages.blocks import Table
@@ -105,7 +105,7 @@ def _layers(settings: BenchSettings, out: Path, overwrite: bool) -> None:
     print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
 
 
-def _whole_models(chosen: dict[str, Any], operators: list[str], out: Path, overwrite: bool) -> None:
+def _bench_models(chosen: dict[str, Any], operators: list[str], out: Path, overwrite: bool) -> None:
     from relinear.bench.models import ModelBenchSettings, run_model_bench
     from relinear.bench.report import models_section
     from relinear.pages.blocks import Table

@@ -80,24 +80,24 @@ def command(
     }
     changes = options.chosen_settings(overridden, overrides)
     if plan is not None and (recipe is not None or operators or tune or changes):
-        raise ValueError("--plan goes with --out, --workers and --executor alone: what it says was fixed beforehand")
+        raise ValueError("--plan fixes all settings: combine it only with --out, --workers and --executor")
     placement = options.placement(workers, executor, slurm, partition)
     if plan is recipe is None and not operators:
-        raise ValueError("nothing to compare: give --recipe, or --operator at least once; see relinear compare --help")
+        raise ValueError("nothing to compare: add --recipe, or --operator at least once; see relinear compare --help")
     values = {} if recipe is None else read_recipe(recipe)
     for entry in values.get("entries", {}).values() if match == "bytes" else ():
-        if isinstance(entry, dict) and entry.get("resize") == "fixed":  # of the recipe's own match
+        if isinstance(entry, dict) and entry.get("resize") == "fixed":  # fixed for the recipe's match
             del entry["resize"]
-    if operators:  # the recipe's entries go, and with them what is to be like one of them
+    if operators:  # they replace the recipe's entries, and settings that name one of those
         entries: dict[str, Any] = dict(options.named_entries(operators))
         changes = {"entries": entries} | changes
         for parent, key in ((values, "reference"), (values.get("match"), "to")):
             if isinstance(parent, dict) and isinstance(named := parent.get(key), str) and named not in entries:
                 del parent[key]
-    if match in ("parameters", "flops"):  # dense is a control at the size of the others
+    if match in ("parameters", "flops"):  # dense is resized by its width to match the others
         named = changes.get("entries") or values.get("entries", {})
         named |= {name: {"resize": "width"} for name, setting in named.items() if setting == "dense"}
-    if tune and not values.get("tune"):  # else as the recipe tunes
+    if tune and not values.get("tune"):  # otherwise the recipe's tuning stays
         changes = {"tune": True} | changes
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison

@@ -65,11 +65,13 @@ def command(
 
     values = options.options_among(locals(), CompressSettings)
     settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
-    corpora, judges = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
+    corpora, evaluation_corpora = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
     folder = check_folder(out, settings, overwrite=overwrite)
     if plan is not None:
         read_layers(plan)
-    options.prepare_process(threads, models=[model], texts=[text for text, _ in (*corpora.values(), *judges.values())])
+    options.prepare_process(
+        threads, models=[model], texts=[text for text, _ in (*corpora.values(), *evaluation_corpora.values())]
+    )
     text_reader = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
     if plan is None:
@@ -83,7 +85,7 @@ def command(
             loaded,
             _read(corpora),
             tokenizer=text_reader,
-            evaluate_on=_read(judges),
+            evaluate_on=_read(evaluation_corpora),
             targets=target or "all-linear",
             exclude=exclude,
             settings=settings,
@@ -94,35 +96,35 @@ def command(
             on_progress=on_progress,
         )
     print(report)
-    _say_where(out, proposed=plan_only)
+    _print_paths(out, proposed=plan_only)
 
 
 def _read(corpora: dict[str, tuple[Any, str]]) -> dict[str, Any]:
-    """Return the texts of every corpus, by its name."""
+    """Return name -> texts of every corpus."""
     from relinear.data import iter_texts
 
     return {name: iter_texts(text, split, conversations=True) for name, (text, split) in corpora.items()}
 
 
 def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: str | None) -> tuple[Any, Any]:
-    """Return the corpora to calibrate and to evaluate on, each as name -> its settings and split.
+    """Return the corpora to calibrate on and those to evaluate on, each as name -> its settings and split.
 
     Raises:
-        ValueError: for one that is given twice, or that calibration sees and that is to evaluate the result.
+        ValueError: if a corpus is given twice, or is used both to calibrate and to evaluate.
     """
     from relinear.data.corpora import evaluation_split
 
     corpora = {name: (options.corpus_of(name, text_column), split) for name in data}
     texts = {name: options.corpus_of(name, text_column) for name in evaluate_on}
-    judges = {name: (text, evaluation_split(text)) for name, text in texts.items()}
+    evaluation_corpora = {name: (text, evaluation_split(text)) for name, text in texts.items()}
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")
-    if seen := [name for name, (_, part) in judges.items() if name in data and part in ("all", split)]:
+    if seen := [name for name, (_, part) in evaluation_corpora.items() if name in data and part in ("all", split)]:
         raise ValueError(f"--evaluate-on {seen[0]} is the text of --data, which is evaluated anyway; name another")
-    return corpora, judges
+    return corpora, evaluation_corpora
 
 
-def _say_where(out: Path, *, proposed: bool) -> None:
+def _print_paths(out: Path, *, proposed: bool) -> None:
     from relinear.compression.run import proposal
 
     for label, name in (("plan", "plan.json") if proposed else ("model", "model"), ("report", "report.html")):

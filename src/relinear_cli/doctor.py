@@ -1,4 +1,4 @@
-"""``relinear doctor``: what this installation has, what it lacks, and what to do about it."""
+"""``relinear doctor``: check this installation, and say what is missing and how to fix it."""
 
 import platform
 import re
@@ -12,9 +12,9 @@ import typer
 
 from relinear_cli.terminal import fitted
 
-#: state of a part: as it should be, something that may be wanted and is not there, something that fails
+#: state of a part: good, an optional part that is missing, something that fails
 GOOD, LACKS, FAILS = "ok", "-", "FAILS"
-#: state, what is looked at, what was found and, if that can be changed, how
+#: state, name of the part, and what was found, with advice if there is any
 _Finding = tuple[str, str, str]
 
 
@@ -33,7 +33,7 @@ def command() -> None:
 
 
 def _requirements() -> dict[str, list[str]]:
-    """Return extra -> the packages that it brings, as in the metadata; those of relinear itself under ""."""
+    """Return extra -> its requirements, from the metadata; those of relinear itself are under ""."""
     versions: dict[str, list[str]] = {}
     for line in metadata.requires("relinear") or ():
         requirement, _, marker = line.partition(";")
@@ -43,7 +43,7 @@ def _requirements() -> dict[str, list[str]]:
 
 
 def _unmet(line: str) -> str:
-    """Return what is wrong with a requirement: "" if an installed version meets it."""
+    """Return what is wrong with a requirement; "" if the installed version satisfies it."""
     from packaging.requirements import Requirement
 
     needed = Requirement(line)
@@ -68,7 +68,7 @@ def _packages() -> Iterator[_Finding]:
 
 
 def _extras() -> Iterator[_Finding]:
-    """Return the requirements of every extra; those of developers are left out."""
+    """Check the requirements of every extra for users; skip those for developers."""
     for extra, lines in _requirements().items():
         if extra in ("", "dev", "docs", "outside", "ecosystem"):
             continue

@@ -1,4 +1,4 @@
-"""How the command line ends: one message and exit code 2 for what a user can mend, a traceback for our own faults."""
+"""Turn exceptions into exit codes: a message and code 2 for errors that a user can fix, a traceback for our bugs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pickle import UnpicklingError
 
 from relinear_cli.terminal import fitted
 
-#: shows the traceback of a user error too
+#: environment variable that shows the traceback of user errors too
 TRACEBACK_VARIABLE = "RELINEAR_TRACEBACK"
 USER_ERROR = 2
 INTERRUPTED = 130
 TERMINATED = 143
-OWN_FAULT = 1
+INTERNAL_ERROR = 1
 
 _LONGEST = 2_000
-#: advice for a disk that is full, over a quota or failing
-_DISK = "finished files are intact. Free space or repair the disk, then start the same command again"
+#: advice for a disk that is full, over its quota or failing
+_DISK_ADVICE = "finished files are intact. Free space or repair the disk, then start the same command again"
 
-# Exceptions of other packages that no common base class covers, by the name of a class among their bases: naming them
-# here avoids importing their packages just to catch them.
+# Exceptions of other packages without a common base class, by the name of one of their base classes. With names, the
+# packages need not be imported to catch them.
 _FOREIGN = {"SafetensorError", "HfHubHTTPError", "HTTPError", "RequestException", "UsageError"}  # the last is wandb's
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Return whether ``error`` is something that the user can mend: settings, files, data, numbers, a missing extra."""
+    """Return whether the user can fix ``error``: in settings, files, data, numbers, or by installing an extra."""
     if isinstance(error, ValueError | OSError | FloatingPointError | ImportError | UnpicklingError):
         return True
     return _is_foreign(error)
@@ -39,9 +39,9 @@ def _is_foreign(error: BaseException) -> bool:
 
 
 def one_message(error: BaseException) -> str:
-    """Return what to tell the user about ``error``, in so many characters as a terminal shows at once."""
+    """Return the message about ``error`` for the user, shortened to what fits on a terminal."""
     text = _message(error).replace("overwrite=True (--overwrite)", "--overwrite")
-    if len(text) <= _LONGEST:  # so that a mistyped option is reported at once
+    if len(text) <= _LONGEST:  # without the slow import, so that a mistyped option is reported quickly
         return text
     from relinear.system.text import shorten
 
@@ -49,16 +49,20 @@ def one_message(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of ``error``, without the name of its class where it speaks for itself."""
+    """Return the text of ``error``, with the name of its class only if the text is unclear without it."""
     if isinstance(error, OSError) and error.strerror:
         names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         message = f"{names}: {error.strerror}" if names else error.strerror
-        return f"{message}; {_DISK}" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else message
+        return (
+            f"{message}; {_DISK_ADVICE}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+            else message
+        )
     if hasattr(error, "errors") and hasattr(error, "error_count"):
         from relinear.contract.messages import validation_message
 
-        return validation_message(error)  # type: ignore[arg-type]  # pydantic's, recognised without importing it
-    if isinstance(error, UnpicklingError):  # torch's message proposes to run it
+        return validation_message(error)  # type: ignore[arg-type]  # pydantic's error, recognised without importing pydantic
+    if isinstance(error, UnpicklingError):  # torch's message would advise to load it anyway
         return "the weights are a pickle with more than tensors in it, which could run code; get them as safetensors"
     text = str(error).strip()
     if _is_foreign(error):
@@ -73,7 +77,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt as error:
         return TERMINATED if type(error).__name__ == "Terminated" else INTERRUPTED  # relinear.system.signals'
     except BrokenPipeError:
-        # The reader of our output (head, less) has gone: nothing to tell anybody.
+        # The reader of our output (head, less) has ended, so nobody would see a message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -85,4 +89,4 @@ def exit_code(command: Callable[[], int | None]) -> int:
         if is_user_error(error):
             print(fitted(f"error: {one_message(error)}", sys.stderr), file=sys.stderr)
             return USER_ERROR
-        return OWN_FAULT
+        return INTERNAL_ERROR

@@ -1,4 +1,4 @@
-"""``relinear eval``: perplexity and tasks of a trained model."""
+"""``relinear eval``: measure perplexity and run tasks on a trained model."""
 
 import json
 from pathlib import Path
@@ -34,22 +34,22 @@ def command(
     names = _tasks(tasks, lambada)
     folder, settings = _run_settings(directory)
     if "perplexity" in names and data is None and settings is None:
-        raise ValueError(f"{directory} is not a run of relinear train, so it names no data to evaluate on; give --data")
+        raise ValueError(f"{directory} is not a run of relinear train, so it names no data to evaluate on; add --data")
     options.prepare_process(texts=[] if data is None else [DataSettings.load({"data": data}, "data")])
     reader = options.load_model_tokenizer(folder, tokenizer)
     model = options.load_model(folder, presets=False)
 
     results: dict[str, Any] = {}
     if "perplexity" in names:
-        # What the run itself was validated on, in the same blocks.
-        whole = data is None and split == "validation" and (sequence_length, stride, tokenizer) == (None, None, None)
-        # A run's own text is divided as the run divided it: any other way would evaluate on what it trained on.
+        # By default evaluate on the run's validation blocks.
+        as_run = data is None and split == "validation" and (sequence_length, stride, tokenizer) == (None, None, None)
+        # The run's text is divided with the run's settings, so that nothing that it trained on is evaluated.
         values = dict(settings or {}) if data is None else {"data": data}
-        values |= {"text_column": text_column} if text_column and not whole else {}
+        values |= {"text_column": text_column} if text_column and not as_run else {}
         chosen = DataSettings.load(values, "data")
         length = sequence_length or (settings or {}).get("sequence_length")
-        perplexity_options: Any = {} if whole else {"tokenizer": reader, "sequence_length": length, "stride": stride}
-        text: Any = prepare_data(chosen).validation if whole else iter_texts(chosen, split)
+        perplexity_options: Any = {} if as_run else {"tokenizer": reader, "sequence_length": length, "stride": stride}
+        text: Any = prepare_data(chosen).validation if as_run else iter_texts(chosen, split)
         measured = evaluate.perplexity(model, text, max_tokens=max_tokens, batch_size=batch_size, **perplexity_options)
         results["perplexity"] = {name: getattr(measured, name) for name in ("perplexity", "loss", "tokens")}
         results["perplexity"] |= {"data": chosen.data, "split": split}
@@ -63,22 +63,22 @@ def command(
 
 
 def _print(results: dict[str, Any], as_json: bool) -> None:
-    """Print the figures of every task, in a line each or as JSON."""
+    """Print the figures of every task, one task per line or as JSON."""
     if as_json:
-        # JSON has no NaN (a deviation over one example, in lm-eval) and no infinity: null
+        # JSON has no NaN (lm-eval's standard error of one example) and no infinity, so they become null
         values = json.loads(json.dumps(results, default=str), parse_constant=lambda name: None)
         print(json.dumps(values, indent=2))
         return
     for task, figures in results.items():
-        stated = [f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items()]
-        print(f"{task}: {', '.join(stated)}")
+        texts = [f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in figures.items()]
+        print(f"{task}: {', '.join(texts)}")
 
 
 def _tasks(option: str, lambada: Path | None) -> list[str]:
-    """Return the tasks that are named. Raises ValueError if there is none, or the text of LAMBADA is missing."""
+    """Return the names of the tasks. Raises ValueError if there is none, or the text of LAMBADA is missing."""
     names = [name.strip() for name in option.split(",") if name.strip()]
     if not names:
-        raise ValueError("--tasks names no task; give perplexity, lambada, or tasks of lm-eval")
+        raise ValueError("--tasks names no task; choose perplexity, lambada, or tasks of lm-eval")
     if "lambada" in names and not (lambada and lambada.is_file()):
         raise ValueError(
             f"lambada needs --lambada FILE (JSON lines with a 'text'), got {lambada}; lambada_openai is lm-eval's"
@@ -100,5 +100,5 @@ def _run_settings(directory: str) -> tuple[str, dict[str, Any] | None]:
     with damaged_file_errors(record, "not a record of a training run", "of a comparison, give runs/ENTRY/seed-N in it"):
         settings = read_json(record)["settings"]["data"]
     if not (path / "model").is_dir():
-        raise FileNotFoundError(f"{directory} holds no model: the run has not ended, or save_model was false")
+        raise FileNotFoundError(f"{directory} has no model: the run has not ended, or save_model was false")
     return str(path / "model"), settings

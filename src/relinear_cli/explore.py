@@ -1,4 +1,4 @@
-"""``relinear explore``: look into a model in the browser."""
+"""``relinear explore``: show a model's units on text in the browser, and change them."""
 
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,10 @@ def command(
     text = DataSettings(data=data, text_column=text_column)
     prepare_process(models=[model, *([second] if second else [])], texts=[text], presets=False)
     names = [name.strip() for name in (hook_points or "").split(",") if name.strip()]
-    wanted: Any = {"data": text, "sequences": sequences, "length": length, "wanted": names}
+    subject_options: Any = {"data": text, "sequences": sequences, "length": length, "wanted": names}
     folders = [index] if second is None else [index and index / one for one in ("first", "second")]
     named = zip(filter(None, [model, second]), folders, strict=True)
-    subjects = [_subject(name, tokenizer, folder, **wanted) for name, folder in named]
+    subjects = [_subject(name, tokenizer, folder, **subject_options) for name, folder in named]
     if static is not None:
         with watch() as on_progress:
             path = write_html(static, static_page(subjects, effects, on_progress))
@@ -64,7 +64,7 @@ def command(
 
 
 def _serve(subjects: list[Any], host: str, port: int) -> None:
-    """Answer until Ctrl-C, at the address that is printed."""
+    """Print the address and serve until Ctrl-C."""
     from relinear.explore.server import make_server
 
     server = make_server(subjects, host, port)
@@ -77,7 +77,7 @@ def _serve(subjects: list[Any], host: str, port: int) -> None:
             print()
 
 
-def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: Any) -> Any:
+def _subject(name: str, tokenizer: str | None, folder: Path | None, **subject_options: Any) -> Any:
     """Return the model that the user named, with its tokenizer and its index."""
     from relinear.explore.subject import prepare_subject
     from relinear.models import model_folder
@@ -87,4 +87,4 @@ def _subject(name: str, tokenizer: str | None, folder: Path | None, **wanted: An
     loaded = load_model(name, presets=False)
     reader = load_model_tokenizer(name, tokenizer, separates=False)
     with watch(name) as on_progress:
-        return prepare_subject(name, loaded, reader, folder=folder, on_progress=on_progress, **wanted)
+        return prepare_subject(name, loaded, reader, folder=folder, on_progress=on_progress, **subject_options)

@@ -1,4 +1,4 @@
-"""``relinear inspect``: show a model's layers and sizes."""
+"""``relinear inspect``: print a model's layers, operators and sizes."""
 
 import typer
 
@@ -39,5 +39,5 @@ def command(
     if as_json:
         print(json.dumps(table.to_dict() | ({} if report is None else {"causality": report.to_dict()}), indent=2))
     else:
-        width = shutil.get_terminal_size((1_000_000, 0)).columns  # a pipe has none
+        width = shutil.get_terminal_size((1_000_000, 0)).columns  # unlimited for a pipe
         print(table.within(width) if report is None else f"{table.within(width)}\n{report}")

@@ -1,4 +1,4 @@
-"""``relinear list``: list operators, recipes, papers and others, or the settings of one."""
+"""``relinear list``: list operators, recipes, papers and other names, or print the settings of one."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ import typer
 
 from relinear_cli.terminal import fitted
 
-#: an entry of "Args:", which starts four blanks in; what goes on stands further in
+#: an entry of "Args:", indented by four spaces; its further lines are indented by more
 _ENTRY = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n      .*)*)", flags=re.M)
 #: operators of examples/operators, a package that a checkout of relinear has
 EXAMPLES = (
@@ -58,18 +58,18 @@ def command(
 
 
 def meanings_of(config: type) -> dict[str, str]:
-    """Field -> what the docstrings of the class and those it inherits from say; an entry of its own goes first."""
+    """Return field -> its description in the docstrings of the class and its bases; that of the class comes first."""
     rows: dict[str, str] = {}
     for base in config.__mro__:
         text = inspect.cleandoc(base.__doc__ or "").replace("\nAttributes:\n", "\nArgs:\n")
         for names, meaning in _ENTRY.findall(text.partition("\nArgs:\n")[2]):
-            if ", " not in names:  # several at once are described elsewhere
+            if ", " not in names:  # fields that share an entry are described elsewhere
                 rows.setdefault(names, " ".join(meaning.split()).replace("``", "`"))
     return rows
 
 
 def listed(topic: str) -> dict[str, Any]:
-    """Return name -> what stands for it: a class of settings, a module, or a text."""
+    """Return name -> its description: a class of settings, a module, or a text."""
     import relinear
     from relinear.analysis.analyses import analysis, known_analyses
     from relinear.compare.papers import PAPERS, read_paper

@@ -1,7 +1,7 @@
-"""The ``relinear`` command. A command is a file with a function ``command``, and its name in ``_COMMANDS``.
+"""Define the ``relinear`` command line. A subcommand is a module with a function ``command``, named in ``_COMMANDS``.
 
-Those files import only typer, ``options`` and the standard library at their head; a command imports ``relinear``, which
-takes torch and transformers with it, as it runs. So ``--help`` and completion are quick.
+These modules import only typer, ``options`` and the standard library at the top. A command imports ``relinear``, and
+with it torch and transformers, when it runs. So ``--help`` and completion are fast.
 """
 
 import os
@@ -30,7 +30,7 @@ _COMMANDS = {
 COMMANDS = {name: group for group, names in _COMMANDS.items() for name in names.split()}
 
 
-#: group in the help of a command -> its options, by the names of their parameters; the others are "More"
+#: group in a command's help -> its options, by the names of their parameters; all others are in "More"
 _GROUPS = {
     "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
@@ -44,9 +44,9 @@ _GROUPS = {
 
 
 def _without_imports(arguments: Sequence[str]) -> list[str]:
-    """Take every ``--import MODULE`` out of the arguments: it may stand in any command, and before it.
+    """Remove every ``--import MODULE`` from the arguments; it may be anywhere in them.
 
-    The modules are named in the environment, for ``import relinear`` here and in the processes that a command starts.
+    The modules go into an environment variable, for ``import relinear`` here and in processes that a command starts.
     """
     rest, modules, remaining = [], [], iter(arguments)
     for argument in remaining:
@@ -60,25 +60,26 @@ def _without_imports(arguments: Sequence[str]) -> list[str]:
         modules.append(module)
     if modules:
         if "" not in sys.path:
-            sys.path.insert(0, "")  # as python -m does: modules of the working directory are found
+            sys.path.insert(0, "")  # import from the working directory, as python -m does
         for module in modules:
             if find_spec(module.partition(".")[0]) is None:
                 raise ValueError(f"--import {module}: no such module is installed, in PYTHONPATH or in this folder")
         os.environ["RELINEAR_IMPORT"] = ",".join([*filter(None, [os.environ.get("RELINEAR_IMPORT")]), *modules])
-        if "relinear" in sys.modules:  # of a program that calls this
+        if "relinear" in sys.modules:  # a program that calls main() has imported it
             sys.modules["relinear.contract.plugins"].import_from_environment()
     return rest
 
 
 class _Command(TyperCommand):
-    """A command whose help shows its options in groups, and which takes no empty text."""
+    """A command that shows its options in groups and rejects empty values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for before, typed in pairwise(["", *args]):
-            name, _, value = typed.partition("=") if typed[:2] == "--" and "=" in typed else (before, "", typed)
-            if not value.strip():  # the path of an empty name is that of this folder
+        for previous, argument in pairwise(["", *args]):
+            has_value = argument[:2] == "--" and "=" in argument
+            name, _, value = argument.partition("=") if has_value else (previous, "", argument)
+            if not value.strip():  # an empty path would mean the working directory
                 argument_name = name if name[:1] == "-" else "an argument"
-                raise ValueError(f"{argument_name} must not be empty, got {value!r}; fill it in, or leave it out")
+                raise ValueError(f"{argument_name} must not be empty, got {value!r}; fill it in, or omit it")
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -90,8 +91,8 @@ class _Command(TyperCommand):
         return sorted(params, key=lambda param: param.rich_help_panel == "More")
 
 
-class _Ended(BaseException):
-    """A KeyboardInterrupt, its argument, on the way through typer, which would make the exit code of Ctrl-C of all."""
+class _WrappedInterrupt(BaseException):
+    """Carry a KeyboardInterrupt (its argument) through typer, which would give all of them the exit code of Ctrl-C."""
 
 
 class _Group(TyperGroup):
@@ -99,7 +100,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            raise _Ended(interrupt) from None
+            raise _WrappedInterrupt(interrupt) from None
 
 
 app = typer.Typer(
@@ -146,23 +147,23 @@ for _name in COMMANDS:
 def _invoke(arguments: Sequence[str]) -> int | None:
     try:
         result: Any = app(args=_without_imports(arguments), prog_name="relinear", standalone_mode=False)
-    except _Ended as ended:
-        raise ended.args[0] from None
+    except _WrappedInterrupt as wrapped:
+        raise wrapped.args[0] from None
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
-        if not error.format_message():  # no arguments at all: the help has been shown
+        if not error.format_message():  # there were no arguments, so typer has printed the help
             return USER_ERROR
-        # typer's usage errors know their command
+        # a usage error of typer has the command's path
         path = getattr(getattr(error, "ctx", None), "command_path", "relinear")
-        raise ValueError(f"{_said(error)} (see '{path} --help')") from error
+        raise ValueError(f"{_usage_message(error)} (see '{path} --help')") from error
     return result if isinstance(result, int) else None
 
 
-def _said(error: Any) -> str:
-    """Return the message of a usage error of typer's, rephrased."""
+def _usage_message(error: Any) -> str:
+    """Return the message of typer's usage error, rephrased."""
     fault = next(iter(error.__cause__.errors()), None) if hasattr(error.__cause__, "errors") else None
     if fault is not None and error.param is not None:
         flag, text = (error.param.opts or [error.param.name])[0], fault["msg"].removeprefix("Value error, ")
@@ -182,13 +183,13 @@ _FORMATTED = warnings.formatwarning
 def _format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Return a warning as a line of the terminal: where in the source it was raised says nothing to a user."""
+    """Format a warning as one line, without the source line that raised it, which says nothing to a user."""
     if category is not UserWarning:
         return _FORMATTED(message, category, filename, lineno, line)
     return f"warning: {message}\n"
 
 
 def run() -> None:
-    """The entry point of the ``relinear`` script."""
+    """Run the ``relinear`` script: its entry point."""
     warnings.formatwarning = _format_warning
     sys.exit(main())

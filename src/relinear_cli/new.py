@@ -1,4 +1,4 @@
-"""``relinear new``: write a package with an operator, to be changed."""
+"""``relinear new``: write a package with a small operator, as a starting point for an operator of your own."""
 
 import keyword
 import re
@@ -22,7 +22,7 @@ _FILES = {
     "relinear_$name/operator.py": "operator_$kind.txt",
     "tests/test_$name.py": "test_$kind.txt",
 }
-#: names of classes that the operator itself needs
+#: names of classes that the operator's code uses
 _OTHER_CLASSES = ("ClassVar", "Operator", "OperatorConfig", "Self", "Tensor")
 
 
@@ -51,7 +51,7 @@ def command(
         raise ValueError(f"{name!r} is not a name of an operator; one is like block_circulant, or low_rank2")
     folder = out or Path(name)
     if folder.exists() or folder.is_symlink():
-        raise ValueError(f"{folder} is there already; choose another with --out, or another name")
+        raise ValueError(f"{folder} exists already; choose another with --out, or another name")
     if not folder.absolute().parent.is_dir():
         raise ValueError(f"there is no directory {folder.absolute().parent} to put {folder.name} in")
     if find_spec(f"relinear_{name}") is not None:
@@ -61,7 +61,7 @@ def command(
     words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel, "kind": kind}
     words["by"] = "flops" if kind == "routed" else "parameters"
     place: Any = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
-    # once the package is there, an empty folder that a failing disk leaves beside it is not a failure
+    # once the package is written, an empty temporary folder that a failing disk leaves is not an error
     with os_errors_named(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
         made = Path(temporary) / folder.name
         for path, template in _FILES.items():

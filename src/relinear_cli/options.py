@@ -1,4 +1,4 @@
-"""Options that several commands share, and the operators, overrides and models in their arguments."""
+"""Define options that several commands share, and parse the operators, overrides and models in their arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TextColumn = Annotated[str | None, typer.Option(help="Column of text in tables a
 Tokenizer = Annotated[
     str | None, typer.Option(help="`bytes`, or a tokenizer's folder or Hub name; by default the model's own.")
 ]
-_SPLITS = "<train | validation | test | all>"  # blanks: it is folded at them
+_SPLITS = "<train | validation | test | all>"  # with spaces, at which help wraps it
 Split = Annotated[
     Literal["train", "validation", "test", "all"], typer.Option(metavar=_SPLITS, help="Split of the corpus.")
 ]
@@ -64,12 +64,12 @@ Slurm = Annotated[
 
 
 def options_among(options: Mapping[str, Any], settings: type[Settings]) -> dict[str, Any]:
-    """Return those of a command's ``options`` (its ``locals()``) that have the name of one of the ``settings``."""
+    """Return a command's ``options`` (its ``locals()``) whose name is one of the ``settings``."""
     return {name: value for name, value in options.items() if name in settings.model_fields}
 
 
 def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> dict[str, Any]:
-    """Return the settings that the user gave, by name: options that are not None, and those of ``--set``.
+    """Return the settings that the user chose, by name: options that are not None, and those of ``--set``.
 
     Raises:
         ValueError: if one of ``--set`` is not KEY=VALUE.
@@ -83,10 +83,10 @@ def chosen_settings(options: Mapping[str, Any], overrides: list[str] | None) -> 
 def prepare_process(
     threads: int | None = None, *, models: Iterable[str] = (), texts: Iterable[DataSettings] = (), presets: bool = True
 ) -> None:
-    """Prepare a process that computes: find its models and texts, set its threads, tune the allocator.
+    """Prepare a process that computes: check that its models and texts exist, set its threads, tune the allocator.
 
     Raises:
-        ValueError, OSError: for models (which may be ``presets``) and texts that are not there.
+        ValueError, OSError: for models (which may be ``presets``) and texts that do not exist.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -101,7 +101,7 @@ def prepare_process(
         open_corpus(text)
     if threads is not None:
         torch.set_num_threads(threads)
-    disable_progress_bar()  # of loading and writing weights: a flicker among our own
+    disable_progress_bar()  # those of loading and writing weights would disturb ours
 
     tune_allocator()
 
@@ -110,14 +110,14 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
     """Return ``PATTERN=KIND:KEY=VALUE`` texts as the mapping of a recipe; a bare setting means "all-linear".
 
     Raises:
-        ValueError: if a text has not this form, or a pattern comes twice.
+        ValueError: if a text does not have this format, or if a pattern occurs twice.
     """
     from relinear.contract.messages import quoted
     from relinear.contract.setting_text import parse_setting
 
     mapping: dict[str, dict[str, Any] | None] = {}
     for text in texts:
-        # The pattern ends at the first "=" unless that one belongs to the setting, as in "hdpl:rank=8".
+        # The pattern ends at the first "=", unless that belongs to the setting, as in "hdpl:rank=8".
         head, equals, rest = text.partition("=")
         bare = not equals or (
             ":" in head and not head.endswith(("(?", "(?:")) and head.partition(":")[0].isidentifier()
@@ -130,7 +130,7 @@ def parse_operators(texts: list[str]) -> dict[str, dict[str, Any] | None]:
 
 
 def operator_mapping(texts: list[str]) -> dict[str, Any]:
-    """Return the same texts as the mapping that ``replace_`` takes. Raises ValueError for unknown operators too."""
+    """Return such texts as a mapping for ``replace_``. Raises ValueError, also for unknown operators."""
     from relinear.contract.operator import OperatorConfig
 
     return {p: None if s is None else OperatorConfig.from_dict(s) for p, s in parse_operators(texts).items()}
@@ -150,7 +150,7 @@ def parse_layers(text: str | None) -> list[int] | None:
     for part in text.split(","):
         match = re.fullmatch(r"(-?\d{1,4})(?:-(\d{1,4}))?", part.strip())
         layers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-        if not layers:  # also a range from its end
+        if not layers:  # also for a range whose end is before its start
             setting = f"--layers {quoted(text)}: {quoted(part.strip())}"
             raise ValueError(f"{setting} is neither a number nor a range like 4-11")
         indices += layers
@@ -163,12 +163,12 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
     Args:
         name: preset, directory or Hub name.
         overrides: fields of a preset's config.
-        meta: build a preset without memory for its weights (to count, not to run).
-        presets: False where a model without training would make no sense.
+        meta: build a preset without memory for its weights (to count parameters, not to run).
+        presets: False if an untrained model would make no sense.
 
     Raises:
-        ValueError: if there is no such model, or overrides are given with a saved model.
-        OSError: if it is the name of a directory, and there is none.
+        ValueError: if there is no such model, or if a saved model has overrides.
+        OSError: if the name is that of a directory, and there is none.
     """
     import torch
 
@@ -188,11 +188,11 @@ def load_model(name: str, overrides: dict[str, Any] | None = None, *, meta: bool
 
 
 def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool = True) -> Any:
-    """Return the tokenizer that the user named, or the model's own; ``separates`` as in ``load_tokenizer``.
+    """Return the tokenizer that the user named, or the model's; ``separates`` as in ``load_tokenizer``.
 
     Raises:
-        ValueError: if there is none; says that one can be named.
-        ValueError, OSError: if there is no such model; it need not be loaded before.
+        ValueError: if there is none; the message says how to name one.
+        ValueError, OSError: if there is no such model.
     """
     from relinear.data.tokenizers import load_tokenizer
     from relinear.models import model_folder
@@ -208,7 +208,7 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 
 
 def find_model(name: str, *, presets: bool = True) -> str:
-    """Run ``models.locate_model``, and refuse a damaged directory, or a Hub name without a network, at once."""
+    """Return the model's source, from ``locate_model``; raise for a damaged directory, or a Hub name while offline."""
     from relinear.data.sources import hub_in_reach
     from relinear.models import is_cached, locate_model, missing_directory
     from relinear.surgery.checkpoint import check_files
@@ -222,7 +222,7 @@ def find_model(name: str, *, presets: bool = True) -> str:
 
 
 def corpus_of(data: str, text_column: str | None) -> DataSettings:
-    """Return the settings of a corpus that the user named."""
+    """Return the data settings of a corpus that the user named."""
     from relinear.data import DataSettings
 
     return DataSettings.load({"data": data, "text_column": text_column}, "data")
@@ -231,17 +231,17 @@ def corpus_of(data: str, text_column: str | None) -> DataSettings:
 def placement(
     workers: int | None, executor: str | None, slurm: list[str] | None, partition: str | None = None
 ) -> dict[str, Any]:
-    """Return where runs are executed, as ``compare`` takes it. Raises ValueError for settings of jobs without jobs."""
+    """Return ``compare``'s arguments for where runs execute. Raises ValueError for SLURM settings without SLURM."""
     from relinear.compare.recipe import parse_overrides
 
     jobs = parse_overrides(slurm or []) | ({} if partition is None else {"slurm_partition": partition})
     if jobs and executor != "slurm":
-        raise ValueError("--partition and --slurm are for jobs: give --executor slurm, too")
+        raise ValueError("--partition and --slurm need --executor slurm")
     return {"workers": workers, "executor": executor, "slurm": jobs}
 
 
 def parse_numbers(option: str, text: str | None) -> list[int] | None:
-    """Return ``"0,1,2"``, the value of ``option``, as a list; None for None. Raises ValueError for other texts."""
+    """Parse ``"0,1,2"``, the value of ``option``, into a list; None stays None. Raises ValueError for other texts."""
     from relinear.contract.messages import quoted
 
     try:
@@ -251,7 +251,7 @@ def parse_numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def named_entries(settings: list[str]) -> dict[str, str]:
-    """Return entries named by the kind of their operator; by the whole setting where a kind comes several times.
+    """Return name -> setting of entries; the name is the operator's kind, or the whole setting if a kind repeats.
 
     Raises:
         ValueError: if the same setting is given twice.
@@ -261,7 +261,7 @@ def named_entries(settings: list[str]) -> dict[str, str]:
     kinds = [setting.partition(":")[0].strip() for setting in settings]
     entries: dict[str, str] = {}
     for kind, setting in zip(kinds, settings, strict=True):
-        words = re.split(r"[^A-Za-z0-9_.=+]+", setting)  # with nothing in them that a folder's name should not have
+        words = re.split(r"[^A-Za-z0-9_.=+]+", setting)  # only characters that suit a folder's name
         name = kind if kinds.count(kind) == 1 else "-".join(filter(None, words))
         if name in entries:
             raise ValueError(f"the entry {quoted(setting)} is given twice")

@@ -1,4 +1,4 @@
-"""Live progress on stderr: bars on a terminal, a line now and then elsewhere."""
+"""Show live progress on stderr: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIGURES = {"loss": "loss {:.3f}", "validation_loss": "validation {:.3f}", "toke
 
 
 class _Lines:
-    """Progress for logs and plain terminals: a line when something new starts, and every so often."""
+    """Print progress for logs: a line when a new task starts, and then at intervals."""
 
     def __init__(self) -> None:
         self._last, self._printed = ("", 0), ("", 0.0)
@@ -33,7 +33,7 @@ class _Lines:
 
 
 class _Bars:
-    """Progress for terminals: a bar for the current work."""
+    """Show progress on a terminal: a bar for the current task."""
 
     def __init__(self, progress: Any) -> None:
         self._progress, self._text = progress, ""
@@ -48,40 +48,40 @@ class _Bars:
 
 
 def _callback(view: _Lines | _Bars, title: str) -> ProgressCallback:
-    """Return a callback that shows work in ``view``, and the remaining time: as stated, else at the pace so far."""
-    began: dict[str, float] = {}
+    """Return a callback that shows progress in ``view``, and the remaining time as reported, or by the pace so far."""
+    started: dict[str, float] = {}
 
     def show(now: Progress) -> None:
         seconds, time_now = now.seconds_left, time.monotonic()
-        since = began.setdefault(now.text, time_now)
+        since = started.setdefault(now.text, time_now)
         if seconds is None and now.runs <= 1 and 0 < now.done < now.total:
             seconds = (time_now - since) / now.done * (now.total - now.done)
         figures = (text.format(value) for name, text in _FIGURES.items() if (value := getattr(now, name)) is not None)
         run = f"run {min(now.run + 1, now.runs)} of {now.runs}" if now.runs > 1 else ""
         detail = "  ".join(filter(None, [run, now.detail, *figures]))
-        view.show(now, f"{title}, {now.text}" if title else now.text, detail, _left(seconds or 0.0))
+        view.show(now, f"{title}, {now.text}" if title else now.text, detail, _remaining_text(seconds or 0.0))
 
     return show
 
 
-def _left(seconds: float) -> str:
-    """Return how long the rest takes; "" if that is not known, or a moment."""
+def _remaining_text(seconds: float) -> str:
+    """Return the remaining time as text; "" if it is unknown or below 5 seconds."""
     return "" if seconds < 5 else f"{seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
 
 
 @contextlib.contextmanager
 def watch(title: str = "", *, resumable: bool = False) -> Iterator[ProgressCallback]:
-    """Give a callback that shows the progress while the block runs.
+    """Yield a callback that shows progress while the block runs.
 
     Args:
-        title: of what the work is about.
-        resumable: whether the command resumes when it is started again; if so, a message says it.
+        title: before the text of each step.
+        resumable: whether the command resumes when it is started again; a message then says so.
     """
     from relinear.system.machine import is_first_rank
     from relinear.system.progress import no_progress
 
     with _resumable() if resumable else contextlib.nullcontext():
-        if not is_first_rank():  # of several ranks the first tells
+        if not is_first_rank():  # only the first of several ranks shows progress
             yield no_progress
             return
         if not sys.stderr.isatty():
@@ -104,7 +104,7 @@ def watch(title: str = "", *, resumable: bool = False) -> Iterator[ProgressCallb
 
 @contextlib.contextmanager
 def _resumable() -> Iterator[None]:
-    """On Ctrl-C or SIGTERM within the block, end in an orderly way and tell the user how to resume."""
+    """On Ctrl-C or SIGTERM within the block, end cleanly and say how to resume."""
     from relinear.system.signals import Terminated, on_terminate, raise_terminated
 
     try:
@@ -112,5 +112,5 @@ def _resumable() -> Iterator[None]:
             yield
     except KeyboardInterrupt as error:
         ending = "ended by SIGTERM" if isinstance(error, Terminated) else "interrupted"
-        print(f"\n{ending}; to go on: start the same command again", file=sys.stderr)
+        print(f"\n{ending}; to resume, start the same command again", file=sys.stderr)
         raise

@@ -1,4 +1,4 @@
-"""``relinear replicate``: the main tables of a paper compared with ours."""
+"""``relinear replicate``: repeat the main tables of a paper and compare the numbers."""
 
 from pathlib import Path
 
@@ -50,8 +50,8 @@ def command(
     from relinear_cli.report import analyze_models, trained_in, write_report_of
     from relinear_cli.terminal import print_requirements
 
-    asked = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
-    planned = replication(paper, **asked, seeds=options.parse_numbers("--seeds", seeds))
+    choices = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
+    planned = replication(paper, **choices, seeds=options.parse_numbers("--seeds", seeds))
     placement = options.placement(workers, executor, slurm)
     options.prepare_process()
     print_requirements(planned.requirements(workers))

@@ -67,10 +67,10 @@ def command(
 
 
 def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: bool) -> dict[Path, str]:
-    """Return the text of each file on the one comparison in ``runs``.
+    """Return the content of each file of tables about the one comparison in ``runs``.
 
     Raises:
-        ValueError: for several directories, for one without a comparison, and for files that are there.
+        ValueError: for several directories, for one without a comparison, and for files that exist.
     """
     from relinear.compare.papers import COMPARISON
     from relinear.compare.report import RESULTS, read_results
@@ -87,30 +87,30 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
         files[latex] = latex_tables(results)
     for file in files:
         if file.exists() and not overwrite:
-            raise ValueError(f"{file} is there already; give another name, or --overwrite, which renames it")
+            raise ValueError(f"{file} exists already; choose another name, or --overwrite, which renames it")
     return files
 
 
 def trained_in(run: Path) -> list[Path]:
-    """Return the directories in ``run`` that hold a trained model: its own, or of a comparison those of every entry.
+    """Return the directories of trained models in ``run``: a training run itself, or one per entry of a comparison.
 
-    Of an entry it is the first seed, trained for the largest budget. Raises ValueError if no model is saved.
+    An entry counts with its first seed and largest budget. Raises ValueError if no model is saved.
     """
     parents = [run, *_first_seeds(run)]
     folders = [folder for folder in parents if (folder / "model").is_dir() and (folder / "run.json").is_file()]
     if not folders:
-        raise ValueError(f"no trained model is saved in {run}; give a run whose models were kept (save_model)")
+        raise ValueError(f"no trained model is saved in {run}; choose a run whose models were saved (save_model)")
     return folders
 
 
 def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 64) -> None:
-    """Run the analyses that apply to trained models, into ``analysis`` beside each of them.
+    """Run the analyses that apply to trained models, and write them to the folder ``analysis`` of each run.
 
     Args:
-        folders: as ``trained_in`` finds them. overwrite: rename analyses of something else. samples: sequences to read.
+        folders: from ``trained_in``. overwrite: rename analyses of something else. samples: sequences to read.
 
     Raises:
-        ValueError: where a text is too short, or a record damaged.
+        ValueError: if a text is too short, or a record is damaged.
     """
     from relinear.analysis.analyses import HeldOutText, applying
     from relinear_cli.analyze import analyze_saved
@@ -136,17 +136,17 @@ def _data_of(folder: Path) -> DataSettings:
 
 
 def _first_seeds(run: Path) -> list[Path]:
-    """Return the run of the lowest seed of every entry of a comparison, of the largest of its budgets."""
+    """Return the run of the lowest seed of every entry of a comparison, at its largest budget."""
     budgets = [folder for folder in run.glob("budgets/*") if folder.name.isdigit()]
-    whole = max(budgets, key=lambda folder: int(folder.name), default=run)
+    largest = max(budgets, key=lambda folder: int(folder.name), default=run)
     seeds: dict[Path, Path] = {}
-    for folder in sorted(whole.glob("runs/*/seed-*"), key=lambda f: (len(f.name), f.name)):
+    for folder in sorted(largest.glob("runs/*/seed-*"), key=lambda f: (len(f.name), f.name)):
         seeds.setdefault(folder.parent, folder)
     return [seeds[entry] for entry in sorted(seeds)]
 
 
 def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
-    """Write the page on ``runs`` and return its path, that of ``page_of``.
+    """Write the page about ``runs`` and return its path, that of ``page_of``.
 
     Raises:
         FileNotFoundError: for a directory in which nothing has finished.
@@ -159,14 +159,14 @@ def write_report_of(runs: list[Path], out: Path | None = None) -> Path:
 
 
 def page_of(runs: list[Path], out: Path | None) -> Path:
-    """Return where the page on ``runs`` is written: ``out`` or report.html in it, in the run, or here for several."""
+    """Return the path of the page about ``runs``: ``out``, or report.html in it, in the only run, or in this folder."""
     if out is not None and out.suffix == ".html":
         return out
     return (out or (runs[0] if len(runs) == 1 else Path())) / "report.html"
 
 
 def section_of(run: Path) -> Section:
-    """Return the section on the directory ``run``, with the analyses in it. Raises as ``write_report_of``."""
+    """Return the section about the directory ``run``, with its analyses. Raises as ``write_report_of``."""
     import dataclasses
 
     from relinear.analysis.report import analyses_blocks
@@ -209,4 +209,4 @@ def _section(run: Path) -> Section:
         return run_section(run)
     if analyses_blocks(run):
         return analyses_section(run)
-    raise FileNotFoundError(f"{run} holds nothing to report, such as {RESULTS}; give the --out of a finished command")
+    raise FileNotFoundError(f"{run} has nothing to report, such as {RESULTS}; choose the --out of a finished command")

@@ -33,15 +33,15 @@ def command(
     if not (model / "config.json").is_file():
         raise ValueError(f"{model} is not a directory of a saved model: it has no config.json")
     if out.resolve() == model.resolve():
-        raise ValueError(f"{out} is the model that is read, and would be replaced; give another --out")
+        raise ValueError(f"{out} is the model that is read, and would be replaced; choose another --out")
     prefix = read_text(prefix_file)
     import torch
     from transformers import AutoConfig
 
     with reading_config(model):
         config = AutoConfig.from_pretrained(model)
-    if not isinstance(config, CGTConfig) or config.input_features:  # which relinear.specialize takes, with vectors
-        raise ValueError(f"{model} holds no CGT of text; only a relinear.CGTForCausalLM can be specialised here")
+    if not isinstance(config, CGTConfig) or config.input_features:  # relinear.specialize also takes models of vectors
+        raise ValueError(f"{model} is no CGT of text; only a relinear.CGTForCausalLM can be specialised here")
     encoder = load_model_tokenizer(str(model), tokenizer)
     loaded = from_pretrained(model).eval()
     ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
-    """Return ``text`` in lines that the terminal shows whole, what goes on indented; a pipe gets it as it is."""
+    """Wrap ``text`` at the terminal's width, with continued lines indented; return it unchanged for a pipe."""
     if not stream.isatty():
         return text
     width = max(40, min(100, shutil.get_terminal_size().columns))
-    fill = textwrap.TextWrapper(width, break_on_hyphens=False, break_long_words=False)  # a path is copied whole
+    fill = textwrap.TextWrapper(width, break_on_hyphens=False, break_long_words=False)  # paths stay in one piece
     lines = []
     for line in text.splitlines():
         words = line.lstrip()
@@ -30,7 +30,7 @@ def fitted(text: str, stream: TextIO, indent: int = 2) -> str:
 
 
 def print_requirements(requirements: Mapping[str, str]) -> None:
-    """Print on stdout what a command takes, before it starts."""
+    """Print on stdout the runs, time, memory and disk that a command needs, before it starts."""
     for name, text in requirements.items():
         print(fitted(f"{name:<11} {text}", sys.stdout, indent=12), flush=True)
 
@@ -47,29 +47,29 @@ def print_results(results: Results) -> None:
 
 
 def print_scale(results: Mapping[str, Any]) -> None:
-    """Print scale.json: a row per entry with its fit and its losses by width, then where it crosses the dense ones."""
+    """Print scale.json: a row per entry with its fit and its losses by width, then where entries cross dense."""
     from relinear.compare.report import scale_table
 
     print_table(scale_table(results), results["name"])
     _remark("loss = a x^-b", *results["verdicts"])
 
 
-def print_table(table: Table, title: str = "", most: int | None = None) -> None:
-    """Print a table of a page on stdout: names in full, what is best in bold; the first ``most`` rows."""
+def print_table(table: Table, title: str = "", max_rows: int | None = None) -> None:
+    """Print a page's table on stdout, with names in full and the best in bold; only the first ``max_rows`` rows."""
     import rich.table
     from rich import box
 
-    shown = rich.table.Table(
+    printed = rich.table.Table(
         title=title or None, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD
     )
     for index, name in enumerate(table.head):
         short = index == 0 or name.startswith("gap")
-        shown.add_column(name, justify="left" if index in table.words else "right", no_wrap=short)
-    for row in table.rows[:most]:
-        shown.add_row(*(cell.text for cell in row.shown), style="bold" if row.best and len(table.rows) > 1 else None)
-    _console().print(shown)
-    if most is not None and len(table.rows) > most:
-        _remark(f"{len(table.rows) - most} more rows are in the report")
+        printed.add_column(name, justify="left" if index in table.words else "right", no_wrap=short)
+    for row in table.rows[:max_rows]:
+        printed.add_row(*(cell.text for cell in row.shown), style="bold" if row.best and len(table.rows) > 1 else None)
+    _console().print(printed)
+    if max_rows is not None and len(table.rows) > max_rows:
+        _remark(f"{len(table.rows) - max_rows} more rows are in the report")
 
 
 def _remark(*texts: str) -> None:
@@ -77,7 +77,7 @@ def _remark(*texts: str) -> None:
 
 
 def _console() -> Any:
-    """Return a console that is wide enough in a pipe or log, where rich would fold tables at 80 columns."""
+    """Return a console that is wide in a pipe or log, where rich would wrap tables at 80 columns."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 160)), highlight=False)

@@ -74,18 +74,18 @@ def command(
 
     settings = TrainSettings.load(values, recipe or "settings")
     options.prepare_process(models=[settings.model])
-    if is_first_rank():  # a launcher may have started fewer than one thinks
+    if is_first_rank():  # a launcher may have started fewer ranks than expected
         ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
         description = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences per step"
         print(f"{description} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
-        stated, folder = settings.model_dump(mode="json"), run_folder(out, settings, overwrite)
-        if dry_run or (ranks == 1 and folder.check(stated, overwrite=overwrite) is None):
+        run_settings, folder = settings.model_dump(mode="json"), run_folder(out, settings, overwrite)
+        if dry_run or (ranks == 1 and folder.check(run_settings, overwrite=overwrite) is None):
             print_requirements(training_requirements(settings))
     if dry_run:
         return
     with watch(settings.model, resumable=True) as on_progress:
         result = train(settings, out, overwrite=overwrite, on_progress=on_progress)
-    if not is_first_rank():  # of several under torchrun one tells
+    if not is_first_rank():  # only one of several ranks prints the result
         return
     facts = {"directory": str(out.resolve()), "as a page": f"relinear report {shlex.quote(str(out))}"}
     for name, text in (result_facts(result.to_dict()) | facts).items():

@@ -1,1 +1,1 @@
-"""Analyse a model on real text: ranks, gates, tokens, modulators and causality, with their figures."""
+"""Analyse a trained model on real text: ranks, gates, tokens, modulators and causality, with figures."""

@@ -26,7 +26,7 @@ from relinear.pages.blocks import Cell, Chart, Row
 from relinear.system.files import write_json
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 
-#: an analysis is the file of its name
+#: an analysis is the module of its name
 ANALYSES = (
     *("outputs", "effective_rank", "gates", "top_tokens", "fingerprints", "modulators", "latents", "planes"),
     *("cgt_context", "cgt_specialized", "cgt_arithmetic", "cgt_regression"),
@@ -35,11 +35,11 @@ ANALYSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The model and the text to analyse.
+    """Hold the model and the text to analyse.
 
-    model: in eval mode. ids: (N, T) token ids of real text, or what else it reads of a task's samples. tokenizer: to
-    name tokens; None names them by number. control: a model to set beside it, or None. name, control_name: for legends.
-    data: where ``ids`` are from. folder: of the run that trained the model, if there is one.
+    model: in eval mode. ids: (N, T) token ids of real text, or another input from a task's samples. tokenizer: to name
+    tokens; None names them by number. control: a model to compare with, or None. name, control_name: for legends. data:
+    the source of ``ids``. folder: of the run that trained the model, if there is one.
     """
 
     model: Any
@@ -53,19 +53,19 @@ class Subject:
 
     @property
     def samples(self) -> Samples | None:
-        """Return those of the task that ``ids`` are from, with what is hidden from the model; None if it is text."""
+        """Return the task's samples from which ``ids`` come, with their hidden values; None if ``ids`` are text."""
         if self.data is None or isinstance(task_of(self.data.data), MixtureTask | None):
             return None
         return held_out_samples(self.data, len(self.ids))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return names of the sources of a mixture, of which the texts are in turn; the data's if there is one."""
+        """Return the names of a mixture's sources, from which the texts come in turn; else the name of the data."""
         name = "text" if self.data is None else self.data.data
         return task.sources if isinstance(task := task_of(name), MixtureTask) else (name,)
 
     def token_text(self, token: int) -> str:
-        """Return a token as a reader sees it: spaces and line ends made visible."""
+        """Return a token as text for readers, with spaces and line ends made visible."""
         if self.tokenizer is None:
             return str(token)
         text = self.tokenizer.decode([token])
@@ -79,7 +79,7 @@ def short_name(name: str) -> str:
 
 
 def layer_row(name: str, *cells: Cell | str) -> Row:
-    """Return a table's row on a layer, whose full name is seen where the short one is pointed at."""
+    """Return a table's row about a layer: its short name, with the full one as a tooltip."""
     return Row([Cell(short_name(name), title=name), *cells])
 
 
@@ -96,7 +96,7 @@ def applying(model: Any) -> list[str]:
 
 
 def known_analyses() -> list[str]:
-    """Return the names of all analyses: relinear's, and those that other packages offer."""
+    """Return the names of all analyses: relinear's and those of other packages."""
     return [*ANALYSES, *(name for name in plugins.entry_points("analysis") if name not in ANALYSES)]
 
 
@@ -114,7 +114,7 @@ def analyze(
 ) -> dict[str, dict[str, Any]]:
     """Run the analyses that apply to the model, or those in ``only``; write ``NAME.json`` and the figures into ``out``.
 
-    ``on_progress`` is called before each, ``on_file`` with the name of each file before it is written.
+    ``on_progress`` is called before each analysis, ``on_file`` with the name of each file before it is written.
 
     Returns:
         name -> numbers.
@@ -145,14 +145,14 @@ def analyze(
 # Held-out text
 
 
-DOCUMENTS = 8  # so that several are seen
+DOCUMENTS = 8  # the fewest documents that sequences come from, if there are as many
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutText:
-    """How much of the validation text of ``data`` is looked at.
+    """Say how much of the validation text of ``data`` to read.
 
-    sequences, length: N and T. fewer: of a text, or for a model, that is too short for them, take what there is.
+    sequences, length: N and T. fewer: accept less if the text or the model's context is too short for them.
     """
 
     data: DataSettings
@@ -169,11 +169,11 @@ def held_out_samples(data: DataSettings, count: int) -> Samples:
 def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     """Return token ids (N, T) of the validation text, taken in turn from the middles of its first documents.
 
-    Each sequence begins with what the tokenizer puts before every text. Of a mixture the sources come in turn. Of a
-    task there are samples that no run is trained or evaluated on, of the task's own length.
+    Each sequence begins with the tokens that the tokenizer puts before every text. A mixture's sources alternate. A
+    task has samples of its length that no run is trained or evaluated on.
 
     Raises:
-        ValueError: if the text is shorter; with ``fewer``, if it has not a single sequence.
+        ValueError: if the text is too short; with ``fewer``, if it has not a single sequence.
     """
     sequences, length = text.sequences, text.length
     task = task_of(text.data.data)
@@ -188,7 +188,7 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     rest: list[int] = []
     before = text_start(tokenizer)
     for document in iter_texts(text.data, "validation"):
-        # Only the part of a document that may be needed.
+        # Encode only as much of a document as may be needed.
         rest += encode(tokenizer, [document[: 20 * sequences * length]])[0]
         rows = [window for _, _, window in windows(rest, before, length)]
         if rows:

@@ -17,7 +17,7 @@ from relinear.hf.vocabulary import max_positions
 
 @dataclasses.dataclass(frozen=True)
 class CausalityReport:
-    """The result of ``check_causality``.
+    """Hold the result of ``check_causality``.
 
     tokens: length of the sequence; every suffix of it was changed. modules: how many modules' outputs were compared.
     module: name of the first module, in order of execution, whose output saw the future, None if none did.
@@ -35,7 +35,7 @@ class CausalityReport:
 
     @property
     def causal(self) -> bool:
-        """Return whether nothing saw the future."""
+        """Return whether no output depends on a later token."""
         return self.module is None
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class CausalityReport:
 
 
 class CausalityError(ValueError):
-    """Raised where an output sees the future; ``report`` says which and from where."""
+    """Raised if an output depends on a later token; ``report`` says which output and which token."""
 
     def __init__(self, report: CausalityReport) -> None:
         super().__init__(str(report))
@@ -72,7 +72,7 @@ def check_causality(
     seed: int = 0,
     raises: bool = True,
 ) -> CausalityReport:
-    """Change every suffix of a sequence and compare what every module put out for the tokens before it.
+    """Change every suffix of a sequence, and compare every module's outputs for the tokens before it.
 
     The model runs in eval mode on one sequence, tokens + 1 times; its mode is restored.
 

@@ -1,4 +1,4 @@
-"""``cgt_arithmetic``: which answers of arithmetic are right with y computed and with y frozen (CGT, Table 1)."""
+"""``cgt_arithmetic``: accuracy of arithmetic answers with y computed and with y frozen (CGT, Table 1)."""
 
 # Legend: B samples, T tokens, E width of y, K tasks of a sample
 
@@ -32,7 +32,7 @@ PLACES: tuple[Literal["anywhere", "average", "last"], ...] = ("anywhere", "avera
 
 
 def _right(logits: Tensor, ids: Tensor, answers: Tensor, examples: int) -> Tensor:
-    """(B, 2): shares of right symbols, given those before them, and of right answers, where ``answers`` (T,) holds."""
+    """Return (B, 2): shares of correct symbols (given those before) and of correct answers, at ``answers`` (T,)."""
     right = (logits[:, :-1].argmax(-1) == ids[:, 1:])[:, answers[1:]].double()
     return torch.stack([right.mean(1), right.view(len(ids), examples, -1).amin(-1).mean(1)], 1)
 
@@ -78,7 +78,7 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
 
 
 def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> float:
-    """Return the share of answers that the best guess from the query's two numbers alone gets right.
+    """Return the share of answers that the best guess from only the query's two numbers predicts.
 
     The best guess is the answer that most coefficients give. Whole coefficients are all tried; of real ones the guess
     is made from ``draws`` and its share counted among as many others.
@@ -130,7 +130,7 @@ def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penal
 
 
 def probe_features(y: Tensor, task: ArithmeticTask, places: str = "anywhere") -> Tensor:
-    """Return what a probe of the coefficients reads in each task of each sample: y (B, T, E) -> (B, K, E).
+    """Return the input of the coefficients' probe for each task of each sample: y (B, T, E) -> (B, K, E).
 
     ``places`` is one of ``PLACES``: y at one position of the second half of the examples, drawn for each sample and
     task; its mean over that half; or y at the end of the task.
@@ -228,7 +228,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: a row for each kind of y, and what probes read off y."""
+    """Return the page's blocks for ``numbers``: a row for each kind of y, and the errors of probes of y."""
     page_blocks: list[Block] = []
     rows = [
         Row([KINDS[kind], Cell.of(value["answers"], ".1%"), Cell.of(value["symbols"], ".1%")])

@@ -22,7 +22,7 @@ HOW_TO_READ = (
     "that falls early is a y that drifts; points of one colour that lie together are sources that y tells apart, which "
     "means little where an untrained model does as well."
 )
-#: positions of the map and components of the trace that are kept; tokens at a text's end over which y is averaged
+#: positions in the map; components in the trace; tokens at a text's end over which y is averaged
 POSITIONS, COMPONENTS, LAST = 64, 12, 16
 
 
@@ -43,19 +43,19 @@ def context_variation(y: Tensor, first: slice, second: slice) -> float:
 
 
 def dot_products(y: Tensor) -> Tensor:
-    """n_s . n_t of the normalised contexts (N, T, E), averaged over texts: (T, T) (CGT, Figures 3, 10, 13b and 18)."""
+    """Return n_s . n_t of normalised contexts (N, T, E), averaged over texts: (T, T) (CGT, Figures 3, 10, 13b, 18)."""
     n = F.normalize(y.double(), dim=-1)
     return (n @ n.mT).mean(0)
 
 
 def spectrum(y: Tensor) -> Tensor:
-    """<|f_k|^2> of the discrete Fourier transform of y (N, T, E) along the text, summing to one (CGT, Figure 17)."""
+    """Return <|f_k|^2> of the Fourier transform of y (N, T, E) along the text, summing to one (CGT, Figure 17)."""
     power = torch.fft.rfft((y - y.mean(1, keepdim=True)).double(), dim=1).abs().square().mean((0, 2))
     return power / power.sum()
 
 
 def neighbours(vectors: Tensor, classes: Sequence[int]) -> tuple[float, float]:
-    """Return the share of texts whose nearest other text, by cosine, is of their class; and that of random vectors."""
+    """Return the share of texts whose nearest other text (by cosine) has the same class, and that of random vectors."""
     labels, unit = torch.as_tensor(classes), F.normalize(vectors.double(), dim=-1)
     nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(1)
     counts = labels.bincount().double()
@@ -76,7 +76,7 @@ def embedded(vectors: Tensor) -> tuple[Tensor, str]:
 
 
 def untrained(model: Any) -> Any:
-    """Return a model of the same config as it was before training, whatever its seed was."""
+    """Return an untrained model of the same config; its seed is 0, whatever that of the trained one was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return type(model)(copy.deepcopy(model.config)).eval()
@@ -92,7 +92,7 @@ def run(subject: Subject) -> dict[str, Any]:
     y, names = subject.model.context(subject.ids).float(), subject.sources
     length, vectors = y.shape[1], y[:, -LAST:].mean(1)
     variation = context_variation(y, slice(0, length // 2), slice(length // 2, length))
-    if len(names) > 1:  # a text of two sources, joined in the middle, shows whether y turns there
+    if len(names) > 1:  # two sources joined in the middle show whether y changes there
         halves = subject.ids[:, : length // 2]
         y = subject.model.context(torch.cat([halves[:-1], halves[1:]], 1)).float()
     step, order = max(1, length // POSITIONS), y[0].std(0).argsort(descending=True)[:COMPONENTS]
@@ -117,7 +117,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``."""
+    """Return the page's blocks for ``numbers``."""
     rows = [Row(["variation of y (Eq. 4)", Cell.of(numbers["variation"])])]
     for key, label in (
         ("neighbours", "texts whose nearest neighbour is of their source"),

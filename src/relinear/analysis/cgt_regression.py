@@ -1,4 +1,4 @@
-"""``cgt_regression``: errors of in-context regression by examples, y computed and y frozen (CGT, Figure 4)."""
+"""``cgt_regression``: errors of in-context regression by number of examples, y computed or frozen (CGT, Figure 4)."""
 
 # Legend: B samples, N pairs
 
@@ -81,7 +81,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: the curves, and a row for each number of examples."""
+    """Return the page's blocks for ``numbers``: the curves, and a row for each number of examples."""
     errors, ridge = numbers["errors"], numbers["ridge"]
     shown = [Series(name="ridge", colour=REFERENCE, x=range(len(ridge)), y=ridge, mode="plain")]
     rows = []

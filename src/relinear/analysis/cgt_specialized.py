@@ -22,7 +22,7 @@ HOW_TO_READ = (
     "lowers the loss. The gain from another text of the same source measures the source; the gain from a learned "
     "constant needs no text."
 )
-#: tokens of the second half: where the paper's Figure 6a looks, and on to where a text has shown itself anyhow
+#: tokens of the second half: those of the paper's Figure 6a, and on to where the text itself gives its subject away
 PLACES = {"1 to 4": slice(0, 4), "5 to 16": slice(4, 16), "17 to 48": slice(16, 48), "after 48": slice(48, None)}
 #: rate of the moving average (Figure 14)
 RATE = 1 / 300
@@ -45,7 +45,7 @@ def losses(model: Any, ids: Tensor, context: Tensor | None = None, rate: float =
 
 
 def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, rate: float = 0.03) -> Tensor:
-    """Return the one y (E,) that serves texts ids (N, H) best, by Adam from ``start``; the model stays as it is."""
+    """Return the single y (E,) of lowest loss on texts ids (N, H), by Adam from ``start``; the model is unchanged."""
     y = start.clone().requires_grad_()
     optimizer, generator = torch.optim.Adam([y], rate), torch.Generator().manual_seed(0)
     with eval_mode(model):
@@ -59,7 +59,7 @@ def learned_constant(model: Any, ids: Tensor, start: Tensor, steps: int = 100, r
 
 @torch.no_grad()
 def token_shifts(model: Any, ids: Tensor, own: Tensor, other: Tensor, top: int = 12) -> list[tuple[int, float]]:
-    """Return the tokens whose logits rise most when y comes from elsewhere (CGT, Appendix D.3, "Token probabilities").
+    """Return the tokens whose logits rise most with y from another text (CGT, Appendix D.3, "Token probabilities").
 
     Args:
         model: a ``CGTForCausalLM``.
@@ -84,7 +84,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> dict[str, Any]:
-    """Return losses on second halves of texts by the origin of y, and the tokens that a source's y makes likelier.
+    """Return losses on second halves of texts by the source of y, and the tokens that a source's y makes likelier.
 
     The learned constant is fitted on the first half of the texts, everything is measured on the others.
     """
@@ -132,7 +132,7 @@ def _mean(values: Tensor) -> list[float] | None:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: a row for each y, losses by position, and the tokens of each source."""
+    """Return the page's blocks for ``numbers``: a row for each y, losses by position, the tokens of each source."""
     rows = [
         Row([kind, *(Cell("–") if v is None else Cell(f"{v[0]:+.4f}", v[0], f"± {v[1]:.4f}") for v in places.values())])
         for kind, places in numbers["less_computed"].items()

@@ -1,14 +1,14 @@
-"""``effective_rank``: how many dimensions the operators span that a layer realises along a sequence (CCL, Section 4.4).
+"""``effective_rank``: effective rank of the matrices that a layer applies along a sequence (CCL, Section 4.4).
 
-Three spaces, because "rank" hides which is meant. With W_t (O, I) the operator of token t:
+"Rank" may refer to three spaces. With W_t (O, I) the matrix of token t:
 
-- operators: the T matrices as vectors of O * I numbers. A static layer realises one matrix: rank 1.
+- operators: the T matrices as vectors of O * I numbers. A static layer has one matrix: rank 1.
 - outputs: the columns of all W_t side by side, (O, T * I): directions that the layer can write to.
 - inputs: the rows of all W_t on top of each other, (T * O, I): directions that the layer can read. All W_t share one
   basis, so this rank never exceeds R, however the gates vary.
 
 The effective rank is exp(H(p)), H the entropy in nats of the singular values normalised to sum to one, p = s / sum(s)
-(Roy and Vetterli 2007). Singular values come from Gram matrices, without a single W_t: W_t = diag(outer_t) left
+(Roy and Vetterli 2007). Singular values come from Gram matrices, without forming any W_t: W_t = diag(outer_t) left
 diag(inner_t) right, and the inner products need only (O, R) numbers per token, in blocks of rows.
 """
 
@@ -34,12 +34,12 @@ HOW_TO_READ = (
     "but writes to few directions."
 )
 
-_BLOCK = 64  # rows of left for which T matrices are held at a time
+_BLOCK = 64  # rows of left that are processed at a time, for all T matrices
 SPACES = {"operators": "the operators as vectors", "outputs": "what they write to", "inputs": "what they read"}
 
 
 def effective_rank(values: Tensor) -> float:
-    """exp of the entropy (in nats) of singular values normalised to sum to one; 0.0 if all are zero."""
+    """Return exp of the entropy (in nats) of singular values normalised to sum to one; 0.0 if all are zero."""
     total = values.sum()
     if total <= 0:
         return 0.0
@@ -48,7 +48,7 @@ def effective_rank(values: Tensor) -> float:
 
 
 def singular_values(gram: Tensor) -> Tensor:
-    """Singular values, largest first, of a matrix with the Gram matrix ``gram``; what rounding made negative is 0."""
+    """Return the singular values, largest first, of a matrix with the Gram matrix ``gram``; negative rounding is 0."""
     return torch.linalg.eigvalsh(gram.double()).clamp_min(0).sqrt().flip(0)
 
 
@@ -71,7 +71,7 @@ def _realised(left: Tensor, right: Tensor | None, inner: Any, outer: Any, tokens
 def realised_spectra(
     left: Tensor, right: Tensor | None, inner: Tensor | None = None, outer: Tensor | None = None, tokens: int = 1
 ) -> dict[str, Tensor]:
-    """Return singular values, largest first, in the three spaces of this file's head.
+    """Return singular values, largest first, in the three spaces of the module's docstring.
 
     Args:
         left: (O, R).
@@ -91,7 +91,7 @@ def realised_spectra(
 
 @torch.no_grad()
 def is_ranked(operator: Any) -> bool:
-    """Return whether an operator has matrices: by its factors, or one for all tokens."""
+    """Return whether an operator has matrices: one per token from its factors, or one for all tokens."""
     if callable(getattr(operator, "factors", None)):
         return True
     try:
@@ -141,7 +141,7 @@ def effective_ranks(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]]:
 
 
 def applies(model: nn.Module) -> bool:
-    """Return whether the model has operators that can be ranked."""
+    """Return whether the model has operators with matrices."""
     return any(is_ranked(operator) for _, operator in named_operators(model))
 
 
@@ -155,7 +155,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: singular values in the three spaces, and a row per layer."""
+    """Return the page's blocks for ``numbers``: singular values in the three spaces, and a row per layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows = [
         layer_row(layer, name, *(Cell.of(values["effective_rank"][space], ".1f") for space in SPACES))
@@ -182,7 +182,7 @@ def decay_panel(shown: list[Series], title: str, *guides: Guide) -> Panel:
 
 
 def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
-    """Return a line per layer, with its name and effective rank if it is pointed at."""
+    """Return a line per layer, with its name and effective rank as a tooltip."""
     series = []
     for number, (layer, values) in enumerate(layers.items()):
         decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]

@@ -1,4 +1,4 @@
-"""``fingerprints``: the contexts of several inputs side by side (CCL, Figure 7)."""
+"""``fingerprints``: the contexts of several inputs, compared (CCL, Figure 7)."""
 
 # Legend: N inputs, T tokens, C context_dim
 
@@ -25,7 +25,7 @@ INPUTS, TOKENS = 3, 32
 
 
 def context_fingerprints(model: nn.Module, ids: Tensor) -> dict[str, Any]:
-    """Return the context of every token of several inputs, and how alike the inputs' contexts are.
+    """Return the context of every token of several inputs, and how similar the inputs' contexts are.
 
     Args:
         model: a model with a context manager.
@@ -63,7 +63,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: how alike the inputs are, and the context of each as a map."""
+    """Return the page's blocks for ``numbers``: how similar the inputs are, and each context as a heat map."""
     similarity = numbers["similarity"]
     names = [f"input {index + 1}" for index in range(len(similarity))]
     rows = [Row([name, *(Cell.of(v, ".2f") for v in row)]) for name, row in zip(names, similarity, strict=True)]

@@ -1,4 +1,4 @@
-"""``gates``: how open and how variable every layer's gates are (CCL, Sections 4.5 and 4.6)."""
+"""``gates``: how open every layer's gates are, and how much they vary (CCL, Sections 4.5 and 4.6)."""
 
 # Legend: N sequences, T tokens, K gates
 
@@ -81,7 +81,7 @@ def run(subject: Subject) -> dict[str, Any]:
     return gate_statistics(subject.model, subject.ids)
 
 
-#: value -> what its column is called
+#: value -> title of its column
 _COLUMNS = {
     "mean": "mean",
     "entropy": "entropy (nats)",
@@ -93,7 +93,7 @@ _COLUMNS = {
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: histograms of all gates, and a row per layer and kind of gate."""
+    """Return the page's blocks for ``numbers``: histograms of all gates, and a row per layer and kind of gate."""
     rows = [
         layer_row(name, part, *(Cell.of(values[key]) for key in _COLUMNS))
         for name, parts in numbers.items()
@@ -113,6 +113,6 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
 
 
 def _high(table: list[list[float]]) -> float:
-    """Return the value that all but one in a hundred are below."""
+    """Return the 99th percentile."""
     values = sorted(value for row in table for value in row)
     return values[int(0.99 * (len(values) - 1))]

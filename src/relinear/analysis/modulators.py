@@ -41,7 +41,7 @@ def modulators(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def variance_split(gate: Tensor) -> dict[str, float]:
-    """Return how a gate's variance over tokens and channels divides (two-way analysis of variance; the parts add up).
+    """Divide a gate's variance into parts of tokens and channels (two-way analysis of variance; the parts add up).
 
     Args:
         gate: (T, O), or (T, 1) for a scalar gate.
@@ -63,7 +63,7 @@ def variance_split(gate: Tensor) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class GateRecord:
-    """The gates of a model on some tokens.
+    """Hold statistics of a model's gates on some tokens.
 
     statistics: name of the modulated layer -> its decoder layer, its module's name, mean, least and largest value and
         ``variance_split`` of each of its gates, and their alphas.
@@ -78,7 +78,7 @@ class GateRecord:
 
 @torch.no_grad()
 def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, tokens: int = 128) -> GateRecord:
-    """Run ``model`` on ``ids`` in eval mode and look at every gate.
+    """Run ``model`` on ``ids`` in eval mode and return statistics of every gate.
 
     Args:
         model: a model with modulators.
@@ -145,8 +145,8 @@ def run(subject: Subject) -> dict[str, Any]:
 
 TOKENS = 48  # tokens shown in surfaces and maps
 LINES = 12  # tokens with a line of their own in the figure of scalar gates
-CHANNELS, MAPS = 96, 3  # channels and layers whose gates are written out
-#: kind of gate -> the statistics shown of it, each with its title (all of a scalar gate's variance is the tokens')
+CHANNELS, MAPS = 96, 3  # channels and layers whose gates are written to the file
+#: kind of gate -> the statistics that are plotted, with titles (a scalar gate varies only with the token)
 PANELS = {
     "scalar": (("total", "standard deviation over tokens"), ("mean", "mean over tokens")),
     "channel": (("total", "standard deviation"), ("varying", "share of variance with the token")),
@@ -154,11 +154,11 @@ PANELS = {
 
 
 def _shown_channels(record: GateRecord) -> dict[str, Any]:
-    """Return layer -> some channels and their gates by token, and the spread that all maps share; {} if none."""
+    """Return layer -> some channels and their gates by token, and the colour range of all maps; {} if there is none."""
     if not record.channel:
         return {}
     distances = np.concatenate([np.abs(gate.numpy() - 1).ravel() for gate in record.channel.values()])
-    # all values but the outermost half per cent on either side
+    # the range without half a per cent of the values on either side
     spread = round(max(float(np.quantile(distances, 0.99)), 0.02), 4)
     names, gates_of_module = list(record.channel), {}
     for name in (names[i] for i in _spaced(len(names), MAPS)):
@@ -170,7 +170,7 @@ def _shown_channels(record: GateRecord) -> dict[str, Any]:
 
 
 def _spaced(count: int, most: int) -> list[int]:
-    """Return at most ``most`` of ``count`` indices, evenly spaced, the first and the last among them."""
+    """Return at most ``most`` of ``count`` indices, evenly spaced, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist()
 
 
@@ -185,7 +185,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the blocks of a page: gates by depth and token, how far they vary, and a row per layer and gate."""
     page_blocks: list[Block] = [*_scalars(numbers), *_variances(numbers["modules"])]
     page_blocks += [_channels(numbers, name) for name in numbers.get("channel", {})]
-    if not numbers.get("channel"):  # a directory of an older version has pictures alone
+    if not numbers.get("channel"):  # a directory of an older version has only pictures
         page_blocks.append(Chart(f"Channel gates: {_CHANNELS}", stem="modulators_channel"))
     page_blocks.append(Chart(f"Channel gates: {_SURFACES}", stem="modulators_surface"))
     return [*page_blocks, _table(numbers["modules"])]
@@ -243,7 +243,7 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
 
 
 def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
-    """Return the channel gate of a layer as a map."""
+    """Return the channel gate of a layer as a heat map."""
     row, gates_of_module = numbers["modules"][name], numbers["channel"][name]
     spread = gates_of_module["spread"]
     words = numbered(numbers["tokens"][: len(gates_of_module["values"])])

@@ -25,13 +25,13 @@ HOW_TO_READ = (
     "on this data. The update is the norm of trained minus initial parameters, relative to the initial ones."
 )
 
-#: bytes of statistics that are held at a time
+#: bytes of statistics in memory at a time
 _MEMORY = 2**30
 
 
 @torch.no_grad()
 def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Tensor) -> dict[str, dict[str, Any]]:
-    """Return what ``layers`` of ``model`` do on token ids (N, tokens in each), in eval mode.
+    """Return statistics of the inputs and outputs of ``layers`` on token ids (N, tokens in each), in eval mode.
 
     Returns:
         {name: {"tokens": T, "width": O, "effective_rank": {"data": of the centred outputs}, "singular_values": {"data":
@@ -110,7 +110,7 @@ def _replaced(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def applies(model: nn.Module) -> bool:
-    """Return whether the model has operators in the place of layers."""
+    """Return whether the model has operators as replacements of layers."""
     return bool(_replaced(model))
 
 
@@ -133,7 +133,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: singular values and linear shares, and a row per layer."""
+    """Return the page's blocks for ``numbers``: singular values and linear shares, and a row per layer."""
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows, spectra, shares = [], [], []
     for number, (model, layers) in enumerate(numbers.items()):

@@ -1,4 +1,4 @@
-"""``planes``: the angles by which every layer's rotors turn their planes (rotor paper, Section 3.2)."""
+"""``planes``: the angles by which every layer's rotors rotate their planes (rotor paper, Section 3.2)."""
 
 # Legend: W terms, o output windows, i input windows, P bivector coordinates, n vectors of the algebra
 
@@ -59,7 +59,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def run(subject: Subject) -> dict[str, Any]:
-    """Return the angles of the model's rotors; its text is not read."""
+    """Return the angles of the model's rotors; this reads no text."""
     by_module = planes(subject.model)
     if not by_module:
         raise ValueError("no layer of this model has rotors; this analysis is for relinear.Rotor")
@@ -67,7 +67,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
-    """Return what a page shows of ``numbers``: a row per module and side, and every angle."""
+    """Return the page's blocks for ``numbers``: a row per module and side, and every angle."""
     rows, shown = [], []
     for name, sides in numbers.items():
         for side, rotors in sides.items():

@@ -1,4 +1,4 @@
-"""Record the gates of operators while the model runs."""
+"""Record the gates and contexts of operators while a model runs."""
 
 # Legend: N sequences, T tokens, R rank, O out_features, C context_dim
 

@@ -1,4 +1,4 @@
-"""Build the blocks of a page from the analyses in a directory, each with a sentence on how to read it."""
+"""Build a page's blocks from the analyses in a directory, each with a sentence on how to read it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from relinear.analysis.analyses import analysis, known_analyses
 from relinear.pages.blocks import Block, Chart, Listing, Section, Text
 from relinear.pages.records import about, picture_of, read_values, what_ran
 
-#: what ``relinear analyze`` was asked, and where it ran
+#: the record of ``relinear analyze``: its settings and the machine
 RECORD = "analyze.json"
-# where ``relinear analyze --out`` is pointed to for a run, or for the models of a comparison
+# usual values of ``relinear analyze --out``: for a run, or for the models of a comparison
 _PLACES = (".", "analysis", "analysis/*", "runs/*/*/analysis", "budgets/*/runs/*/*/analysis")
-#: characters of numbers that are shown; what is longer is in its file
+#: characters of numbers that a page shows; longer ones are only in the analysis's file
 _LARGEST_LISTING = 20_000
 
 
@@ -33,7 +33,7 @@ def analyses_blocks(directory: Path) -> list[Block]:
 
 
 def analyses_section(directory: Path) -> Section:
-    """Return what a page says of a directory of analyses alone. Raises as ``analyses_blocks``."""
+    """Return the page's section about a directory that has only analyses. Raises as ``analyses_blocks``."""
     blocks, model, note = analyses_blocks(directory), directory.resolve().name, ""
     if (directory / RECORD).is_file():
         record = read_values(directory / RECORD)
@@ -62,7 +62,7 @@ def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
 
 
 def _with_pictures(blocks: Sequence[Block], folder: Path) -> list[Block]:
-    """Return the ``blocks`` that have something to show, with a stem's picture at the first of its charts."""
+    """Return the ``blocks`` with content; the picture of a stem is added to the first of its charts."""
     page_blocks: list[Block] = []
     seen: set[str] = set()
     for block in blocks:

@@ -31,7 +31,7 @@ def top_tokens(
     min_occurrences: int = 3,
     top_share: float = 0.01,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the tokens that open every gate most, with how much of the gate they account for.
+    """Return the tokens that open every gate most, and the share of the gate that they account for.
 
     Args:
         model: a model with gated operators.
@@ -117,5 +117,5 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     return [chart, Table(head, rows, (0, 2)), *([Text(note, soft=True)] if note else [])]
 
 
-#: value -> what its column is called
+#: value -> title of its column
 _COLUMNS = {"purity": "purity", "base_rate": "chance", "explained_by_token": "variance explained by the token"}

@@ -1,4 +1,4 @@
-"""Evaluate a language model: perplexity, LAMBADA, and lm-eval tasks."""
+"""Measure a language model's perplexity and LAMBADA accuracy, and run lm-eval tasks on it."""
 
 # Legend: B batch, T tokens, V vocabulary
 
@@ -29,7 +29,7 @@ from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Mean loss in nats per token, its exponential, and the number of tokens that were predicted."""
+    """Hold the mean loss in nats per token, its exponential, and the number of predicted tokens."""
 
     loss: float
     perplexity: float
@@ -38,7 +38,7 @@ class Perplexity:
 
 @dataclasses.dataclass(frozen=True)
 class Lambada:
-    """Share of last words that greedy decoding gets right, exp of their mean loss in nats per word, number of texts."""
+    """Hold the share of last words that greedy decoding predicts, exp of their mean loss per word, number of texts."""
 
     accuracy: float
     perplexity: float
@@ -58,15 +58,15 @@ def perplexity(
     """Return the perplexity of a causal language model: exp of the mean loss over every predicted token.
 
     Text is tokenised as one stream (documents joined by the tokenizer's end-of-text token) and read in windows. Each
-    window begins with what the tokenizer puts before every text, such as Llama's and Gemma's ``<bos>``, which is not
-    predicted. With the default stride windows do not overlap, which is the usual way to state perplexity at a context
-    length; without such a token the first of each window is not predicted either. With a smaller stride every token is
-    predicted once, with about ``sequence_length - stride`` tokens before it. Auxiliary losses are not part of it.
+    window begins with the tokens that the tokenizer puts before every text, such as Llama's and Gemma's ``<bos>``; they
+    are not predicted. With the default stride windows do not overlap, the usual way to state perplexity at a context
+    length; without such a token the first token of each window is not predicted. With a smaller stride every token is
+    predicted once, with about ``sequence_length - stride`` tokens before it. Auxiliary losses are not included.
 
     Args:
         model: takes ``input_ids`` (B, T) and returns an object with ``logits`` (B, T, V). Its training mode is kept.
-        text: a document, documents, or a dataset of ``{"input_ids": (T,), "labels": (T,)}`` (then the arguments about
-            windows have no meaning and are refused). Tokens that its ``attention_mask`` (T,) masks are left out.
+        text: a document, documents, or a dataset of ``{"input_ids": (T,), "labels": (T,)}`` (then arguments about
+            windows raise ValueError). Tokens that its ``attention_mask`` (T,) masks are skipped.
         tokenizer: of the model; needed for text.
         sequence_length: T of a window; by default the model's longest, at most 1,024.
         stride: tokens from one window to the next; by default ``sequence_length``.
@@ -78,7 +78,7 @@ def perplexity(
 
     Raises:
         ValueError: if there is nothing to predict, an argument is missing or does not fit, the loss is NaN, or
-            ``model`` is not a causal language model (its logits see later tokens, say).
+            ``model`` is not a causal language model (for example, if its logits depend on later tokens).
 
     Examples:
         >>> from relinear.data.tokenizers import byte_tokenizer
@@ -90,7 +90,7 @@ def perplexity(
     check_predicts_next_token(model, "perplexity")
     if isinstance(text, Dataset):
         if (tokenizer, sequence_length, stride) != (None, None, None):
-            raise ValueError("a dataset is tokenised and cut already: give no tokenizer, sequence_length or stride")
+            raise ValueError("a dataset is already tokenised and split: omit tokenizer, sequence_length and stride")
         windows = _dataset_windows(text, max_tokens)
     else:
         if tokenizer is None:
@@ -104,7 +104,7 @@ def perplexity(
         windows = _text_windows(ids, text_start(tokenizer), length, step)
     total, count = 0.0, 0
     with _evaluating(model) as device:
-        for batch in _by_length(windows, batch_size):
+        for batch in _batches_of_equal_length(windows, batch_size):
             ids = torch.stack([ids for ids, _ in batch]).to(device)
             labels = torch.stack([labels for _, labels in batch]).to(device)
             logits = model(input_ids=ids, use_cache=False).logits
@@ -126,9 +126,9 @@ def lambada(
     max_examples: int | None = None,
     batch_size: int = 8,
 ) -> Lambada:
-    """Predict the last word of passages whose last word needs the whole passage (Paperno et al. 2016), OpenAI's form.
+    """Predict the last word of passages that needs the whole passage (Paperno et al. 2016), in OpenAI's version.
 
-    The last word is what follows the last space; a text counts as right if every token of that word is the most likely
+    The last word is what follows the last space. A prediction is correct if each token of that word is the most likely
     one. Contexts that are too long for the model lose their beginning.
 
     Args:
@@ -136,7 +136,7 @@ def lambada(
         tokenizer: of the model.
         texts: a file of JSON lines with a ``text``, or the texts, or mappings with a ``text``.
         max_examples: use the first texts only.
-        batch_size: texts per forward pass; texts of like length go together.
+        batch_size: texts per forward pass; texts of similar length share a batch.
 
     Returns:
         ``accuracy`` (a share), ``perplexity`` (exp of the mean loss in nats per word) and the number of ``examples``.
@@ -159,12 +159,12 @@ def lambada(
     longest = max_positions(model)
     examples = [_split_last_word(tokenizer, row, longest) for row in rows]
     examples.sort(key=lambda example: len(example[0]))
-    right, total = 0, 0.0
+    correct, total = 0, 0.0
     with _evaluating(model) as device:
         for start in range(0, len(examples), batch_size):
             batch = examples[start : start + batch_size]
             width = max(len(ids) for ids, _ in batch)
-            # Padded on the right, where no causal model looks; any id will do.
+            # Padding is on the right, which a causal model never reads, so any id will do.
             ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch], device=device)
             mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in batch], device=device)
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -172,9 +172,9 @@ def lambada(
                 scores = row[len(tokens) - word - 1 : len(tokens) - 1].float()
                 check_no_nan(model, scores, "lambada")
                 target = torch.tensor(tokens[-word:], device=device)
-                right += bool((scores.argmax(-1) == target).all())
+                correct += bool((scores.argmax(-1) == target).all())
                 total += F.cross_entropy(scores, target, reduction="sum").item()
-    return Lambada(right / len(examples), math.exp(min(total / len(examples), 700)), len(examples))
+    return Lambada(correct / len(examples), math.exp(min(total / len(examples), 700)), len(examples))
 
 
 def lm_eval(
@@ -217,9 +217,9 @@ def lm_eval(
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         try:
             evaluation = simple_evaluate(model=wrapped, tasks=names, **settings)
-        except Exception as error:  # registry, network and data errors of many kinds: to a user the task cannot be run
-            stated = ", ".join(map(str, names))
-            raise ValueError(f"lm-eval cannot run {stated}: {str(error).strip().splitlines()[0]}") from error
+        except Exception as error:  # many kinds of registry, network and data errors, which all mean the same to a user
+            listed = ", ".join(map(str, names))
+            raise ValueError(f"lm-eval cannot run {listed}: {str(error).strip().splitlines()[0]}") from error
     return dict(evaluation["results"])
 
 
@@ -230,7 +230,7 @@ def _check_positive(**values: int | None) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """Evaluate within the block, without gradients and with constant weights; yield the model's device."""
+    """Evaluate within the block: no gradients, and weights treated as constant; yield the model's device."""
     with eval_mode(model), torch.no_grad(), caching_for_inference(model):
         yield next(model.parameters()).device
 
@@ -256,23 +256,23 @@ def _token_stream(texts: Iterable[str], tokenizer: Any, max_tokens: int | None) 
 
 
 def _text_windows(ids: Tensor, start: list[int], length: int, stride: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield windows behind ``start``, and their labels, masked there and where an earlier window predicts the token."""
+    """Yield windows that begin with ``start``, and labels that mask it and the tokens of earlier windows."""
     if length <= len(start):
         raise ValueError(
             f"sequence_length={length} has no room for text: the tokenizer puts {len(start)} tokens before it"
         )
-    lead, done = torch.tensor(start, dtype=torch.long), 0  # every token before ``done`` has been in a window
-    if ids[: len(lead)].equal(lead):  # the text has it already
-        ids = ids[len(lead) :]
-    room = length - len(lead)
-    for at in range(0, len(ids), min(stride, room)):
-        window = ids[at : at + room]
+    prefix, covered = torch.tensor(start, dtype=torch.long), 0  # tokens before ``covered`` were in an earlier window
+    if ids[: len(prefix)].equal(prefix):  # the text already begins with it
+        ids = ids[len(prefix) :]
+    room = length - len(prefix)
+    for begin in range(0, len(ids), min(stride, room)):
+        window = ids[begin : begin + room]
         labels = window.clone()
-        labels[: done - at] = IGNORED_LABEL
-        if len(lead) + len(window) > 1:
-            yield torch.cat([lead, window]), torch.cat([torch.full_like(lead, IGNORED_LABEL), labels])
-        done = at + len(window)
-        if done >= len(ids):
+        labels[: covered - begin] = IGNORED_LABEL
+        if len(prefix) + len(window) > 1:
+            yield torch.cat([prefix, window]), torch.cat([torch.full_like(prefix, IGNORED_LABEL), labels])
+        covered = begin + len(window)
+        if covered >= len(ids):
             return
 
 
@@ -289,9 +289,11 @@ def _dataset_windows(dataset: Any, max_tokens: int | None) -> Iterator[tuple[Ten
             return
 
 
-def _by_length(windows: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    for _, alike in itertools.groupby(windows, key=lambda window: len(window[0])):
-        while batch := list(itertools.islice(alike, size)):
+def _batches_of_equal_length(
+    windows: Iterable[tuple[Tensor, Tensor]], size: int
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    for _, group in itertools.groupby(windows, key=lambda window: len(window[0])):
+        while batch := list(itertools.islice(group, size)):
             yield batch
 
 
@@ -312,7 +314,7 @@ def _lambada_rows(texts: str | Path | Iterable[Any]) -> Iterator[str]:
 
 
 def _split_last_word(tokenizer: Any, text: str, longest: int | None) -> tuple[list[int], int]:
-    """Return token ids of the text, cut to the model's length from the left, and how many of them are the last word."""
+    """Return the text's token ids (the last that the model can read), and how many of them are the last word."""
     context, _, word = text.rpartition(" ")
     if not context.strip() or not word:
         raise ValueError(f"a LAMBADA text needs a context and a last word, got {text[:80]!r}")

@@ -1,4 +1,4 @@
-"""The loss of every token: the one function that perplexity, validation, distillation and compression share."""
+"""Compute the loss of every token; perplexity, validation, distillation and compression share this function."""
 
 # Legend: B batch, T tokens, V vocabulary
 
@@ -14,9 +14,9 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: (B, T, V) at every token.
-        labels: (B, T) the tokens themselves, not shifted; ``IGNORED_LABEL`` where none counts.
+        labels: (B, T) the tokens themselves, not shifted; ``IGNORED_LABEL`` for tokens that do not count.
     """
-    # Row by row: at once, the float32 logits of a vocabulary of 50,000 would take gigabytes more.
+    # Row by row, as float32 logits of all rows take gigabytes more for a vocabulary of 50,000.
     rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
     losses = [F.cross_entropy(row.float(), label, reduction="none", ignore_index=IGNORED_LABEL) for row, label in rows]
     return torch.stack(losses)

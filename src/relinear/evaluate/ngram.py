@@ -1,4 +1,4 @@
-"""Interpolated modified Kneser-Ney n-grams, a baseline that every trained model must beat."""
+"""Fit an n-gram model with interpolated modified Kneser-Ney smoothing: a baseline that trained models must beat."""
 
 # Legend: N blocks, T tokens per block, V vocabulary
 
@@ -8,55 +8,55 @@ import dataclasses
 
 import numpy as np
 
-# What is taken off counts of 1, 2 and more where too few n-grams are seen to estimate it.
-_DISCOUNTS = (0.5, 1.0, 1.5)
+# Discounts of counts of 1, 2 and more, used if too few n-grams occur to estimate them.
+_DEFAULT_DISCOUNTS = (0.5, 1.0, 1.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """All n-grams of one length: codes in ascending order, and what their contexts leave to shorter ones.
+    """Hold all n-grams of one length, by code in ascending order, with discounted counts and totals of contexts.
 
-    grams: code of every n-gram seen; backoff: its count less the discount.
-    contexts: code of every context; totals: its counts; spare: what discounts took off them.
+    grams: code of every n-gram that occurs; discounted: its count minus the discount.
+    contexts: code of every context; totals: its counts; spare: the sum of its discounts, which shorter n-grams get.
     """
 
     grams: np.ndarray
-    backoff: np.ndarray
+    discounted: np.ndarray
     contexts: np.ndarray
     totals: np.ndarray
     spare: np.ndarray
 
     @classmethod
     def of(cls, grams: np.ndarray, counts: np.ndarray, vocab_size: int) -> _Order:
-        """From n-grams in ascending order and their counts."""
-        off = np.asarray((0.0, *_discounts(counts)))[np.minimum(counts, 3)]
+        """Build it from n-grams in ascending order and their counts."""
+        discounts = np.asarray((0.0, *_discounts(counts)))[np.minimum(counts, 3)]
         contexts = grams // vocab_size
         starts = np.flatnonzero(np.diff(contexts, prepend=-1))
-        spare = np.add.reduceat(off, starts)
-        return cls(grams, counts - off, contexts[starts], np.add.reduceat(counts, starts), spare)
+        spare = np.add.reduceat(discounts, starts)
+        return cls(grams, counts - discounts, contexts[starts], np.add.reduceat(counts, starts), spare)
 
     def interpolate(self, codes: np.ndarray, shorter: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Return the probability of each n-gram's last token after the others, given that by shorter n-grams."""
-        backoff = np.where(*_look_up(self.grams, codes, self.backoff), 0.0)
+        """Return the probability of each n-gram's last token after the others; ``shorter``: that by shorter n-grams."""
+        discounted = np.where(*_look_up(self.grams, codes, self.discounted), 0.0)
         seen, totals = _look_up(self.contexts, codes // vocab_size, self.totals)
         _, spare = _look_up(self.contexts, codes // vocab_size, self.spare)
-        return np.where(seen, (backoff + spare * shorter) / totals, shorter)
+        return np.where(seen, (discounted + spare * shorter) / totals, shorter)
 
 
-def _look_up(known: np.ndarray, queries: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of ``queries`` are among the sorted ``known``, and the values there (any value elsewhere)."""
-    indices = np.minimum(np.searchsorted(known, queries), len(known) - 1)
-    return known[indices] == queries, values[indices]
+def _look_up(keys: np.ndarray, queries: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of ``queries`` are among the sorted ``keys``, and their values (any value for the others)."""
+    indices = np.minimum(np.searchsorted(keys, queries), len(keys) - 1)
+    return keys[indices] == queries, values[indices]
 
 
 def _discounts(counts: np.ndarray) -> tuple[float, ...]:
     """Return the discounts for counts of 1, of 2, and of 3 and more (Chen and Goodman 1999, equation 17)."""
     n = [int((counts == i).sum()) for i in (1, 2, 3, 4)]
     if not n[0] or not n[1]:
-        return _DISCOUNTS
+        return _DEFAULT_DISCOUNTS
     y = n[0] / (n[0] + 2 * n[1])
     estimates = [i - (i + 1) * y * n[i] / n[i - 1] if n[i - 1] else 0.0 for i in (1, 2, 3)]
-    return tuple(estimate if 0 < estimate < i else _DISCOUNTS[i - 1] for i, estimate in enumerate(estimates, 1))
+    return tuple(estimate if 0 < estimate < i else _DEFAULT_DISCOUNTS[i - 1] for i, estimate in enumerate(estimates, 1))
 
 
 def _codes(blocks: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
@@ -72,18 +72,18 @@ def _codes(blocks: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 class KneserNey:
     """An interpolated n-gram model with modified Kneser-Ney smoothing (Chen and Goodman 1999).
 
-    The longest n-grams are counted; of shorter ones the different tokens before them are. What discounts take off goes
-    to the next shorter ones, and from single tokens to all of the vocabulary alike, so that every token of every
-    context has a probability and those of a context sum to one.
+    The count of a longest n-gram is how often it occurs; that of a shorter one is how many tokens precede it. The
+    discounts go to the next shorter n-grams, and those of single tokens to the whole vocabulary in equal parts. So
+    every token has a probability in every context, and those of a context sum to one.
 
     Args:
-        blocks: (N, T) token ids to count in; no n-gram crosses from one block into another.
+        blocks: (N, T) token ids to count in; n-grams do not cross from one block into another.
         vocab_size: V, ids are below it.
         order: the n of the longest n-grams; at most T.
 
     Raises:
         ValueError: if there is nothing to count, ids or order are out of range, or V to the power of ``order`` exceeds
-            what 64 bits hold.
+            64 bits.
     """
 
     def __init__(self, blocks: np.ndarray, vocab_size: int, order: int) -> None:
@@ -105,7 +105,7 @@ class KneserNey:
         self._orders = orders[::-1]
 
     def losses(self, blocks: np.ndarray) -> np.ndarray:
-        """Loss in nats (N, T - 1) of every token but the first of blocks (N, T), given those before it in its block."""
+        """Return the loss in nats (N, T - 1) of every token of ``blocks`` (N, T) after the first of its block."""
         blocks = np.asarray(blocks)
         probability = np.full(blocks.shape, 1 / self.vocab_size)
         for order, counted in enumerate(self._orders[: blocks.shape[1]], 1):

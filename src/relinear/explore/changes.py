@@ -1,4 +1,4 @@
-"""Change a unit of a model, or its weights by a prefix, and compare the next token with a control's."""
+"""Change a unit of a model, or specialise it to a prefix, and compare the next token with that of a control."""
 
 # Legend: B batch, T tokens, V vocabulary, E width of y
 
@@ -16,11 +16,11 @@ from relinear.activations.interventions import Add, Clamp, Intervention, Patch
 from relinear.explore.subject import SHOWN, Subject
 from relinear.explore.units import values_of
 
-#: tokens that are written after a text
+#: the most tokens to generate after a text
 MOST_NEW_TOKENS = 100
-#: texts that a unit's effect is measured on
+#: number of texts on which a unit's effect is measured
 EFFECT_TEXTS = 5
-#: what may be done to a unit: name -> the intervention and its argument
+#: name of a change -> the intervention and its argument
 ACTIONS: dict[str, tuple[type[Intervention], str]] = {
     "set": (Patch, "value"),
     "add": (Add, "direction"),
@@ -62,7 +62,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
     if not torch.isfinite(torch.tensor(change.value)):
         raise ValueError(f"the value must be a finite number, got {change.value}")
     if not 0 <= new <= MOST_NEW_TOKENS:
-        raise ValueError(f"between 0 and {MOST_NEW_TOKENS} tokens can be written, got {new}")
+        raise ValueError(f"between 0 and {MOST_NEW_TOKENS} tokens can be generated, got {new}")
     subject.index.row(change.point, change.unit)
     ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
     with subject.lock:
@@ -77,7 +77,7 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
 
 
 def _control(subject: Subject, change: Change, seed: int) -> Change | None:
-    """Return the same change of a control unit."""
+    """Return the same change (in standard deviations) of a control unit; None if there is none."""
     control = subject.control_of(change.point, change.unit, seed)
     if control is None:
         return None
@@ -91,7 +91,7 @@ def _control(subject: Subject, change: Change, seed: int) -> Change | None:
 
 
 def _side_by_side(subject: Subject, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the probabilities of the tokens that are likely in one of the cases, and the texts."""
+    """Return the probabilities of the tokens that are likely with or without the change, and the generated texts."""
     before = sides["before"]["shares"]
     likely = _likeliest([side["shares"] for side in sides.values()])
     answer: dict[str, Any] = {"tokens": subject.tokens(likely), "control": None}
@@ -117,9 +117,9 @@ def code(subject: Subject, text: str, change: Change, new: int) -> str:
 
 
 def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, Any]:
-    """Return a unit's effect on the next token where it is highest, by the same texts with the unit at its mean.
+    """Return a unit's effect on the next token where it is highest, compared with the same texts with it at its mean.
 
-    Beside it a control, a random other unit that is kept at its mean on the same texts.
+    The control is a random other unit that is set to its mean on the same texts.
     """
     row, tensors = subject.index.row(point, unit), subject.index.tensors
     texts = tensors["most_row"][row][:EFFECT_TEXTS].long()
@@ -127,7 +127,7 @@ def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, 
     ids = subject.index.ids.long()[texts[texts >= 0]]
 
     def shares(interventions: Mapping[str, Intervention]) -> Tensor:
-        # a causal model: what comes after the marked token does not matter to it
+        # the model is causal, so the tokens after the highest one do not matter
         return subject.shares_of(ids, interventions)[torch.arange(len(ids)), positions]
 
     def without(place: tuple[str, int]) -> dict[str, Intervention]:
@@ -136,12 +136,12 @@ def effect(subject: Subject, point: str, unit: int, seed: int = 0) -> dict[str, 
     control = subject.control_of(point, unit, seed)
     with subject.lock:
         whole = shares({})
-        answer: dict[str, Any] = {"unit": _moved(subject, whole, shares(without((point, unit))))}
-        answer["control"] = _moved(subject, whole, shares(without(control))) if control else None
+        answer: dict[str, Any] = {"unit": _effect_of(subject, whole, shares(without((point, unit))))}
+        answer["control"] = _effect_of(subject, whole, shares(without(control))) if control else None
     return answer | {"texts": len(ids), "control_unit": control}
 
 
-def _moved(subject: Subject, whole: Tensor, without: Tensor) -> dict[str, Any]:
+def _effect_of(subject: Subject, whole: Tensor, without: Tensor) -> dict[str, Any]:
     """Return the mean divergence (nats), and the tokens whose probability the unit raises and lowers most."""
     change = (whole - without).mean(0)
     count = min(SHOWN // 2, len(change))
@@ -171,18 +171,18 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
     Returns:
         "tokens", "shares": the likeliest next tokens after ``text`` and their probabilities for the specialised model,
         the model itself, which reads the text alone, and the model that reads prefix and text in one. "divergence":
-        KL(unspecialised || specialised) in nats; "control_divergence": the same where the model was specialised to a
-        random text of the corpus. "weights": by layer, the relative change ||dW|| / ||W|| and the rank that holds 99 %
-        of the square of dW. "context": y (T, E) along prefix and text, with "context_tokens" and how far each y lies
-        from the one before, relative to its length, as "steps". "prefix_tokens", "parameters": counts.
+        KL(unspecialised || specialised) in nats; "control_divergence": the same for a model specialised to a random
+        text of the corpus. "weights": by layer, the relative change ||dW|| / ||W|| and the rank that has 99 % of the
+        square of dW. "context": y (T, E) along prefix and text, with "context_tokens" and, as "steps", the distance of
+        each y from the one before, relative to its length. "prefix_tokens", "parameters": counts.
 
     Raises:
-        ValueError: if the model is none that reads prefixes, or a text is empty or too long.
+        ValueError: if the model cannot be specialised to a prefix, or a text is empty or too long.
     """
     from relinear.models.cgt.specialize import specialize
 
     if not subject.reads_prefixes():
-        raise ValueError(f"{type(subject.model).__name__} turns no prefix into weights; only a CGT does")
+        raise ValueError(f"{type(subject.model).__name__} cannot be specialised to a prefix; only a CGT can")
     before, after = subject.encode(prefix), subject.encode(text)
     joined = torch.cat([before, after])
     if len(joined) > subject.positions():
@@ -193,11 +193,11 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
         special = specialize(subject.model, before)
         control = specialize(subject.model, other)
         shares = {
-            "specialised": _next(special(after[None])),
+            "specialised": _next_shares(special(after[None])),
             "unspecialised": subject.shares_of(after[None], {})[0, -1],
             "prefix and text in one": subject.shares_of(joined[None], {})[0, -1],
         }
-        control_divergence = divergence(shares["unspecialised"], _next(control(after[None])))
+        control_divergence = divergence(shares["unspecialised"], _next_shares(control(after[None])))
         context = values_of(subject.model, joined, {_CONTEXT: hook_points(subject.model)[_CONTEXT]})[_CONTEXT]
     likely = _likeliest(list(shares.values()))
     return {
@@ -207,18 +207,18 @@ def prefix_view(subject: Subject, prefix: str, text: str) -> dict[str, Any]:
         "shares": {name: share[likely].tolist() for name, share in shares.items()},
         "divergence": divergence(shares["unspecialised"], shares["specialised"]),
         "control_divergence": control_divergence,
-        "weights": _changed(subject.model.state_dict(), special.state_dict()),
+        "weights": _weight_changes(subject.model.state_dict(), special.state_dict()),
         "context": context.tolist(),
         "context_tokens": subject.tokens(joined.tolist()),
         "steps": [0.0, *((context[1:] - context[:-1]).norm(dim=1) / context[1:].norm(dim=1).clamp_min(1e-9)).tolist()],
     }
 
 
-def _next(output: Any) -> Tensor:
+def _next_shares(output: Any) -> Tensor:
     return output.logits[0, -1].float().softmax(-1)
 
 
-def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[dict[str, Any]]:
+def _weight_changes(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Return the matrices that a prefix changes, by name."""
     rows = []
     for name, weight in after.items():

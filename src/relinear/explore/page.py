@@ -1,4 +1,4 @@
-"""Build the page, one file with everything inline: it asks a server, or contains the index and can be mailed."""
+"""Build the explore page: one HTML file that requests data from the server, or contains the index and can be mailed."""
 
 # Legend: U units, N texts, T tokens of a text
 
@@ -36,28 +36,28 @@ def live_page(overviews: Sequence[Mapping[str, Any]]) -> str:
 
 
 def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: ProgressCallback = no_progress) -> str:
-    """Return the page that holds the indices of the subjects.
+    """Return the page that contains the indices of the subjects.
 
     Args:
         subjects: one model, or two side by side.
-        effects: the most units of each whose effect on the next token is measured and put in, those of the largest
-            spread at their hook point first.
+        effects: how many units of each subject get their measured effect on the next token; those with the largest
+            standard deviation at their hook point come first.
         on_progress: called after each of these measurements.
     """
     overviews = [subject.overview() for subject in subjects]
-    indices: list[dict[str, Any]] = [{"effects": {}} | _packed(subject) for subject in subjects]
+    indices: list[dict[str, Any]] = [{"effects": {}} | _encoded_index(subject) for subject in subjects]
     chosen = [_most_varying(subject, effects) for subject in subjects]
     total, done = sum(map(len, chosen)), 0
-    for subject, units, packed in zip(subjects, chosen, indices, strict=True):
+    for subject, units, encoded in zip(subjects, chosen, indices, strict=True):
         for point, unit in units:
-            packed["effects"][f"{point} #{unit}"] = effect(subject, point, unit)
+            encoded["effects"][f"{point} #{unit}"] = effect(subject, point, unit)
             done += 1
             on_progress(Progress("measuring effects", done, total))
     return _page(overviews, _STATIC, {"models": overviews, "index": indices})
 
 
 def policy_of(page: str) -> str:
-    """Return the Content-Security-Policy that lets ``page`` run only its own scripts and ask only its server."""
+    """Return the Content-Security-Policy that lets ``page`` run only its own scripts and contact only its server."""
     scripts = re.findall(r"<script id=\"\w+\">(.*?)</script>", page, flags=re.DOTALL)
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
@@ -73,7 +73,7 @@ def _page(overviews: Sequence[Mapping[str, Any]], help_text: str, data: Mapping[
 
 
 def _most_varying(subject: Subject, count: int) -> list[tuple[str, int]]:
-    """Return up to ``count`` units, from all hook points in turn, those of the largest deviation first."""
+    """Return up to ``count`` units, from all hook points in turn, those with the largest standard deviation first."""
     std = subject.index.tensors["std"]
     units: list[tuple[int, str, int]] = []
     for facts in subject.index.hook_points.values():
@@ -83,7 +83,7 @@ def _most_varying(subject: Subject, count: int) -> list[tuple[str, int]]:
     return [(point, unit) for _, point, unit in units[:count]]
 
 
-def _packed(subject: Subject) -> dict[str, Any]:
+def _encoded_index(subject: Subject) -> dict[str, Any]:
     """Encode an index for the page: little-endian numbers in base64, and the texts of the tokens that occur."""
     index = subject.index
     return {

@@ -1,4 +1,4 @@
-"""Load a model's hook points, texts and index, and answer the page's requests with JSON values."""
+"""Hold a model with its index of units (``Subject``), and compute the answers to the explore page's requests."""
 
 # Legend: T tokens, R units of a hook point, V vocabulary
 
@@ -26,11 +26,11 @@ from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_
 from relinear.system.private_cache import cache_folder, check_all_private, check_private, digest
 from relinear.system.progress import ProgressCallback, no_progress
 
-#: tokens of a typed text
+#: the most tokens of a typed text
 MOST_TOKENS = 512
-#: units that a search finds
+#: the most units that a search returns
 MOST_FOUND = 50
-#: tokens of a distribution that are shown
+#: how many tokens of a distribution the page shows
 SHOWN = 10
 
 
@@ -39,7 +39,7 @@ class Subject:
     """Hold a model, its tokenizer, its hook points and their index. Many threads may call its methods.
 
     Args:
-        path: what the model is loaded from, for the code that is shown.
+        path: of the model, for the code that the page shows.
         model: in eval mode. tokenizer: of text.
         points: the hook points by name. index: over them.
     """
@@ -115,20 +115,20 @@ class Subject:
         """Summarise every unit of a hook point: mean, standard deviation, and the tokens at which it is highest."""
         facts, tensors = self.index.facts(point), self.index.tensors
         rows = slice(facts.start, facts.start + facts.size)
-        marked = self._marked(rows)[:, :3].tolist()
+        highest = self._highest_tokens(rows)[:, :3].tolist()
         means, spreads = tensors["mean"][rows].tolist(), tensors["std"][rows].tolist()
         return [
             {"unit": unit, "mean": mean, "std": std, "tokens": self.tokens(token for token in tokens if token >= 0)}
-            for unit, (mean, std, tokens) in enumerate(zip(means, spreads, marked, strict=True))
+            for unit, (mean, std, tokens) in enumerate(zip(means, spreads, highest, strict=True))
         ]
 
-    def _marked(self, rows: slice) -> Tensor:
+    def _highest_tokens(self, rows: slice) -> Tensor:
         """Return token ids (units, K) at which units are highest; -1 where there is no text."""
         texts, tokens = (self.index.tensors[f"most_{column}"][rows].long() for column in ("row", "token"))
         return self.index.ids.long()[texts.clamp_min(0), tokens].where(texts >= 0, torch.tensor(-1))
 
     def unit(self, point: str, unit: int) -> dict[str, Any]:
-        """Return a unit's page: the texts that move it most and least, each token of them, its histogram."""
+        """Return a unit's data: the texts in which it is highest and lowest, by token, and its histogram."""
         row, tensors = self.index.row(point, unit), self.index.tensors
         facts = self.index.facts(point)
         answer: dict[str, Any] = {"point": point, "unit": unit, "kind": facts.kind}
@@ -143,28 +143,28 @@ class Subject:
         return answer | numbers | {"counts": tensors["counts"][row].tolist()}
 
     def search(self, query: str) -> list[dict[str, Any]]:
-        """Return units whose marked tokens contain ``query``, ignoring case, those with the most first."""
+        """Return units at whose highest tokens ``query`` occurs, ignoring case, those with the most first."""
         query_text = query.strip().lower()
         if not query_text:
             raise ValueError("type a part of a token to look for")
-        marked = self._marked(slice(None))
-        known = marked[marked >= 0].unique()
+        highest = self._highest_tokens(slice(None))
+        known = highest[highest >= 0].unique()
         hits = [token for token in known.tolist() if query_text in self.token_text(token).lower()]
-        counts = torch.isin(marked, torch.tensor(hits, dtype=torch.long)).sum(1)
+        counts = torch.isin(highest, torch.tensor(hits, dtype=torch.long)).sum(1)
         best = counts.sort(descending=True, stable=True).indices[:MOST_FOUND].tolist()
         rows: list[dict[str, Any]] = []
         for row in best:
             if counts[row]:
                 point, unit = self.index.unit_at(row)
-                texts = self.tokens(token for token in marked[row].tolist() if token in hits)
+                texts = self.tokens(token for token in highest[row].tolist() if token in hits)
                 once = list(dict.fromkeys(texts))
                 rows.append({"point": point, "unit": unit, "count": int(counts[row]), "tokens": once})
         return rows
 
-    # What runs the model
+    # Methods that run the model
 
     def colour(self, text: str, point: str, unit: int) -> dict[str, Any]:
-        """Return a text's tokens with the values of a unit, and those of its hook point furthest from their means."""
+        """Return a text's tokens with a unit's values, and the units of its hook point furthest from their means."""
         row = self.index.row(point, unit)
         ids = self.encode(text)
         with self.lock:
@@ -202,7 +202,7 @@ class Subject:
             logits = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
         shares = logits.float().cpu().softmax(-1)
         if not shares.isfinite().all():
-            raise ValueError("what the model puts out is not finite; choose a smaller value")
+            raise ValueError("the model's output is not finite; choose a smaller value")
         return shares
 
     def continued(self, ids: Tensor, new: int, interventions: Mapping[str, Intervention]) -> str:
@@ -248,17 +248,17 @@ def prepare_subject(
     folder: Path | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> Subject:
-    """Return the model with its index: the saved one if it was made from the same inputs, else a new one.
+    """Return the model with its index: the saved one if it was built from the same inputs, else a new one.
 
     Args:
         name: the directory that the model was loaded from, or its name on the Hub.
         model, tokenizer: as loaded.
-        data: where texts come from; the Python standard library by default.
-        sequences, length: how many texts, and the tokens in each.
+        data: the source of texts; the Python standard library by default.
+        sequences, length: number of texts, and the tokens in each.
         wanted: names of hook points (``choose_hook_points``).
-        folder: where the index is kept; by default ``explore`` in the model's directory, or in the cache for a model
-            that has none which this user, and nobody else, can write to.
-        on_progress: called with the texts that are done while a new index is made.
+        folder: of the index; by default ``explore`` in the model's directory, or a folder in the cache if the model has
+            no directory to which only this user can write.
+        on_progress: called with the number of indexed texts while a new index is built.
 
     Raises:
         ValueError: if the tokenizer is not the model's, a hook point does not exist, or there is too little text.
@@ -271,11 +271,11 @@ def prepare_subject(
     ids = tokens_of(HeldOutText(data, sequences, length), tokenizer)
     made_from = {
         "data": data.data,
-        "weights": _weights(Path(name)),
+        "weights": _file_keys(Path(name)),
         "hook_points": list(points),
         "texts": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
     }
-    folder = folder or _usual_folder(name)
+    folder = folder or _default_folder(name)
     index = read_index(folder, made_from)
     if index is None:
         index_folder(folder).check_ours()
@@ -284,7 +284,7 @@ def prepare_subject(
     return Subject(name, model, tokenizer, points, index)
 
 
-def _usual_folder(name: str) -> Path:
+def _default_folder(name: str) -> Path:
     directory = Path(name)
     with contextlib.suppress(PermissionError):  # the folder of a model that several people share
         if directory.is_dir() and os.access(directory, os.W_OK):
@@ -293,7 +293,7 @@ def _usual_folder(name: str) -> Path:
     return check_private(cache_folder() / "explore" / digest([name]))
 
 
-def _weights(directory: Path) -> list[list[Any]]:
-    """Return name, size and time of every file in the model's directory; nothing for a Hub name."""
+def _file_keys(directory: Path) -> list[list[Any]]:
+    """Return name, size and time of every file in the model's directory; empty for a Hub name."""
     files = sorted(path for path in directory.glob("*") if path.suffix in (".safetensors", ".json"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -1,8 +1,8 @@
-"""Index the units of a model over a corpus: the texts that move each most, in bounded memory.
+"""Index the units of a model over a corpus: the texts in which each is highest and lowest, in bounded memory.
 
-A unit is one dimension of a hook point (``relinear.activations.hook_points``): a gate, a latent's dimension, a channel
-of what a layer puts out. The index over all of them is one safetensors file of numbers and one JSON file, which open in
-a moment.
+A unit is one dimension of a hook point (``relinear.activations.hook_points``): a gate, a dimension of a latent, a
+channel of a layer's output. The index of all units is one safetensors file of numbers and one JSON file, which load
+quickly.
 """
 
 # Legend: N texts, T tokens of a text, B texts at a time, R units of a hook point, U units of all, K = TOP, H = BINS
@@ -29,9 +29,9 @@ from relinear.system.run_folder import RunFolder, made_by
 
 TOP, BINS = 20, 40
 FORMAT = 1
-#: texts that run at once
+#: texts in a forward pass
 BATCH = 8
-#: bytes of the index of one unit, and of all of them
+#: bytes of a unit in the index, and the most bytes of an index
 _BYTES, _MOST_BYTES = 4 * (6 * TOP + BINS + 6), 1 << 30
 _ENDS = [f"{end}_{what}" for end in ("most", "least") for what in ("value", "row", "token")]
 _SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(_ENDS, (TOP,))
@@ -39,14 +39,14 @@ _SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), 
 
 
 def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, HookPoint]:
-    """Return the hook points to look at: all latents and gates; if there are none, the outputs of layers' maps.
+    """Return the hook points to index: all latents and gates; without any, the outputs of the layers' linear maps.
 
     Args:
         model: any model.
-        patterns: names, exact or dotted suffixes as in ``relinear.activations.intervene``, in place of these.
+        patterns: names to use instead, exact or dotted suffixes as in ``relinear.activations.intervene``.
 
     Raises:
-        ValueError: if nothing is found, or the index would take more than a GiB.
+        ValueError: if there is no hook point, or the index would take more than a GiB.
     """
     every = hook_points(model, outputs=True)
     inside = {name: point for name, point in every.items() if point.kind != OUTPUT}
@@ -77,7 +77,7 @@ def _outputs_of_layers(model: nn.Module, every: Mapping[str, HookPoint]) -> dict
 
 @dataclasses.dataclass(frozen=True)
 class HookPointFacts:
-    """Locate a hook point in an index: its units are rows ``start`` to ``start + size``; layer: None outside of all."""
+    """Locate a hook point in an index: its units are rows ``start`` to ``start + size``; layer: None outside layers."""
 
     name: str
     kind: str
@@ -94,8 +94,8 @@ class Index:
     ids: (N, T), the texts.
     tensors: "most_value", "most_row", "most_token" (U, K): the texts in which a unit is highest, highest first, one
         entry per text at its highest token; the row is -1 if there are fewer texts. "least_...": likewise the lowest.
-        "counts" (U, H): histogram over all tokens in bins of "width" (U,) from "low" (U,) on. "mean", "std" (U,).
-    made_from: JSON values that change whenever the index would.
+        "counts" (U, H): histogram over all tokens in bins of "width" (U,) that begin at "low" (U,). "mean", "std" (U,).
+    made_from: JSON values that identify the inputs of the index.
     """
 
     hook_points: Mapping[str, HookPointFacts]
@@ -156,7 +156,7 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
         tensors = load_file(folder / "units.safetensors")
         ids = tensors.pop("ids")
     except (OSError, ValueError, LookupError, TypeError, SafetensorError):
-        return None  # it can be made again
+        return None  # it can be built again
     units = sum(point.size for point in facts.values())
     whole = {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         n: (units, *s) for n, s in _SHAPES.items()
@@ -164,8 +164,8 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
     return Index(facts, ids, tensors, dict(made_from)) if whole else None
 
 
-class _Running:
-    """Accumulate the index's entries for the units of one hook point, text by text."""
+class _RunningStatistics:
+    """Accumulate the index's statistics for the units of one hook point, text by text."""
 
     def __init__(self, size: int) -> None:
         self.values = {end: torch.full((size, TOP), -math.inf) for end in ("most", "least")}
@@ -181,9 +181,9 @@ class _Running:
         for end, sign in (("most", 1), ("least", -1)):
             best, positions = (sign * values).max(1)
             rows = torch.arange(row, row + len(values))[None].expand(values.shape[-1], -1)
-            joined = torch.cat([self.values[end], best.T], 1)
-            # stable, so that of equal texts the first one stays
-            self.values[end], order = (part[:, :TOP] for part in joined.sort(dim=1, descending=True, stable=True))
+            candidates = torch.cat([self.values[end], best.T], 1)
+            # stable, so that the first of several equal texts stays
+            self.values[end], order = (part[:, :TOP] for part in candidates.sort(dim=1, descending=True, stable=True))
             self.rows[end] = torch.cat([self.rows[end], rows], 1).gather(1, order)
             self.tokens[end] = torch.cat([self.tokens[end], positions.T], 1).gather(1, order)
         flat = values.flatten(0, 1)
@@ -193,7 +193,7 @@ class _Running:
         self.seen += len(flat)
 
     def _count(self, values: Tensor) -> None:
-        """Count values in bins; if one lies outside, merge pairs of bins and double the range towards it."""
+        """Count values in bins; for values outside the range, merge pairs of bins and double the range towards them."""
         least, most = values.amin(0), values.amax(0)
         if not self.seen:
             self.low, self.span = least, (most - least).clamp_min(1e-6 * most.abs().clamp_min(1e-6))
@@ -202,9 +202,9 @@ class _Running:
             if not (below | above).any():
                 break
             pairs = self.counts.unflatten(1, (-1, 2)).sum(-1)
-            nothing = torch.zeros_like(pairs)
-            down, up = torch.cat([nothing, pairs], 1), torch.cat([pairs, nothing], 1)
-            self.counts = torch.where(below[:, None], down, torch.where(above[:, None], up, self.counts))
+            empty = torch.zeros_like(pairs)
+            lower, higher = torch.cat([empty, pairs], 1), torch.cat([pairs, empty], 1)
+            self.counts = torch.where(below[:, None], lower, torch.where(above[:, None], higher, self.counts))
             self.low = torch.where(below, self.low - self.span, self.low)
             self.span = torch.where(below | above, 2 * self.span, self.span)
         bins = ((values - self.low) / self.span * BINS).long().clamp(0, BINS - 1).T
@@ -215,8 +215,8 @@ class _Running:
         mean = self.sum / self.seen
         tensors = {}
         for end, sign in (("most", 1), ("least", -1)):
-            known = self.rows[end] >= 0
-            tensors[f"{end}_value"] = (sign * self.values[end]).where(known, torch.zeros(()))
+            filled = self.rows[end] >= 0
+            tensors[f"{end}_value"] = (sign * self.values[end]).where(filled, torch.zeros(()))
             tensors[f"{end}_row"] = self.rows[end].to(torch.int32)
             tensors[f"{end}_token"] = self.tokens[end].to(torch.int32)
         return tensors | {
@@ -241,18 +241,18 @@ def index_units(
     Raises:
         ValueError: if a value is not finite, or a point has no value for each token of the texts.
     """
-    running = {name: _Running(point.size) for name, point in chosen.items()}
+    running = {name: _RunningStatistics(point.size) for name, point in chosen.items()}
     for start in range(0, len(ids), BATCH):
         rows = ids[start : start + BATCH]
 
-        def see(name: str, values: Tensor, start: int = start) -> None:
+        def add(name: str, values: Tensor, start: int = start) -> None:
             running[name].add(values, start)
 
-        _run(model, rows, chosen, see)
+        _run(model, rows, chosen, add)
         on_progress(Progress("indexing", min(start + BATCH, len(ids)), len(ids)))
-    silent = [name for name, counts in running.items() if counts.seen != ids.numel()]
-    if silent:
-        raise ValueError(f"{silent[0]} gave no value for each token of the texts; name other hook points")
+    incomplete = [name for name, counts in running.items() if counts.seen != ids.numel()]
+    if incomplete:
+        raise ValueError(f"{incomplete[0]} has no value for some tokens of the texts; choose other hook points")
     layer_of, facts, first = layer_finder(model), {}, 0
     for name, point in chosen.items():
         facts[name] = HookPointFacts(name, point.kind, layer_of(name), point.size, first)
@@ -270,8 +270,8 @@ def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) ->
     return by_point
 
 
-def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable[[str, Tensor], None]) -> None:
-    """Run one forward over ids (B, T); call ``see`` with the name and the values (B, T, R) of each point."""
+def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], callback: Callable[[str, Tensor], None]) -> None:
+    """Run a forward pass over ids (B, T); call ``callback`` with the name and the values (B, T, R) of each point."""
 
     def observer(name: str, latent: Latent) -> None:
         values = latent.z.detach().float().cpu()
@@ -279,7 +279,7 @@ def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], see: Callable
             return
         if not values.isfinite().all():
             raise ValueError(f"{name} has values that are not finite on real text: this model is broken")
-        see(name, values)
+        callback(name, values)
 
     with eval_mode(model), observe_hook_points(chosen, observer):
         model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)

@@ -1,1 +1,1 @@
-"""Pages of reports: one template for all, and the blocks that pages consist of."""
+"""Build self-contained HTML reports from blocks of text, tables and figures, with one template."""

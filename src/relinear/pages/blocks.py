@@ -1,4 +1,4 @@
-"""The blocks of a page. All text is plain: the template escapes it."""
+"""Define the blocks of a report page: text, tables, charts and listings. All text is plain; the template escapes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relinear.pages.figures import Panel
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Show a paragraph, or a ``heading``, a remark (``soft``), or the page's verdict (``lead``)."""
+    """Hold a paragraph, a ``heading``, a remark (``soft``), or the main result of the page (``lead``)."""
 
     text: str
     heading: bool = False
@@ -22,7 +22,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A cell: what it shows, a second line in small print, and what it is sorted by (its text by default)."""
+    """Hold a table's cell: its text, the value to sort by (by default the text), a second small line and a tooltip."""
 
     text: str
     value: float | None = None
@@ -31,13 +31,13 @@ class Cell:
 
     @classmethod
     def of(cls, value: float | None, template: str = ".3f") -> Cell:
-        """Return the cell of a number, which sorts by its value; a dash for None."""
+        """Return the cell of a number, sorted by its value; None shows a dash."""
         return cls("–" if value is None else format(value, template), value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of cells or texts; ``entry`` is what the filter knows it by, ``colour`` that of its dot."""
+    """Hold a table's row of cells or texts; ``entry`` is its name for the page's filter, ``colour`` that of its dot."""
 
     cells: Sequence[Cell | str]
     entry: str | None = None
@@ -46,13 +46,13 @@ class Row:
 
     @property
     def shown(self) -> list[Cell]:
-        """Return all of them as cells."""
+        """Return the cells, with texts converted to cells."""
         return [cell if isinstance(cell, Cell) else Cell(cell) for cell in self.cells]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table that sorts by a click on its head. ``words`` are the columns of text, by number."""
+    """Hold a table that a click on its head sorts. ``words`` are the numbers of the columns of text."""
 
     head: Sequence[str]
     rows: Sequence[Row]
@@ -62,10 +62,10 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A figure: ``panel``, which the page draws; ``image``, a data URI, the same without a script; with neither, none.
+    """Hold a figure: ``panel``, which a script draws, and ``image``, a data URI, for readers without scripts.
 
-    Figures that follow each other and are ``inline`` share a line if there is room for three. Those of one
-    ``stem`` are panels of one picture, the file of that name, which stands at the first of them.
+    Consecutive ``inline`` figures share a line if there is room for three. Figures with the same ``stem`` are panels
+    of one picture, the file of that name, which is at the first of them.
     """
 
     description: str
@@ -79,7 +79,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Names and what they are."""
+    """Hold a list of names and values."""
 
     facts: Mapping[str, str]
     kind: str = "facts"
@@ -87,7 +87,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Text as it stands, folded away under ``title`` unless ``open``."""
+    """Hold preformatted text, folded under ``title`` unless ``open``."""
 
     title: str
     text: str
@@ -97,7 +97,7 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A template of another room, ``ROOM/FILE.html``, and what it is filled with."""
+    """Hold the template of another package, ``PACKAGE/FILE.html``, and the values for it."""
 
     template: str
     values: Mapping[str, Any]
@@ -109,7 +109,7 @@ Block = Text | Table | Chart | Facts | Listing | Part
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A page's section on one run. ``entries``: name -> colour, for the filter; ``command`` names the kind of run."""
+    """Hold a page's section about one run. ``command`` made the run; ``entries``: name -> colour, for the filter."""
 
     title: str
     command: str

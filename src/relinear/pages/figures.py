@@ -1,21 +1,21 @@
-"""The description of a figure: figures.js draws it on a page, ``drawn`` into a file by Matplotlib."""
+"""Describe figures as data, which figures.js draws on a page and ``matplotlib_figures`` in a file."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-# Okabe and Ito's colours, told apart also without colour vision, darkened where they are too light for text.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; those too light for text are darkened.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#B5468B", "#8A6D00", "#2A9DC8", "#6A3D9A", "#7F7F7F")
-#: near black, for the reference
+#: near black, for the reference entry
 REFERENCE = "#222222"
-#: lines that are not entries
+#: grey, for lines that are not entries
 GUIDE = "#7F7F7F"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis. ``ticks``: place -> label; ``bounds``: least and largest value; ``rows``: names, from above."""
+    """Describe an axis. ``ticks``: position -> label; ``bounds``: (least, largest); ``rows``: names, top first."""
 
     title: str = ""
     log: bool = False
@@ -27,17 +27,17 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points of one entry, joined or not.
+    """Describe the points of one entry, joined or not.
 
     Args:
-        name: of the entry, which the page's filter knows; ``colour``, ``number``: what tells it apart (the marker).
-        x, y: (N,) places; ``y`` may be names of rows.
+        name: of the entry, for the page's filter; ``colour`` and ``number`` (of its marker) distinguish it.
+        x, y: (N,) coordinates; ``y`` may be names of rows.
         low, high: (N,) the band around a line, or the error bars of points.
-        texts: what is seen when a point is pointed at: (N,), or one for all; "" for its numbers.
-        mode: "line" (with markers), "plain" (a line alone), "points", or "steps".
-        hollow, size, opacity, dashed: how it is drawn.
+        texts: tooltips of the points, (N,), or one for all; "" shows the numbers.
+        mode: "line" (with markers), "plain" (only a line), "points", or "steps".
+        hollow, size, opacity: of the markers.
         label: at the line's end on a page, and in the legend of a file; "" is the name.
-        legend: whether the legend names it.
+        legend: whether the legend has it.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heat:
-    """A map: ``values`` (rows, columns) from above, with the names of columns and rows, each once.
+    """Describe a heat map: ``values`` (rows, columns) from the top, with the names of columns (x) and rows (y).
 
-    ``surface`` is the stem of its picture as a surface, "" for none.
+    ``surface`` is the file stem of its picture as a 3D surface, "" for none.
     """
 
     values: Sequence[Sequence[float | None]]
@@ -74,7 +74,7 @@ class Heat:
 
 @dataclasses.dataclass(frozen=True)
 class Guide:
-    """A line at ``x``, at ``y``, or along the diagonal where neither is given; ``text`` stands at it."""
+    """Describe a reference line at ``x``, at ``y``, or (without both) along the diagonal; ``text`` is its label."""
 
     x: float | None = None
     y: float | None = None
@@ -83,7 +83,7 @@ class Guide:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One pair of axes and what is in it."""
+    """Describe one pair of axes and its content."""
 
     shown: Sequence[Series | Heat]
     x: Axis = Axis()
@@ -94,25 +94,25 @@ class Panel:
 
 
 def colours(names: Sequence[str], reference: str | None = None) -> dict[str, str]:
-    """Return a colour by entry name: the reference, if any, is near black, the others take the palette in order."""
+    """Return name -> colour: near black for the reference, if any, and the palette's colours in order for the rest."""
     remaining = [name for name in names if name != reference]
     chosen = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(remaining)}
     return {name: chosen.get(name, REFERENCE) for name in names}
 
 
 def blend(first: Sequence[int], second: Sequence[int], share: float) -> str:
-    """Return the colour that has ``share`` of the second one, the rest of the first: red, green and blue up to 255."""
+    """Mix ``share`` of the second colour (red, green and blue up to 255) into the first."""
     share = min(max(share, 0.0), 1.0)
     return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(first, second, strict=True))
 
 
 def numbered(words: Sequence[str]) -> list[str]:
-    """Return words with their places in front, which tell equal ones apart along an axis."""
+    """Return words with their index in front, so that equal words differ along an axis."""
     return [f"{index} {word}" for index, word in enumerate(words)]
 
 
 def described(value: Any) -> Any:
-    """Return a panel, or what is in one, as JSON values: numbers that are not finite are none."""
+    """Return a panel, or a part of one, as JSON values; numbers that are not finite become None."""
     if dataclasses.is_dataclass(value):
         return {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

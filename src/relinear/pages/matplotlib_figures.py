@@ -1,4 +1,4 @@
-"""Figures as Matplotlib draws them into files: without a display, in one style. Matplotlib is imported on first use."""
+"""Draw figures into PNG and SVG files with Matplotlib, in one style. Matplotlib is imported on first use."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +20,13 @@ _STYLE: Any = {
     "grid.linewidth": 0.8,
     "xtick.color": "#555555",
     "ytick.color": "#555555",
-    "svg.hashsalt": "relinear",  # the same figure gives the same file
+    "svg.hashsalt": "relinear",  # so that the same figure gives the same file
     "figure.constrained_layout.use": True,
 }
 _MARKERS = ("o", "s", "D", "^", "P", "X", "*", "p")
 _WIDTHS = {1: 8.4, 2: 9.6, 3: 12.5}
-#: names of columns or rows of a map that are written at its sides, at most
-_NAMED = 48
+#: the most columns or rows of a heat map that are all labelled
+_MAX_LABELS = 48
 
 
 def new_figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> tuple[Any, list[Any]]:
@@ -34,9 +34,9 @@ def new_figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> t
 
     Args:
         width, height: in inches.
-        panels: panels beside each other.
-        **kwargs: of ``pyplot.subplots``; ``rows=n`` asks for as many rows as ``n`` panels need, and the panels then
-            come row by row.
+        panels: panels in a row.
+        **kwargs: of ``pyplot.subplots``; ``rows=n`` makes as many rows as ``n`` panels need, and the axes are then
+            returned row by row.
     """
     import matplotlib
 
@@ -46,12 +46,12 @@ def new_figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> t
     rows = -(-kwargs.pop("rows", panels) // panels)
     with matplotlib.rc_context(_STYLE):
         figure, axes = pyplot.subplots(rows, panels, figsize=(width, height), squeeze=False, **kwargs)
-    pyplot.close(figure)  # drops it from pyplot's list; the figure itself stays usable
+    pyplot.close(figure)  # removes it from pyplot's list; the figure stays usable
     return figure, list(axes.flat)
 
 
 def save_figure(figure: Any, stem: str | Path) -> list[Path]:
-    """Write ``figure`` as STEM.png (150 dots an inch) and STEM.svg, each atomically; return both paths."""
+    """Write ``figure`` as STEM.png (150 dpi) and STEM.svg, each atomically; return both paths."""
     import matplotlib
 
     png, svg = Path(f"{stem}.png"), Path(f"{stem}.svg")
@@ -64,7 +64,7 @@ def save_figure(figure: Any, stem: str | Path) -> list[Path]:
 
 
 def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> list[Path]:
-    """Draw ``panels`` as one figure and write it (``save_figure``); a map that has a surface gets its file, too."""
+    """Draw ``panels`` as one figure and write it; heat maps with a ``surface`` are also written as 3D surfaces."""
     surfaces = [panel for panel in panels for heat in panel.shown if isinstance(heat, Heat) and heat.surface]
     if surfaces:
         name = next(heat.surface for heat in surfaces[0].shown if isinstance(heat, Heat))
@@ -73,25 +73,25 @@ def save_panels(panels: Sequence[Panel], stem: str | Path, title: str = "") -> l
 
 
 def plain_text(text: str) -> str:
-    """Return text that Matplotlib's font has and its markup does not read."""
+    """Return text in characters that Matplotlib's font has, with its markup escaped."""
     text = text.replace("\u2423", "_").replace("$", r"\$")
     return "".join(letter if letter.isascii() or letter in "→↑↓±µ×°–" else "?" for letter in text)
 
 
 def draw_figure(panels: Sequence[Panel], title: str = "", surface: bool = False) -> Any:
-    """Draw ``panels`` from left to right, at most four in a row; ``surface`` raises maps. Returns a Figure."""
+    """Draw ``panels``, at most four in a row, and return the Figure; ``surface`` draws heat maps as 3D surfaces."""
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
     height = rows * max(_height(panel, rows) for panel in panels)
-    # panels with one title at the side share its scale
+    # panels with the same title and bounds of the y axis share it
     shared = len({(panel.y.title, panel.y.bounds) for panel in panels}) == 1 and len(panels) > 1
     options: dict[str, Any] = {"subplot_kw": {"projection": "3d"}} if surface else {"sharey": shared}
     figure, grid = new_figure(_WIDTHS.get(columns, 3.4 * columns), height, columns, rows=len(panels), **options)
     for index, (axes, panel) in enumerate(zip(grid, panels)):
         if surface:
-            _raise(axes, panel)
+            _draw_surface(axes, panel)
             continue
-        _fill(figure, axes, panel)
+        _draw_panel(figure, axes, panel)
         axes.set_xlabel(panel.x.title)
         if not shared or index % columns == 0:
             axes.set_ylabel(panel.y.title)
@@ -99,7 +99,7 @@ def draw_figure(panels: Sequence[Panel], title: str = "", surface: bool = False)
         axes.set_axis_off()
     if title:
         figure.suptitle(plain_text(title), fontsize=11, x=0.01, ha="left")
-    _legend(figure, grid, panels)
+    _draw_legend(figure, grid, panels)
     return figure
 
 
@@ -116,8 +116,8 @@ def _rows(panel: Panel) -> list[str]:
     return list(dict.fromkeys(y for series in panel.shown if isinstance(series, Series) for y in series.y))
 
 
-def _legend(figure: Any, grid: Sequence[Any], panels: Sequence[Panel]) -> None:
-    """Draw one legend for all panels, at the right."""
+def _draw_legend(figure: Any, grid: Sequence[Any], panels: Sequence[Panel]) -> None:
+    """Draw one legend for all panels, on the right."""
     handles: dict[str, Any] = {}
     for axes, panel in zip(grid, panels):
         if panel.legend:
@@ -128,26 +128,26 @@ def _legend(figure: Any, grid: Sequence[Any], panels: Sequence[Panel]) -> None:
         figure.legend(handles.values(), names, loc="outside right center", frameon=False, fontsize=8.5)
 
 
-def _fill(figure: Any, axes: Any, panel: Panel) -> None:
+def _draw_panel(figure: Any, axes: Any, panel: Panel) -> None:
     rows = _rows(panel) if panel.y.rows else []
     for shown in panel.shown:
         if isinstance(shown, Series):
-            _series(axes, shown, rows)
+            _draw_series(axes, shown, rows)
         else:
-            figure.colorbar(_map(axes, shown), ax=axes, label=shown.what, shrink=0.8, pad=0.02)
+            figure.colorbar(_draw_heat_map(axes, shown), ax=axes, label=shown.what, shrink=0.8, pad=0.02)
     if rows:
         axes.set_yticks(range(len(rows)), [plain_text(name) for name in rows], fontsize=8 if len(rows) > 12 else 9.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
-    _scale(axes, "x", panel.x)
-    _scale(axes, "y", panel.y)
+    _set_scale(axes, "x", panel.x)
+    _set_scale(axes, "y", panel.y)
     for guide in panel.guides:
-        _guide(axes, guide, panel.x.bounds or (0, 1))
+        _draw_guide(axes, guide, panel.x.bounds or (0, 1))
     if panel.title:
         axes.set_title(plain_text(panel.title), loc="left", fontsize=10)
 
 
-def _series(axes: Any, series: Series, rows: Sequence[str]) -> None:
+def _draw_series(axes: Any, series: Series, rows: Sequence[str]) -> None:
     x = list(series.x)
     y = [rows.index(value) if rows else value for value in series.y]
     style: dict[str, Any] = {"color": series.colour, "alpha": series.opacity, "lw": 1.6}
@@ -168,7 +168,7 @@ def _series(axes: Any, series: Series, rows: Sequence[str]) -> None:
             axes.fill_between(x, series.low, series.high, color=series.colour, alpha=0.15, lw=0)
 
 
-def _map(axes: Any, heat: Heat) -> Any:
+def _draw_heat_map(axes: Any, heat: Heat) -> Any:
     import numpy as np
 
     table = np.array(heat.values, dtype=float)
@@ -178,12 +178,12 @@ def _map(axes: Any, heat: Heat) -> Any:
     )
     axes.grid(False)
     for names, set_ticks, turn in ((heat.x, axes.set_xticks, 90), (heat.y, axes.set_yticks, 0)):
-        step = 1 if len(names) <= _NAMED and sum(map(len, names)) < 400 else -(-len(names) // 8)
+        step = 1 if len(names) <= _MAX_LABELS and sum(map(len, names)) < 400 else -(-len(names) // 8)
         set_ticks(range(0, len(names), step), [plain_text(name) for name in names[::step]], rotation=turn, fontsize=7)
     return image
 
 
-def _raise(axes: Any, panel: Panel) -> None:
+def _draw_surface(axes: Any, panel: Panel) -> None:
     import numpy as np
 
     heat = next(shown for shown in panel.shown if isinstance(shown, Heat))
@@ -195,7 +195,7 @@ def _raise(axes: Any, panel: Panel) -> None:
     axes.tick_params(labelsize=7)
 
 
-def _scale(axes: Any, side: str, axis: Axis) -> None:
+def _set_scale(axes: Any, side: str, axis: Axis) -> None:
     set_scale, set_limits, set_ticks = (getattr(axes, f"set_{side}{what}") for what in ("scale", "lim", "ticks"))
     if axis.log:
         set_scale("log")
@@ -211,7 +211,7 @@ def _scale(axes: Any, side: str, axis: Axis) -> None:
 
 
 def _round_ticks(axes: Any, side: str) -> None:
-    """Round numbers, also where a logarithmic axis spans less than a decade."""
+    """Set ticks at round numbers, also on a logarithmic axis that spans less than a decade."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     low, high = getattr(axes, f"get_{side}lim")()
@@ -222,7 +222,7 @@ def _round_ticks(axes: Any, side: str) -> None:
     line.set_minor_formatter(NullFormatter())
 
 
-def _guide(axes: Any, guide: Guide, ends: tuple[float, float]) -> None:
+def _draw_guide(axes: Any, guide: Guide, ends: tuple[float, float]) -> None:
     style: dict[str, Any] = {"color": GUIDE, "lw": 1.2, "ls": (0, (4, 3)), "zorder": 1}
     if guide.y is not None:
         axes.axhline(guide.y, label=guide.text or None, **style)

@@ -1,4 +1,4 @@
-"""Render sections into one self-contained page, which opens from a file without a network and can be mailed."""
+"""Render sections into one self-contained HTML page, which opens offline and can be mailed."""
 
 import contextlib
 import dataclasses
@@ -19,20 +19,20 @@ from relinear.system.files import read_text, write_text
 from relinear.system.run_folder import set_aside
 
 TEMPLATE = "pages/base.html"
-#: by which a page of relinear's is known
+#: identifies pages that relinear wrote
 GENERATOR = '<meta name="generator" content="relinear">'
-#: bytes of a page; figures and pictures beyond are left out, and the page says so
+#: bytes of a page; further figures and pictures are omitted, and the page says so
 LIMIT = 1_000_000
-_TEXTS = 200_000  # of these for tables, texts and the page's own script
+_TEXTS = 200_000  # bytes of the limit reserved for tables, texts and the page's script
 
 
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
-    """Write the page on ``sections`` and return its path. Raises as ``render``, and OSError."""
+    """Write the page of ``sections`` and return its path. Raises OSError, and what ``render`` raises."""
     return write_html(path, render(sections))
 
 
 def write_html(path: str | Path, page: str) -> Path:
-    """Write a page and return its path; a file there that is not a page of relinear's is renamed. Raises OSError."""
+    """Write a page and return its path; another program's file there is renamed. Raises OSError."""
     if not _is_page(Path(path)):
         set_aside(Path(path))
     write_text(path, page)
@@ -40,9 +40,9 @@ def write_html(path: str | Path, page: str) -> Path:
 
 
 def check_page(path: str | Path, overwrite: bool = False) -> None:
-    """Raise ValueError if ``path`` is a file that relinear's page would rename, unless that is asked for."""
+    """Raise ValueError if ``path`` is a file that is not a page of relinear's, unless ``overwrite``."""
     if not overwrite and os.path.lexists(path) and not _is_page(Path(path)):
-        raise ValueError(f"{path} is not a page of relinear's; give another path, or --overwrite, which renames it")
+        raise ValueError(f"{path} is not a page of relinear's; choose another path, or --overwrite, which renames it")
 
 
 def _is_page(path: Path) -> bool:
@@ -52,12 +52,12 @@ def _is_page(path: Path) -> bool:
 
 
 def render(sections: Sequence[Section]) -> str:
-    """Return the page as text, in at most ``LIMIT`` bytes where leaving figures out suffices for that."""
+    """Return the page as text; figures are omitted if it would have more than ``LIMIT`` bytes."""
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("relinear", ""),
-        autoescape=True,  # names, paths and what models generate are anybody's text
+        autoescape=True,  # names, paths and generated text are untrusted
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -68,7 +68,7 @@ def render(sections: Sequence[Section]) -> str:
         "breakable": _breakable,
         "described": described,
     }
-    return environment.get_template(TEMPLATE).render(sections=_fitted(sections, LIMIT - _TEXTS))
+    return environment.get_template(TEMPLATE).render(sections=_within_limit(sections, LIMIT - _TEXTS))
 
 
 def _breakable(text: str) -> Markup:
@@ -81,8 +81,8 @@ def _perplexity(loss: float) -> str:
     return f"{math.exp(loss):,.2f}" if loss < 20 else "–"
 
 
-def _fitted(sections: Sequence[Section], room: int) -> list[Section]:
-    """Return the sections with what there is room for: figures first, then pictures for readers without scripts."""
+def _within_limit(sections: Sequence[Section], room: int) -> list[Section]:
+    """Omit charts that exceed ``room`` bytes; figures come first, then pictures for readers without scripts."""
     lists = [list(section.blocks) for section in sections]
     for part, blocks in itertools.product(("panel", "image"), lists):
         for index, block in enumerate(blocks):
@@ -92,12 +92,17 @@ def _fitted(sections: Sequence[Section], room: int) -> list[Section]:
                 blocks[index] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
     for section, blocks in zip(sections, lists, strict=True):
         for index, (before, after) in enumerate(zip(section.blocks, blocks, strict=True)):
-            if isinstance(before, Chart) and isinstance(after, Chart) and _shown(before) and not _shown(after):
-                blocks[index] = Text(f"Left out, for the page would be too large: {before.description}", soft=True)
+            if (
+                isinstance(before, Chart)
+                and isinstance(after, Chart)
+                and _has_content(before)
+                and not _has_content(after)
+            ):
+                blocks[index] = Text(f"Omitted to limit the size of the page: {before.description}", soft=True)
     return [dataclasses.replace(section, blocks=blocks) for section, blocks in zip(sections, lists, strict=True)]
 
 
-def _shown(chart: Chart) -> bool:
+def _has_content(chart: Chart) -> bool:
     return chart.image is not None or chart.panel is not None
 
 

@@ -1,4 +1,4 @@
-"""Describe the results of commands on pages: pictures, settings, how a record was made."""
+"""Read the records of commands and describe them for pages: pictures, settings, and how a result was made."""
 
 import base64
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from relinear.pages.blocks import Block, Facts, Text
 from relinear.system.files import read_json
 
-#: a picture with more bytes than this goes in as pixels, if there are any
+#: of a picture with a larger SVG the PNG is embedded, if there is one
 _LARGEST_SVG = 400_000
 
 
@@ -23,15 +23,15 @@ def picture_of(stem: str | Path) -> str | None:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a file that is none, FileNotFoundError if there is none."""
+    """Return the JSON object in a file. Raises ValueError if it has none, FileNotFoundError if it is missing."""
     values = read_json(path)
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no JSON object; delete it and run its command again")
+        raise ValueError(f"{path} has no JSON object; delete it and run its command again")
     return values
 
 
 def as_yaml(value: Any) -> str:
-    """Return settings as they are written in a recipe. Raises ValueError for ones that are nested without end."""
+    """Return settings as YAML, as in a recipe. Raises ValueError if they are nested too deeply."""
     import yaml
 
     try:
@@ -41,7 +41,7 @@ def as_yaml(value: Any) -> str:
 
 
 def what_ran(record: Mapping[str, Any], more: Mapping[str, str] | None = None) -> list[Block]:
-    """Return the paragraph "What was run": command, ``more``, and machine with versions, if ``record`` has them."""
+    """Return the blocks "What was run": command, ``more``, and machine with versions, if ``record`` has them."""
     facts = {"command": str(record["command"])} if record.get("command") else {}
     facts |= more or {}
     facts |= {
@@ -57,7 +57,7 @@ def about(record: Mapping[str, Any], *words: str | None) -> str:
 
 
 def in_words(name: str, value: Any) -> str:
-    """Return a fact as a reader takes it: what is called bytes in GiB, lists with commas."""
+    """Return a value as text: in GiB if its name ends with "bytes", lists with commas."""
     if name.endswith("bytes") and isinstance(value, int | float):
         return f"{value / 2**30:.2f} GiB"
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -1,4 +1,4 @@
-"""Tests for operators, also those of other packages: one class and a row a variant. Needs pytest, nothing else.
+"""Test operators, also those of other packages: subclass ``OperatorConformance`` with a case per variant. Needs pytest.
 
 from relinear.testing import Case, OperatorConformance
 
@@ -10,7 +10,7 @@ import pytest
 
 from relinear.testing.case import NARROW, ODD, SQUARE, WIDE, Case
 
-pytest.register_assert_rewrite("relinear.testing.conformance")  # before it is imported: asserts then say what differs
+pytest.register_assert_rewrite("relinear.testing.conformance")  # before its import, so that failing asserts show values
 
 from relinear.testing.conformance import OperatorConformance  # noqa: E402
 from relinear.testing.coordinates import Coordinates, check_coordinates  # noqa: E402

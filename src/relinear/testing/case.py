@@ -1,25 +1,25 @@
-"""One variant of an operator for the conformance suite."""
+"""Define ``Case``: a variant of an operator that the conformance suite tests."""
 
 import dataclasses
 import warnings
 
 from relinear.contract.operator import OperatorConfig
 
-#: shapes (in, out) that rows may take
+#: shapes (in, out) for cases
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One variant of one operator.
+    """Hold a variant of an operator and what its tests need to know.
 
     Args:
         config: the variant.
-        shapes: (in, out) sizes it is built in; the costly tests use the first only.
-        variant: what tells the row from others of its kind, in the test's name.
-        linear: whether it has ``to_dense`` (in eval, and given the context if it is conditioned).
+        shapes: (in, out) sizes to build it in; the slow tests use the first only.
+        variant: distinguishes this case from others of the same kind in the names of tests.
+        linear: whether it has ``to_dense`` (in eval mode, and with a context if it is conditioned).
         context_dim: width of the context that it reads, None if it is not conditioned.
-        lossless_config: settings of the same kind at which a fitted weight is reproduced exactly (in eval).
+        lossless_config: settings of the same kind with which a fitted weight is reproduced exactly (in eval mode).
         exact_tolerance: relative error allowed there, in float64.
         bf16_tolerance: relative error (Frobenius) of outputs and gradients in bfloat16 against float32.
     """

@@ -1,4 +1,4 @@
-"""The conformance suite: the same tests for every operator, configured by rows of cases."""
+"""Define ``OperatorConformance``: the same pytest tests for every operator, parametrised by cases."""
 
 # Legend: I in, O out, T tokens
 
@@ -25,7 +25,7 @@ LEADING = [(), (1,), (7,), (1, 1), (2, 3), (2, 1, 3)]
 
 
 def build(case: Case, shape=None, *, seed=0, dtype=torch.float32, bias=True, config=None) -> Operator:
-    """Return the case's operator, every parameter moved off its initial value, as an initial zero would hide errors."""
+    """Return the case's operator with all parameters changed at random, as an initial zero would hide errors."""
     torch.manual_seed(seed)
     in_features, out_features = shape or case.shapes[0]
     module = (config or case.config).build(in_features, out_features, bias=bias, dtype=dtype)
@@ -36,7 +36,7 @@ def build(case: Case, shape=None, *, seed=0, dtype=torch.float32, bias=True, con
 
 
 def inputs(case: Case, leading=(5,), shape=None, *, seed=1, dtype=torch.float32) -> tuple[Tensor, Tensor | None]:
-    """x (*leading, I) and the context (*leading, context_dim) that goes with it."""
+    """Return an input x (*leading, I) and its context (*leading, context_dim); None if the case reads no context."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*leading, (shape or case.shapes[0])[0], generator=generator, dtype=dtype)
     if case.context_dim is None:
@@ -45,23 +45,23 @@ def inputs(case: Case, leading=(5,), shape=None, *, seed=1, dtype=torch.float32)
 
 
 def in_context(context: Tensor | None) -> Any:
-    """Return a ``with`` block in which the operators see ``context``."""
+    """Return a ``with`` block in which operators read ``context``."""
     return contextlib.nullcontext() if context is None else activations_context(context)
 
 
 def call(module: nn.Module, x: Tensor, context: Tensor | None = None, *, seed=2) -> Tensor:
-    """Return the forward with fixed noise."""
+    """Return the output of a forward pass with fixed noise."""
     torch.manual_seed(seed)
     with in_context(context):
         return module(x)
 
 
 def gradients(module: nn.Module, x: Tensor, context: Tensor | None, run=call) -> dict[str, Tensor | None]:
-    """Return gradients of a loss of outputs and auxiliary losses with respect to the input and every parameter."""
+    """Return the gradients of a loss (of outputs and auxiliary losses) for the input and every parameter."""
     module.zero_grad()
     x = x.clone().requires_grad_()
     y = run(module, x, context)
-    # All positive, so that no sum cancels, and exact in every dtype.
+    # Positive, so that nothing cancels in sums, and exact in every dtype.
     weight = torch.linspace(0.5, 1.5, y.numel()).bfloat16().to(y.dtype).view(y.shape)
     loss = (y * weight).sum() + sum(value.to(y.dtype) for value in module.aux_losses().values())
     loss.backward()
@@ -98,7 +98,7 @@ def target(shape: tuple[int, int], kind: str = "Linear", dtype=torch.float64) ->
 
 
 def fit_error(case: Case, module: Operator, linear: nn.Module) -> float:
-    """Return how far outputs are from those of ``linear``, relative to their norm."""
+    """Return the relative error of the outputs against those of ``linear``."""
     x, context = inputs(case, (256,), (module.in_features, module.out_features), dtype=torch.float64)
     with torch.no_grad():
         y = linear(x)
@@ -106,10 +106,10 @@ def fit_error(case: Case, module: Operator, linear: nn.Module) -> float:
 
 
 class OperatorConformance:
-    """Tests of what every operator promises: subclass it as ``Test...`` in a file of tests and name its ``cases``.
+    """Test what every operator must do: subclass it as ``Test...`` in a test file and set its ``cases``.
 
-    A row of ``cases`` is a variant that takes another path through the code. Compiling with inductor takes the longest
-    by far; ``pytest -k "not inductor"`` leaves it out.
+    Add a case for each variant that takes another path through the code. Compiling with inductor takes the longest by
+    far; ``pytest -k "not inductor"`` skips it.
     """
 
     cases: ClassVar[Sequence[Case]] = ()
@@ -345,13 +345,13 @@ class OperatorConformance:
             with FlopCounterMode(display=False) as counter:
                 call(module, x, context)
             counted = counter.get_total_flops() / 64
-            # The counter sees products only; a twin may need a few more or less of them than the formula.
-            # A forward pass of an operator that routes may compute every part, or those alone that a token uses.
-            stated, spared = module.flops_per_token(), module_inactive(module)[1]
-            wrong = f"flops_per_token() says {stated:,}; the products of a forward pass take {counted:,.0f} a token"
-            wrong += f", and inactive_per_token() explains {spared:,} of them"
-            assert stated <= 2 * counted + 64 * sum(shape), wrong
-            assert 0.5 * counted <= stated + spared, wrong
+            # The counter sees products only, and another implementation may need a few more or less than the formula.
+            # A forward pass of an operator that routes may compute every part, or only those that a token uses.
+            stated, inactive = module.flops_per_token(), module_inactive(module)[1]
+            message = f"flops_per_token() says {stated:,}; the products of a forward pass take {counted:,.0f} a token"
+            message += f", and inactive_per_token() explains {inactive:,} of them"
+            assert stated <= 2 * counted + 64 * sum(shape), message
+            assert 0.5 * counted <= stated + inactive, message
 
     def test_scaled_is_a_valid_setting(self, case: Case) -> None:
         for shape in case.shapes:
@@ -361,7 +361,7 @@ class OperatorConformance:
                     assert type(scaled) is type(case.config)
                     scaled.build(*shape)
 
-    # Taking the place of a layer
+    # Replacing a layer
 
     def test_fit_of_a_weight(self, case: Case) -> None:
         for shape in case.shapes:

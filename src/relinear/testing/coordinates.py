@@ -1,4 +1,4 @@
-"""muP's coordinate check: do activations keep their size across model widths, so that a learning rate transfers?"""
+"""Run muP's coordinate check: do activations keep their size across model widths, so that learning rates transfer?"""
 
 import contextlib
 import dataclasses
@@ -14,17 +14,17 @@ from relinear.hf.model_layout import decoder_layers
 from relinear.hf.modes import forward_hooks_on
 from relinear.hf.sub_blocks import unnormalised_sub_blocks
 
-#: what is measured, in the order of a forward pass
+#: kinds of activations that are measured, in the order of a forward pass
 KINDS = ("residual stream", "attention output", "MLP output", "logits")
-#: by kind, a list over steps of (scale, change since initialisation)
+#: kind -> list over steps of (scale, change since initialisation)
 _Run = dict[str, list[tuple[float, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Coordinates:
-    """Root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
+    """Hold root mean squares of one kind of activation: for each width a list over steps 0, 1, ...
 
-    scale: of the activation; None if training diverged. change: of the difference that training has made.
+    scale: of the activation; None if training diverged. change: of its difference since initialisation.
     """
 
     scale: list[list[float | None]]
@@ -46,10 +46,10 @@ def check_coordinates(
     steps: int = 6,
     seeds: Sequence[int] = (0, 1, 2),
 ) -> dict[str, Coordinates]:
-    """Train a model at several widths on one batch, and measure its activations before every step and after the last.
+    """Train a model of several widths on one batch, and measure its activations before every step and after the last.
 
     If activations, or their changes in training, grow or shrink with the width, the best learning rate at one width is
-    not the best at another. Keep the head size constant.
+    not the best at another. Keep the size of attention heads constant.
 
     Args:
         make_model: (width, seed) -> a decoder and the optimizer of its parameters.
@@ -72,7 +72,7 @@ def check_coordinates(
 
 
 def _run(model: Any, optimizer: torch.optim.Optimizer, seed: int, ids: Tensor, steps: int) -> _Run:
-    torch.manual_seed(seed)  # of noise that operators draw
+    torch.manual_seed(seed)  # for the noise that operators draw
     model.train().config.use_cache = False
     with _recording(model) as recorded:
         initial: dict[str, list[Tensor]] = {}
@@ -95,7 +95,7 @@ def _run(model: Any, optimizer: torch.optim.Optimizer, seed: int, ids: Tensor, s
 
 @contextlib.contextmanager
 def _recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Record the outputs of layers and sub-blocks while a ``with`` block runs, by kind, in order."""
+    """Record the outputs of layers and sub-blocks within a ``with`` block, by kind, in order."""
     recorded: dict[str, list[Tensor]] = {}
 
     def record(kind: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -114,7 +114,7 @@ def _rms(values: Sequence[Tensor]) -> float:
 
 
 def _coordinates(runs: Sequence[Sequence[Mapping[str, Any]]], kind: str) -> Coordinates:
-    """Return the geometric means over the seeds of every width."""
+    """Return the geometric means over seeds, for every width."""
     scale, change = (
         [
             [_mean([step[index] for step in steps]) for steps in zip(*(run[kind] for run in seeds), strict=True)]
