@@ -222,7 +222,7 @@ def address(monkeypatch):
 
     server = explore_server.make_server([], "127.0.0.1", 0)
     server.subjects = [None]  # whom `echo` does not ask
-    monkeypatch.setitem(explore_server._ANSWERS, ("POST", "/api/echo"), echo)
+    monkeypatch.setitem(explore_server._ROUTES, ("POST", "/api/echo"), echo)
     with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_address

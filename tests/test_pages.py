@@ -105,7 +105,7 @@ def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeyp
     results = json.loads(Path("old/results.json").read_text())
     for text in (*(f'data-entry="{entry["name"]}"' for entry in results["entries"]), "Training run run"):
         assert text in page
-    for text in ("Analysis: gates", "A gate near 0 shuts", "What was run", "<dt>seeds</dt><dd>0, 1</dd>", "× dense"):
+    for text in ("Analysis: gates", "A gate near 0 closes", "What was run", "<dt>seeds</dt><dd>0, 1</dd>", "× dense"):
         assert text in page
     assert sorted(path.stem for path in Path("old/plots").glob("*.png")) == ["curves", "pareto", "speeds"]
 

@@ -18,8 +18,8 @@ from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Answers of the second half of a task's examples. What is lost from y computed to y frozen is what y does not "
-    "hold; guessing is the best that numbers alone allow. A probe's error of 1 is that of a constant."
+    "Answers of the second half of a task's examples. The accuracy lost from y computed to y frozen shows what y does "
+    "not store; guessing is the best that the numbers alone allow. A constant has a probe's error of 1."
 )
 KINDS = {
     "dynamic": "y computed, examples in context",
@@ -27,14 +27,14 @@ KINDS = {
     "specialized_ctx": "y frozen, examples in context",
     "another": "y frozen, of another sample, examples removed",
 }
-#: where a probe reads y: at one drawn position of the second half (Section 4.2), its mean there (Figure 3b), at the end
+#: where a probe reads y: at a random position of the second half (Section 4.2), its mean there (Figure 3b), at the end
 PLACES: tuple[Literal["anywhere", "average", "last"], ...] = ("anywhere", "average", "last")
 
 
-def _right(logits: Tensor, ids: Tensor, answers: Tensor, examples: int) -> Tensor:
+def _accuracy(logits: Tensor, ids: Tensor, answers: Tensor, examples: int) -> Tensor:
     """Return (B, 2): shares of correct symbols (given those before) and of correct answers, at ``answers`` (T,)."""
-    right = (logits[:, :-1].argmax(-1) == ids[:, 1:])[:, answers[1:]].double()
-    return torch.stack([right.mean(1), right.view(len(ids), examples, -1).amin(-1).mean(1)], 1)
+    correct = (logits[:, :-1].argmax(-1) == ids[:, 1:])[:, answers[1:]].double()
+    return torch.stack([correct.mean(1), correct.view(len(ids), examples, -1).amin(-1).mean(1)], 1)
 
 
 @torch.no_grad()
@@ -47,19 +47,19 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
 
     Returns:
         Kind -> (B, 2), shares of symbols and of whole answers. ``dynamic``: the whole sample in context, y computed for
-        each token. Of a CGT also ``specialized``: y frozen at the end of the first half, whose examples are then taken
-        out of the context; and ``specialized_ctx``: the same y, for all tokens of the task, with its examples in the
-        context ("ctx" in Figure 9; Figures 7 and 8); and ``another``, the control: y of another sample, other
-        coefficients instead of its own.
+        each token. For a CGT also ``specialized``: y frozen at the end of the first half, whose examples are then
+        removed from the context; ``specialized_ctx``: the same y, for all tokens of the task, with its examples in the
+        context ("ctx" in Figure 9; Figures 7 and 8); and ``another``, the control: y of another sample, which has
+        other coefficients.
     """
     second = task.examples // 2
     if second < 1:
         raise ValueError(f"accuracy is measured on the second half of the examples; the task has {task.examples}")
     answers = task.answer_mask() & (task.example_numbers() >= task.examples - second)
     with eval_mode(model):
-        right_shares = {"dynamic": _right(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
+        accuracies = {"dynamic": _accuracy(model(input_ids=ids).logits, ids, answers, second * task.tasks)}
         if not hasattr(model, "context"):
-            return right_shares
+            return accuracies
         y = model.context(ids)
         parts: dict[str, list[Tensor]] = {kind: [] for kind in KINDS if kind != "dynamic"}
         for start in range(0, task.length, task.task_length):
@@ -73,15 +73,15 @@ def answer_accuracy(model: Any, task: ArithmeticTask, ids: Tensor) -> dict[str, 
             ):
                 rest = ids[:, begin:end]
                 logits = model(input_ids=rest, frozen_context=context).logits
-                parts[kind].append(_right(logits, rest, answers[begin:end], second))
-    return right_shares | {kind: torch.stack(values).mean(0) for kind, values in parts.items()}
+                parts[kind].append(_accuracy(logits, rest, answers[begin:end], second))
+    return accuracies | {kind: torch.stack(values).mean(0) for kind, values in parts.items()}
 
 
 def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> float:
     """Return the share of answers that the best guess from only the query's two numbers predicts.
 
-    The best guess is the answer that most coefficients give. Whole coefficients are all tried; of real ones the guess
-    is made from ``draws`` and its share counted among as many others.
+    The best guess is the answer that most coefficients give. Whole coefficients are all tried. For real coefficients
+    the guess is made from ``draws`` of them, and its share is counted on as many others.
 
     Args:
         samples: the queries are the examples of the first ``count`` of them.
@@ -95,11 +95,11 @@ def guessing_accuracy(samples: Samples, count: int = 256, draws: int = 4096) -> 
         generator = np.random.default_rng(0)
         tried, counted = (task.draw_coefficients(generator, draws) for _ in range(2))
     queries = np.concatenate([samples.draw(i)["numbers"].reshape(-1, 2) for i in range(min(count, len(samples)))])
-    right = 0.0
+    correct = 0.0
     for query in queries:
         values, votes = np.unique(np.trunc(tried @ query), return_counts=True)
-        right += float(np.mean(np.trunc(counted @ query) == values[votes.argmax()]))
-    return right / len(queries)
+        correct += float(np.mean(np.trunc(counted @ query) == values[votes.argmax()]))
+    return correct / len(queries)
 
 
 def linear_probe(features: Tensor, targets: Tensor, held_out: float = 0.5, penalty: float = 1e-3) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
     answers = torch.zeros(query.shape[1], dtype=torch.bool)
     begin = equals + 1 + (token == "|")
     answers[begin : begin + task.digits + 3] = True
-    right_shares, states = [], []
+    accuracies, states = [], []
     with eval_mode(model):
         # hooks, as the last of hidden_states comes after the final normalisation
         handles = [b.register_forward_hook(lambda m, a, out: states.append(_hidden(out))) for b in model.transformer.h]
@@ -186,10 +186,10 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
 
             handle = block.register_forward_hook(transplant)
             try:
-                right_shares.append(float(_right(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
+                accuracies.append(float(_accuracy(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
             finally:
                 handle.remove()
-    return right_shares
+    return accuracies
 
 
 def _hidden(output: Any) -> Tensor:

@@ -18,9 +18,9 @@ from relinear.pages.figures import PALETTE, Axis, Heat, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Blocks in the map of dot products are stretches along which y stays: a text of one topic is one block. A spectrum "
-    "that falls early is a y that drifts; points of one colour that lie together are sources that y tells apart, which "
-    "means little where an untrained model does as well."
+    "Blocks in the map of dot products are stretches with nearly constant y: a text of one topic is one block. If the "
+    "spectrum falls early, y changes slowly. If points of one colour lie together, y separates the sources, which "
+    "means little if an untrained model does it as well."
 )
 #: positions in the map; components in the trace; tokens at a text's end over which y is averaged
 POSITIONS, COMPONENTS, LAST = 64, 12, 16

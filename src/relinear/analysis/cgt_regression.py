@@ -18,8 +18,8 @@ from relinear.pages.figures import PALETTE, REFERENCE, Axis, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Ridge regression with the true noise is the best that can be done. A frozen y has read so many examples, which "
-    "are then taken out of the context: its line begins where they end, and should begin where the computed one is."
+    "Ridge regression with the true noise is the best possible. A frozen y has read the given number of examples, "
+    "which are then removed from the context: its line begins where they end, and should begin at the computed one."
 )
 FREEZE_AFTER = (5, 10, 20)
 

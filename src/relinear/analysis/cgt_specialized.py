@@ -18,7 +18,7 @@ from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Each text is cut in two; models read the second half alone, and the line names where y comes from; below zero it "
+    "Models read only the second half of each text. A line is named after the source of its y; below zero that y "
     "lowers the loss. The gain from another text of the same source measures the source; the gain from a learned "
     "constant needs no text."
 )
@@ -86,7 +86,7 @@ def applies(model: nn.Module) -> bool:
 def run(subject: Subject) -> dict[str, Any]:
     """Return losses on second halves of texts by the source of y, and the tokens that a source's y makes likelier.
 
-    The learned constant is fitted on the first half of the texts, everything is measured on the others.
+    The learned constant is fitted on the first half of the texts; all losses are measured on the others.
     """
     model, ids, names = subject.model, subject.ids, subject.sources
     fit = len(ids) // 2 // len(names) * len(names)
@@ -97,11 +97,12 @@ def run(subject: Subject) -> dict[str, Any]:
     constant = learned_constant(model, rest[:fit], y[:fit].mean(0))
     own, rest = y[fit:], rest[fit:]
     if len(names) > 1:
-        away = len(rest) // len(names) // 2 | 1  # far, where a source is one document; odd, as documents come in turn
-        elsewhere = {SAME: own.roll(-away * len(names), 0), OTHER: own.roll(-1, 0)}
+        # far apart, in case a source is one document; odd, as documents come in turn
+        distance = len(rest) // len(names) // 2 | 1
+        other_texts = {SAME: own.roll(-distance * len(names), 0), OTHER: own.roll(-1, 0)}
     else:
-        elsewhere = {ANOTHER: own.roll(-1, 0)}
-    frozen = {FROZEN: own, **elsewhere, CONSTANT: constant.expand_as(own)}
+        other_texts = {ANOTHER: own.roll(-1, 0)}
+    frozen = {FROZEN: own, **other_texts, CONSTANT: constant.expand_as(own)}
     results = {DYNAMIC: losses(model, rest), AVERAGE: losses(model, rest, own, RATE)}
     results |= {kind: losses(model, rest, context) for kind, context in frozen.items()}
     if subject.control is not None:  # Figure 13a
@@ -124,7 +125,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 
 def _mean(values: Tensor) -> list[float] | None:
-    """Return the mean over texts of values (N, K), and its standard error; None if there are no places."""
+    """Return the mean over texts of values (N, K), and its standard error; None for K = 0."""
     if not values.shape[1]:
         return None
     texts = values.double().mean(1)

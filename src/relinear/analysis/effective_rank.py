@@ -29,9 +29,9 @@ from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Serie
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "The effective rank is the number of directions that operators use to a like degree: 1 is one matrix for "
-    "all tokens, as in a dense layer; a high rank of operators whose outputs have a low one varies a lot "
-    "but writes to few directions."
+    "The effective rank is the number of directions that operators use to a similar degree. 1 is one matrix for all "
+    "tokens, as in a dense layer. If the rank of operators is high and that of outputs low, the layer varies a lot but "
+    "writes to few directions."
 )
 
 _BLOCK = 64  # rows of left that are processed at a time, for all T matrices

@@ -17,8 +17,8 @@ from relinear.pages.figures import Heat, Panel, numbered
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Each panel is the context of one input, token by token: inputs whose patterns agree look the same "
-    "to the operators; similarity near 1 everywhere is a context that carries nothing."
+    "Each panel is the context of one input, token by token. Inputs with equal patterns look the same to the "
+    "operators. If all similarities are near 1, the context carries no information."
 )
 
 INPUTS, TOKENS = 3, 32

@@ -16,11 +16,11 @@ from relinear.pages.figures import Axis, Heat, Panel
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "A gate near 0 shuts a direction and near 1 opens it: a histogram with two heaps is a switch, one heap in "
-    "the middle a gate that does nothing; low entropy means few gates do the work."
+    "A gate near 0 closes a direction, one near 1 opens it. Two peaks in a histogram are a switch; one peak in the "
+    "middle is a gate that does nothing. Low entropy means that few gates matter."
 )
 
-ACTIVE = (0.1, 0.9)  # gates between these are neither shut nor fully open
+ACTIVE = (0.1, 0.9)  # gates between these are neither closed nor fully open
 BINS = 40
 
 

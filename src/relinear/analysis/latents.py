@@ -18,12 +18,12 @@ from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "A latent dimension whose mean hardly moves from token to token carries no information about the token; few "
-    "active dimensions mean that the latent is too large. Nats are what a token's posterior is away from the "
-    "prior; sigma near 1 and a mean that stays are the prior itself, where the dimension carries noise alone."
+    "A latent dimension whose mean hardly changes between tokens carries no information about the token. Few active "
+    "dimensions mean that the latent is too large. Nats are the divergence of a token's posterior from the prior. With "
+    "sigma near 1 and a constant mean the posterior is the prior, and the dimension carries only noise."
 )
 
-#: a dimension is active where the variance of its mean over tokens is above this (Burda et al. 2016)
+#: a dimension is active if the variance of its mean over tokens is above this (Burda et al. 2016)
 ACTIVE = 0.01
 
 

@@ -24,8 +24,8 @@ from relinear.system.grouped import grouped
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "A gate of 1 leaves its module as it is, below 1 damps and above 1 amplifies it; look for what changes "
-    "with depth and with the token: gates that are alike for all tokens could be folded into the weights."
+    "A gate of 1 leaves its module unchanged, below 1 it damps and above 1 it amplifies. Look for changes with depth "
+    "and with the token: gates that are equal for all tokens could be folded into the weights."
 )
 
 
@@ -35,8 +35,8 @@ def modulators(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if getattr(module, "is_modulator", False):
             parts = name.split(".")
-            cut = next(i for i, part in enumerate(parts) if part.endswith("modulator"))
-            modules.setdefault(".".join(parts[:cut]), module)
+            index = next(i for i, part in enumerate(parts) if part.endswith("modulator"))
+            modules.setdefault(".".join(parts[:index]), module)
     return modules
 
 
@@ -47,10 +47,10 @@ def variance_split(gate: Tensor) -> dict[str, float]:
         gate: (T, O), or (T, 1) for a scalar gate.
 
     Returns:
-        ``total``: variance over all entries. ``static``: of the channels' means over the tokens, which a constant gain
-        could do as well. ``token``: of the tokens' means over the channels, one gain a token. ``token_channel``: the
-        rest, which needs both. ``varying``: the share of ``token`` and ``token_channel`` in the total (0 if there is
-        no variance).
+        ``total``: variance over all entries. ``static``: of the channels' means over the tokens, which constant gains
+        could replace. ``token``: of the tokens' means over the channels, one gain per token. ``token_channel``: the
+        remainder, which needs both. ``varying``: the share of ``token`` and ``token_channel`` in the total (0 if there
+        is no variance).
     """
     gate = gate.double()
     channels, tokens = gate.mean(0), gate.mean(1)
@@ -68,7 +68,7 @@ class GateRecord:
     statistics: name of the modulated layer -> its decoder layer, its module's name, mean, least and largest value and
         ``variance_split`` of each of its gates, and their alphas.
     scalar: name -> (T,) values of the scalar gate, for layers that have one.
-    channel: name -> (T, O) values of the channel gate, for the layers that were asked for.
+    channel: name -> (T, O) values of the channel gate, for the layers of the requested module.
     """
 
     statistics: dict[str, dict[str, Any]]
@@ -83,9 +83,9 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
     Args:
         model: a model with modulators.
         ids: (N, tokens in each) token ids.
-        keep: name of the module whose channel gates are kept in full ("down_proj"); by default the last one of a
+        keep: name of the module whose channel gates are returned in full ("down_proj"); by default the last one of a
             layer that has some.
-        tokens: how many tokens of the first sequence are kept of each gate; the statistics are over all of ``ids``.
+        tokens: for how many tokens of the first sequence gates are returned; the statistics are over all of ``ids``.
 
     Raises:
         ValueError: if the model has no modulator, or none is called ``keep``.
@@ -97,13 +97,15 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
     scalar: dict[str, Tensor] = {}
     channel: dict[str, Tensor] = {}
     with_channel = [name for name, module in by_name.items() if _has_channel_gate(module)]
-    known = [name.rpartition(".")[2] for name in with_channel]
-    if keep is not None and keep not in known:
-        raise ValueError(f"no module named {keep!r} has channel gates; there are: {', '.join(dict.fromkeys(known))}")
-    keep = keep or (known[-1] if known else None)
+    candidates = [name.rpartition(".")[2] for name in with_channel]
+    if keep is not None and keep not in candidates:
+        raise ValueError(
+            f"no module named {keep!r} has channel gates; there are: {', '.join(dict.fromkeys(candidates))}"
+        )
+    keep = keep or (candidates[-1] if candidates else None)
     layer_of = layer_finder(model)
 
-    def look(name: str, module: Any, args: tuple, output: Any) -> None:
+    def record(name: str, module: Any, args: tuple, output: Any) -> None:
         row: dict[str, Any] = {"layer": layer_of(name) or 0, "module": name.rpartition(".")[2]}
         row["alphas"], row["gates"] = module.alphas(), {}
         for kind, gate in module.gates_of(args[0]).items():
@@ -117,7 +119,7 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
                 channel[name] = first.clone()
         statistics[name] = row
 
-    with forward_hooks_on(by_name.items(), look), eval_mode(model):
+    with forward_hooks_on(by_name.items(), record), eval_mode(model):
         model(ids.to(next(model.parameters()).device), use_cache=False)
     return GateRecord({name: statistics[name] for name in by_name if name in statistics}, scalar, channel)
 

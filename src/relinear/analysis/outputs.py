@@ -21,8 +21,8 @@ from relinear.training.run import initial_values
 #: how to read its figures, for the page
 HOW_TO_READ = (
     "The effective rank of outputs is the number of directions that a layer writes to. The linear share is how much of "
-    "the variance of its outputs the best dense layer with a bias explains: at 1 such a layer could stand in its place "
-    "on this data. The update is the norm of trained minus initial parameters, relative to the initial ones."
+    "the variance of its outputs the best dense layer with a bias explains: at 1 such a layer could replace it on this "
+    "data. The update is the norm of trained minus initial parameters, relative to the initial ones."
 )
 
 #: bytes of statistics in memory at a time
@@ -42,16 +42,16 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
     for group in _groups(layers):
         sums: dict[str, Tensor] = {}
 
-        def see(name: str, module: nn.Module, args: tuple, output: Any, sums: dict[str, Tensor] = sums) -> None:
+        def add(name: str, module: nn.Module, args: tuple, output: Any, sums: dict[str, Tensor] = sums) -> None:
             x, y = (part.flatten(0, -2).double() for part in (args[0], output))
             both = torch.cat([x.new_ones(len(x), 1), x, y], 1)
             sums[name] = sums.get(name, 0) + both.T @ both
 
-        with eval_mode(model), forward_hooks_on(group.items(), see):
+        with eval_mode(model), forward_hooks_on(group.items(), add):
             for row in ids:
                 model(row[None])
-        seen = [name for name in group if name in sums and sums[name][0, 0] > 1]  # an expert may see no token
-        statistics |= {name: _described(sums[name], *linear_features(group[name])) for name in seen}
+        used = [name for name in group if name in sums and sums[name][0, 0] > 1]  # an expert may get no token
+        statistics |= {name: _statistics(sums[name], *linear_features(group[name])) for name in used}
     return statistics
 
 
@@ -68,7 +68,7 @@ def _groups(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, nn.Module]]:
     yield group
 
 
-def _described(sums: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
+def _statistics(sums: Tensor, inputs: int, outputs: int) -> dict[str, Any]:
     """Return a layer's statistics from the products of [1, x, y], summed over tokens."""
     tokens, mean = sums[0, 0], sums[0] / sums[0, 0]
     centred = (sums - tokens * mean[:, None] * mean)[1:, 1:]

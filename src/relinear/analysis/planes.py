@@ -16,8 +16,8 @@ from relinear.pages.figures import PALETTE, Axis, Panel, Series
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "A rotor turns vectors in at most n / 2 planes, each by its own angle; planes and angles describe it "
-    "completely. Angles near 0 are rotors that are still the identity; a single large one is a turn in one plane."
+    "A rotor rotates vectors in at most n / 2 planes, each by its own angle; planes and angles describe it completely. "
+    "With all angles near 0 the rotor is still the identity; with a single large one it rotates in one plane."
 )
 
 SIDES = ("left", "right")

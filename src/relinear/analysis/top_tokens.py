@@ -17,8 +17,8 @@ from relinear.system.grouped import grouped
 
 #: how to read its figures, for the page
 HOW_TO_READ = (
-    "Each row is a gate with the tokens that open it most; purity far above the base rate says that the gate "
-    "stands for one kind of token, near it that the list is an accident."
+    "Each row is a gate with the tokens that open it most. With a purity far above the base rate the gate stands for "
+    "one kind of token; near the base rate the list is chance."
 )
 
 

@@ -1,7 +1,7 @@
-"""Serve the page by Python's own server, by default to this machine alone.
+"""Serve the explore page with Python's HTTP server, by default only to this machine.
 
-What a page of another site could do to a server on this machine is refused: a request must name this machine as its
-host (a name that is made to point here does not), come from this page where it says where it comes from, and send JSON.
+Pages of other sites cannot use a server on this machine: a request must name this machine as its host (a foreign name
+that points here does not), have this page as its origin if it states one, and send JSON.
 """
 
 import ipaddress
@@ -21,13 +21,13 @@ from relinear.explore.changes import Change, effect, prefix_view, try_change
 from relinear.explore.page import live_page, policy_of
 from relinear.explore.subject import Subject
 
-#: bytes of a request
+#: the most bytes of a request
 LARGEST_BODY = 1 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def _called(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
-    """Call a subject's function with a request's values, each converted to the type of its parameter."""
+def _call(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
+    """Call a function on the subject that a request names, with its values converted to the parameters' types."""
     number = str(values.get("model", 0))
     if number not in map(str, range(len(subjects))):
         raise ValueError(f"model must be 0 to {len(subjects) - 1}, got {quoted(number)}")
@@ -50,8 +50,8 @@ def _change(
     return try_change(subject, text, Change(point, unit, action, value), new, seed)
 
 
-#: what may be asked for: with GET what the index knows, with POST what runs the model
-_ANSWERS: dict[tuple[str, str], Callable[..., Any]] = {
+#: (method, path) -> the function that answers it; GET reads the index, POST runs the model
+_ROUTES: dict[tuple[str, str], Callable[..., Any]] = {
     ("GET", "/api/units"): Subject.units,
     ("GET", "/api/unit"): _unit,
     ("GET", "/api/search"): Subject.search,
@@ -64,8 +64,8 @@ _ANSWERS: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _Refused(Exception):
-    """Raised for a request that is answered with an HTTP status and a sentence."""
+class _RequestError(Exception):
+    """Raised for a wrong request; the answer is an HTTP status and a message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class _Server(ThreadingHTTPServer):
     subjects: Sequence[Subject]
     page: bytes
     policy: str
-    #: names under which this server may be asked
+    #: host names under which this server answers; None allows every IP address
     hosts: frozenset[str] | None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -96,10 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the terminal is the user's."""
+        """Log nothing, to keep the user's terminal free."""
 
     def do_GET(self) -> None:
-        """Answer a request, by either method."""
+        """Answer a GET or POST request."""
         method = self.command
         try:
             self._check_origin()
@@ -107,25 +107,25 @@ class _Handler(BaseHTTPRequestHandler):
             if (method, parts.path) == ("GET", "/"):
                 self._send(200, self.server.page, "text/html; charset=utf-8")
                 return
-            answer = _ANSWERS.get((method, parts.path))
+            answer = _ROUTES.get((method, parts.path))
             if answer is None:
-                raise _Refused(404, f"nothing is at {method} {parts.path}")
+                raise _RequestError(404, f"there is nothing at {method} {parts.path}")
             values = self._body() if method == "POST" else dict(parse_qsl(parts.query, keep_blank_values=True))
-            self._send_json(200, _called(answer, values, self.server.subjects))
-        except _Refused as refused:
-            self._send_json(refused.status, {"error": str(refused)})
+            self._send_json(200, _call(answer, values, self.server.subjects))
+        except _RequestError as error:
+            self._send_json(error.status, {"error": str(error)})
         except ValueError as error:
             self._send_json(400, {"error": str(error)})
         except (ConnectionError, TimeoutError):
             raise
         except Exception:
             traceback.print_exc()
-            self._send_json(500, {"error": "this is a fault of relinear; the terminal says more"})
+            self._send_json(500, {"error": "this is a bug of relinear; the terminal shows the traceback"})
 
     do_POST = do_GET
 
     def _check_origin(self) -> None:
-        """Refuse requests to a host name that is not this machine's, or from another page."""
+        """Raise for requests to a host name that is not this machine's, or from another page."""
         host = self.headers.get("Host", "")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -133,27 +133,29 @@ class _Handler(BaseHTTPRequestHandler):
             name = ""
         hosts = self.server.hosts
         if not (_is_address(name) if hosts is None else name in hosts):
-            raise _Refused(403, f"this server does not answer for the host {quoted(host)}")
+            raise _RequestError(403, f"this server does not answer for the host {quoted(host)}")
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{host}":
-            raise _Refused(403, f"this server does not answer pages of {quoted(origin)}")
+            raise _RequestError(403, f"this server does not answer pages of {quoted(origin)}")
 
     def _body(self) -> Mapping[str, Any]:
         if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
-            raise _Refused(415, "send JSON: Content-Type application/json")
+            raise _RequestError(415, "send JSON: Content-Type application/json")
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
-            raise _Refused(411, "a request needs a Content-Length")
+            raise _RequestError(411, "a request needs a Content-Length")
         if len(length) > 12 or int(length) > LARGEST_BODY:
-            self.rfile.read(min(int(length[:12]), 8 * LARGEST_BODY))  # a sender reads no answer before it has sent
-            raise _Refused(413, f"a request has at most {LARGEST_BODY:,} bytes")
+            self.rfile.read(
+                min(int(length[:12]), 8 * LARGEST_BODY)
+            )  # a client reads the answer only after it has sent all
+            raise _RequestError(413, f"a request has at most {LARGEST_BODY:,} bytes")
         try:
             values = json.loads(self.rfile.read(int(length)))
             json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
-            raise _Refused(400, "the request is not valid JSON, or a text in it holds half a character") from None
+            raise _RequestError(400, "the request is not valid JSON, or a text in it holds half a character") from None
         if not isinstance(values, dict):
-            raise _Refused(400, "the request must be a JSON object")
+            raise _RequestError(400, "the request must be a JSON object")
         return values
 
     def _send_json(self, status: int, value: Any) -> None:
@@ -177,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_address(name: str) -> bool:
-    """Return whether a host is an IP address, which no name server can redirect."""
+    """Return whether a host is an IP address or localhost, which no name server can redirect."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -186,16 +188,16 @@ def _is_address(name: str) -> bool:
 
 
 def make_server(subjects: Sequence[Subject], host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
-    """Return a server of the page on ``subjects``; ``serve_forever`` answers at its ``server_address``.
+    """Return a server of the page about ``subjects``; ``serve_forever`` answers at its ``server_address``.
 
     Args:
         subjects: one model, or two side by side.
-        host: what to listen on: this machine alone by default. For any other host it answers to that name and to
-            addresses, and whoever reaches it may run the model.
+        host: address to listen on; by default only this machine can connect. With any other host it answers to that
+            name and to IP addresses, and whoever can connect may run the model.
         port: 0 takes a free one.
 
     Raises:
-        OSError: naming host and port, if that cannot be listened on.
+        OSError: if it cannot listen there; it names host and port.
     """
     kind = _IPv6Server if ":" in host else _Server
     try:
