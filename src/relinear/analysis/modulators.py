@@ -1,7 +1,7 @@
-"""``modulators``: gates of modulators by depth, module and token (Transponder, Figures 2 and 3), and what varies.
+"""``modulators``: gates of modulators by depth, module and token (Transponder, Figures 2 and 3), and how they vary.
 
-A modulator is any module with ``is_modulator``: the gates of a ``Transponder``, of a ``PathTransponder``, and whatever
-else offers ``gates_of(x)`` and ``alphas()``.
+A modulator is any module with ``is_modulator``, ``gates_of(x)`` and ``alphas()``, such as the gates of a
+``Transponder`` or a ``PathTransponder``.
 """
 
 # Legend: N sequences, T tokens of all sequences, O channels, L layers
