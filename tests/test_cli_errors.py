@@ -326,7 +326,7 @@ def test_a_model_without_its_tokenizer(command, saved, text, tmp_path, capfd):
         [*command, str(mute), "--data", str(text)],
         [
             "(no tokenizer was saved there): it must be 'bytes', ",
-            " can be reached. Name the model's own with --tokenizer",
+            ", which must be reachable. Name the model's own with --tokenizer",
         ],
     )
     if command == ["eval"]:

@@ -288,7 +288,7 @@ def test_wrong_arguments_of_perplexity(model, tokenizer, settings, said):
 def test_text_without_a_tokenizer_and_a_dataset_with_one(model, tokenizer):
     with pytest.raises(ValueError, match="tokenizer"):
         perplexity(model, TEXT)
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(ValueError, match="omit tokenizer"):
         perplexity(model, torch.utils.data.TensorDataset(torch.zeros(2, 2)), tokenizer)
     with pytest.raises(ValueError, match="fewer than two tokens"):
         perplexity(model, [], tokenizer)

@@ -89,8 +89,8 @@ def test_live_figures_have_room_before_pictures_do() -> None:
     assert len(page.encode()) < pages.LIMIT
     assert page.count("data-figure=") == 2
     assert page.count(large) == 1
-    assert "too large: third" in page
-    assert "too large: second" not in page
+    assert "size of the page: third" in page
+    assert "size of the page: second" not in page
 
 
 def test_an_old_comparison_with_analyses_and_a_run_on_one_page(tmp_path, monkeypatch, capsys) -> None:
