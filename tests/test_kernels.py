@@ -304,7 +304,9 @@ def test_a_wrong_wish_in_the_environment_is_refused() -> None:
     with pytest.raises(
         ValueError, match="RELINEAR_LOG='form' in the environment, expected one of '0', 'kernels', 'forms'"
     ):
-        implementations.meant("RELINEAR_LOG", "form", {"": False, "0": False, "kernels": True, "forms": True})
+        implementations.environment_choice(
+            "RELINEAR_LOG", "form", {"": False, "0": False, "kernels": True, "forms": True}
+        )
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)

@@ -70,8 +70,8 @@ class _DecoderHooks:
     def __init__(self, key: str, base: nn.Module, compute: Callable[..., Any], set_value: Callable[..., None]) -> None:
         self.key, self.compute, self.set_value = key, compute, set_value
         parameters = inspect.signature(base.forward).parameters.values()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-        self.names = tuple(p.name for p in parameters if p.kind in named)
+        positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        self.names = tuple(p.name for p in parameters if p.kind in positional)
 
     def start(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs = dict(zip(self.names, args)) | kwargs

@@ -85,7 +85,7 @@ def divided_bivector(rotor: Tensor, x: Tensor) -> Tensor:
     return bivector_from_matrix(_times_vectors(rotor)[0] @ _times_vectors(x)[0].mT)
 
 
-def turned_vectors(rotor: Tensor) -> Tensor:
+def rotation_matrix(rotor: Tensor) -> Tensor:
     """Return O (..., n, n) with r e_j r~ = sum_i O_ij e_i, for a rotor (..., V): O_ij = <e_i r, r e_j>."""
     right, left = _times_vectors(rotor)
     return left @ right.mT

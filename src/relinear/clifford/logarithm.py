@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.clifford.bivectors import bivector_from_matrix, turned_vectors
+from relinear.clifford.bivectors import bivector_from_matrix, rotation_matrix
 from relinear.clifford.blades import embed_bivector, multivector_dimension, parities, unit
 from relinear.clifford.decomposition import SpectralFunction, first_order, plane_basis, spectral_basis
 from relinear.clifford.exponential import exp
@@ -74,7 +74,7 @@ class _Log(SpectralFunction):
 
     @staticmethod
     def forward(rotor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        turn = turned_vectors(rotor)
+        turn = rotation_matrix(rotor)
         count = turn.shape[-1] // 2
         basis = _planes(turn)
         p, q = basis[..., 0 : 2 * count : 2], basis[..., 1 : 2 * count : 2]

@@ -365,11 +365,11 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         tensors = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        wrong = self.problem_with_values(tensors)
-        if wrong is None:
+        problem = self.problem_with_values(tensors)
+        if problem is None:
             super()._load_from_state_dict(state_dict, prefix, *arguments)
         else:
-            arguments[-1].append(f"{prefix.rstrip('.')}: {wrong}")  # torch's list of errors
+            arguments[-1].append(f"{prefix.rstrip('.')}: {problem}")  # torch's list of errors
 
     def param_roles(self) -> dict[str, ParamRole]:
         """Return the role of every parameter by name; the last dimension of a matrix is its fan-in."""

@@ -125,6 +125,6 @@ def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:
             message = f"{type(part).__name__}.{old} has a new name: {attribute}; the old one works in this version only"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
         declared = getattr(part, old, ()) or getattr(part, attribute, ())
-        named = part.named_parameters() if declared else ()
-        result.update(p for name, p in named if any(name == d or name.startswith(f"{d}.") for d in declared))
+        parameters = part.named_parameters() if declared else ()
+        result.update(p for name, p in parameters if any(name == d or name.startswith(f"{d}.") for d in declared))
     return result

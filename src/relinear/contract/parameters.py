@@ -82,7 +82,7 @@ class ListedParameters(nn.ParameterList):
         return list(self)
 
 
-def are_affine(parts: Iterable[nn.Module | None]) -> bool:
+def are_affine_parameters(parts: Iterable[nn.Module | None]) -> bool:
     """Return whether all ``parts`` that are not None are exactly ``AffineParameters``.
 
     A module that replaced one may compute its tensors in every call, so they must not be cached.
@@ -95,7 +95,7 @@ def are_parameters(module: nn.Module, *names: str) -> bool:
     return module._parameters.keys() >= set(names)
 
 
-def is_bare(module: Any) -> bool:
+def is_unhooked(module: Any) -> bool:
     """Return whether calling ``module`` only runs its class's forward: it has no hooks and no patched forward.
 
     Only then may an operator read the parameters of ``module`` without calling it.
@@ -110,7 +110,7 @@ def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
 
     Subclasses, adapters, and layers with quantised, sharded or parametrised weights are not.
     """
-    return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_bare(module)
+    return type(module) is nn.Linear and type(module._parameters.get("weight")) in _ORDINARY and is_unhooked(module)
 
 
 def forward_hooks(modules: Iterable[nn.Module]) -> tuple[dict, ...]:

@@ -250,7 +250,7 @@ class _Run:
         settings = self.settings.model_dump(mode="json")
         operators = [[r.name, r.config.to_dict()] for r in full_plan.replacements]
         digest = self.fingerprint(full_plan, settings, operators)
-        self.known_by = {"fingerprint": digest, "operators": operators}
+        self.identity = {"fingerprint": digest, "operators": operators}
         if earlier is None or "fingerprint" not in earlier:
             self._write_record([])
             return []
@@ -278,7 +278,7 @@ class _Run:
     def _write_record(self, done: list[list[LayerFit]]) -> None:
         assert self.folder is not None
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
-        self.folder.write(**self.known_by, done=finished, weights=self.weights)
+        self.folder.write(**self.identity, done=finished, weights=self.weights)
 
     def _weights(self, number: int) -> Path:
         assert self.folder is not None
@@ -349,8 +349,8 @@ class _Run:
         if self.settings.target != "original":
             return {}
         changed = {id(module): copy.deepcopy(module) for module in self._changed(group).values()}
-        named = self.model.named_modules(remove_duplicate=False)
-        return {name: changed[id(module)] for name, module in named if id(module) in changed}
+        modules = self.model.named_modules(remove_duplicate=False)
+        return {name: changed[id(module)] for name, module in modules if id(module) in changed}
 
     @contextlib.contextmanager
     def _pairs(self, group: list[Replacement]) -> Iterator[dict[str, Pairs]]:

@@ -104,15 +104,15 @@ def block_hadamard_fit(
     rotated = zero_padded(target, inner)
     rotated = hadamard(rotated) if mix_input else rotated
     for _ in range(sweeps if len(stages) > 1 else 1):
-        before = torch.eye(inner, dtype=torch.float64, device=weight.device)[:, : weight.shape[1]]
+        before_last = torch.eye(inner, dtype=torch.float64, device=weight.device)[:, : weight.shape[1]]
         if len(stages) > 1:
-            after = hadamard(block_diagonal_to_dense(stages[-1]))
+            after_first = hadamard(block_diagonal_to_dense(stages[-1]))
             for stage in stages[-2:0:-1]:
-                after = hadamard(after @ block_diagonal_to_dense(stage))
-            parts = after.unflatten(1, stages[0].shape[:2]).permute(1, 0, 2)
+                after_first = hadamard(after_first @ block_diagonal_to_dense(stage))
+            parts = after_first.unflatten(1, stages[0].shape[:2]).permute(1, 0, 2)
             stages[0] = torch.linalg.pinv(parts) @ rotated.unflatten(1, (count, -1)).permute(1, 0, 2)
-            before = block_hadamard_dense(stages[:-1], weight.shape[1], mix_input)
-        mixed = hadamard(before.T).T if mix_input or len(stages) > 1 else before
+            before_last = block_hadamard_dense(stages[:-1], weight.shape[1], mix_input)
+        mixed = hadamard(before_last.T).T if mix_input or len(stages) > 1 else before_last
         basis = mixed.unflatten(0, (count, columns))
         stages[-1] = target.unflatten(0, (count, rows)) @ torch.linalg.pinv(basis)
     return stages

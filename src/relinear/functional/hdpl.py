@@ -171,9 +171,9 @@ def hdpl_fit(weight: Tensor, blocks: int, rank: int, sweeps: int = 16) -> tuple[
     down, up = low_rank_factors(weight - block_diagonal_to_dense(local), rank)
     for _ in range(sweeps if rank else 0):
         local = block_diagonal_of(weight - up @ down, blocks)
-        rest = weight - block_diagonal_to_dense(local)
-        up, _ = torch.linalg.qr(rest @ down.T)
-        down = up.T @ rest
+        remainder = weight - block_diagonal_to_dense(local)
+        up, _ = torch.linalg.qr(remainder @ down.T)
+        down = up.T @ remainder
     local = block_diagonal_of(weight - up @ down, blocks)
     u, s, down = torch.linalg.svd(down, full_matrices=False)
     return local, down, up @ (u * s)

@@ -390,7 +390,7 @@ def _split_by_step(
 
 
 @torch.no_grad()
-def turned_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
+def plane_vectors(beta: Tensor, vectors: Tensor, iterations: int) -> Tensor:
     """Turn vectors into the planes of bivectors by power iteration (Algorithm 2), the largest plane first.
 
     Args:
@@ -417,7 +417,7 @@ def simple_parts(beta: Tensor, vectors: Tensor) -> Tensor:
 
     Args:
         beta: (..., P).
-        vectors: (J - 1, ..., n), from ``turned_vectors``.
+        vectors: (J - 1, ..., n), from ``plane_vectors``.
     """
     matrix, parts = clifford.bivector_to_matrix(beta), []
     for vector in vectors:

@@ -13,7 +13,7 @@ from relinear.functional.quantized import SUPER
 
 #: number of clipping ranges to try
 _CLIPS = 12
-#: number of units to try in ``on_units``
+#: number of units to try in ``with_units``
 _UNITS = 8
 #: block size of ``gptq``: columns after which errors are propagated to all later ones
 _COLUMNS = 32
@@ -164,7 +164,7 @@ def nearest_grid(
     return Grid(scale, zero, torch.full((len(weight), 1), float(top)).to(weight), levels)
 
 
-def on_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: int, importance: Tensor | None) -> Grid:
+def with_units(weight: Tensor, grid: Grid, group: int, symmetric: bool, bits: int, importance: Tensor | None) -> Grid:
     """Return ``grid`` with scales and offsets rounded to integer multiples of units, as in llama.cpp's K types.
 
     Args:

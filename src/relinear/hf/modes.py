@@ -16,17 +16,17 @@ def training_modes_restored(model: nn.Module) -> Iterator[None]:
     vision tower.
     A module that was added within the block gets the mode of the module that it replaced, else its parent's.
     """
-    named = list(model.named_modules())
-    modes = [(module, module.training) for _, module in named]
-    known = {id(module) for _, module in named}
-    modes_by_name = {name: module.training for name, module in named}
+    modules = list(model.named_modules())
+    modes = [(module, module.training) for _, module in modules]
+    old_ids = {id(module) for _, module in modules}
+    modes_by_name = {name: module.training for name, module in modules}
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode  # ``module.train`` would change its children
         for name, module in model.named_modules():
-            if id(module) not in known:
+            if id(module) not in old_ids:
                 parent = model.get_submodule(name.rpartition(".")[0])
                 module.training = modes_by_name.get(name, parent.training)
 

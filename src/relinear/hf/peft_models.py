@@ -21,11 +21,11 @@ def stock_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers and not part.endswith("_wrapped_module"))
 
 
-def warn_adapters_omit(what: str, module_names: list[str]) -> None:
-    """Warn that PEFT's adapter checkpoint will not contain ``what``, which was added to the model; say what to do."""
+def warn_adapters_omit(added: str, module_names: list[str]) -> None:
+    """Warn that PEFT's adapter checkpoint will not contain ``added``, parts that were added; say what to do."""
     parts = sorted({stock_name(name).rpartition(".")[2] for name in module_names})
     warnings.warn(
-        f"{what} in a PEFT model: new parameters train, but the adapter's checkpoint (model.save_pretrained) does not "
+        f"{added} in a PEFT model: new parameters train, but the adapter's checkpoint (model.save_pretrained) does not "
         "hold them, and layers inside an adapter cannot be merged with it. To save them, do this before "
         "peft.get_peft_model, save that model with relinear.save_pretrained, and name its new parts in "
         f"modules_to_save={parts}",
@@ -34,8 +34,8 @@ def warn_adapters_omit(what: str, module_names: list[str]) -> None:
     )
 
 
-def train_new_parameters(model: nn.Module, known: set[int]) -> None:
-    """Set ``requires_grad`` of every parameter of ``model`` whose id is not in ``known``, that is of new ones."""
+def train_new_parameters(model: nn.Module, old_ids: set[int]) -> None:
+    """Set ``requires_grad`` of every parameter of ``model`` whose id is not in ``old_ids``."""
     for parameter in model.parameters():
-        if id(parameter) not in known and parameter.is_floating_point():
+        if id(parameter) not in old_ids and parameter.is_floating_point():
             parameter.requires_grad_(True)

@@ -1,6 +1,6 @@
 """Helpers for custom autograd functions: autocast, higher derivatives, results changed in place, portions of rows.
 
-torch does not cast the arguments of such functions under autocast: ``lowered`` does. A backward pass written by hand
+torch does not cast the arguments of such functions under autocast: ``autocasted`` does. A backward pass written by hand
 has no graph. If one is needed (``create_graph=True``), or torch maps over several gradients at once (``vmap``), the
 reference is differentiated instead.
 """
@@ -27,7 +27,7 @@ ROWS = 64
 FEWEST_RECOMPUTED = 1 << 17
 
 
-def lowered(x: Tensor, *tensors: Any) -> tuple[Any, ...]:
+def autocasted(x: Tensor, *tensors: Any) -> tuple[Any, ...]:
     """Cast floating-point tensors as autocast does for a matrix product, but not float64; without autocast, none."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
@@ -40,7 +40,7 @@ def lowered(x: Tensor, *tensors: Any) -> tuple[Any, ...]:
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
-    """Switch autocast off for the block, after ``lowered`` has cast the tensors."""
+    """Switch autocast off for the block, after ``autocasted`` has cast the tensors."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
@@ -54,7 +54,7 @@ def on_rows(function: Any, forward: Callable[..., Tensor], x: Tensor, *arguments
         arguments: those after the matrix.
     """
     run = function.apply if torch.is_grad_enabled() else forward
-    cast = lowered(x.reshape(-1, x.shape[-1]), *arguments)
+    cast = autocasted(x.reshape(-1, x.shape[-1]), *arguments)
     with without_autocast(x):
         y = run(*cast)
     return y.view(*x.shape[:-1], y.shape[1])

@@ -12,8 +12,8 @@ from relinear.functional import ccl as reference
 from relinear.kernels import autograd, native
 from relinear.kernels.autograd import (
     add_product,
+    autocasted,
     differentiable_as,
-    lowered,
     row_portions,
     save,
     track_changes,
@@ -97,7 +97,7 @@ def _gates_unsupported(call: Call) -> str:
 
 def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
     rows, feature_rows = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
-    tensors = lowered(rows, mix, bias, feature_rows, weight, gate_bias)
+    tensors = autocasted(rows, mix, bias, feature_rows, weight, gate_bias)
     with without_autocast(h):
         return (_GatedLinear.apply if torch.is_grad_enabled() else _forward)(*tensors).view(*h.shape[:-1], mix.shape[0])
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, silu
 from relinear.functional import hdpl as reference
 from relinear.functional.hdpl import HDPLOutput
 from relinear.kernels import native, triton
-from relinear.kernels.autograd import differentiable_as, lowered, save, without_autocast
+from relinear.kernels.autograd import autocasted, differentiable_as, save, without_autocast
 from relinear.kernels.block_diagonal import block_gradient, block_product, slices_unsupported
 from relinear.kernels.implementations import Call, Implementation, dispatch, log_choice, shape_of
 
@@ -40,7 +40,7 @@ def _few_rows(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder
 
 def _sliced(x: Tensor, *parameters: Tensor | None) -> HDPLOutput:
     leading, (*weights, noise) = x.shape[:-1], parameters
-    x, *weights = lowered(x, *weights)
+    x, *weights = autocasted(x, *weights)
     noise = None if noise is None else noise.reshape(-1, noise.shape[-1])
     run: Any = _HDPL.apply if torch.is_grad_enabled() else _results
     with without_autocast(x):

@@ -29,19 +29,21 @@ _logged: set[tuple] = set()
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def meant(variable: str, asked: str, meanings: Mapping[str, Meaning]) -> Meaning:
-    """Return the meaning of ``asked``, the value of an environment variable, or "" if it is not set.
+def environment_choice(variable: str, value: str, meanings: Mapping[str, Meaning]) -> Meaning:
+    """Return the meaning of ``value``, the value of an environment variable, or "" if it is not set.
 
     Raises:
-        ValueError: it is not a key of ``meanings``.
+        ValueError: if it is not a key of ``meanings``.
     """
-    if asked not in meanings:
-        known = ", ".join(repr(value) for value in meanings if value)
-        raise ValueError(f"{variable}={asked!r} in the environment, expected one of {known}: change or unset it")
-    return meanings[asked]
+    if value not in meanings:
+        choices = ", ".join(repr(choice) for choice in meanings if choice)
+        raise ValueError(f"{variable}={value!r} in the environment, expected one of {choices}: change or unset it")
+    return meanings[value]
 
 
-if meant("RELINEAR_LOG", os.environ.get("RELINEAR_LOG", ""), {"": False, "0": False, "kernels": True, "forms": True}):
+if environment_choice(
+    "RELINEAR_LOG", os.environ.get("RELINEAR_LOG", ""), {"": False, "0": False, "kernels": True, "forms": True}
+):
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     LOG.addHandler(handler)

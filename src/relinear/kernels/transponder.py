@@ -17,8 +17,8 @@ from relinear.functional import transponder as reference
 from relinear.kernels import autograd, native, triton
 from relinear.kernels.autograd import (
     add_product,
+    autocasted,
     differentiable_as,
-    lowered,
     row_portions,
     save,
     track_changes,
@@ -132,7 +132,7 @@ def _cpp_unsupported(call: Call) -> str:
 
 
 def _in_cpp(x, weight, bias, down, channel, scalar, channel_alpha, scalar_alpha) -> Tensor:
-    x, weight, bias, down = lowered(x, weight, bias, down)
+    x, weight, bias, down = autocasted(x, weight, bias, down)
     with without_autocast(x):
         ups = _scaled(channel, channel_alpha), _scaled(scalar, scalar_alpha)
         if torch.is_grad_enabled():

@@ -16,7 +16,7 @@ from relinear.activations.hook_points import HasHookPoints
 from relinear.activations.shared_context import current_context
 from relinear.contract.config import MAX_LAYERS, Count, IntRange, NonNegative, check_divides, register
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
-from relinear.contract.parameters import AffineParameters, are_affine
+from relinear.contract.parameters import AffineParameters, are_affine_parameters
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
@@ -75,7 +75,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
 
     def fused_kernel(self, x: Tensor) -> Kernel | None:
         parts = (self.norm, self.basis_gate, self.output_gate)
-        if self.config.composition != "gates" or not are_affine((*self.trunk, *parts)):
+        if self.config.composition != "gates" or not are_affine_parameters((*self.trunk, *parts)):
             return None
         # ``forward`` instead of a call: hooks of the submodules run only in a forward pass of the layer
         trunk = [parameter for layer in self.trunk for parameter in layer.forward()]

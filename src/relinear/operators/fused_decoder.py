@@ -42,7 +42,7 @@ class FusedDecoderLayer:
         plain_mask = attention_mask is None or attention_mask.dtype == torch.bool
         if self.cache is not None and one_token and plain_mask and past is not None and rotary is not None:
             prepared = self.cache.get("layer", self._prepared)
-            if prepared is not None and not layer.training and prepared[2].are_bare():
+            if prepared is not None and not layer.training and prepared[2].are_unhooked():
                 (before, after), attention = prepared[:2], cast("Any", layer.self_attn)
                 parameter_cache = attention.q_proj.parameter_cache
                 if parameter_cache is not None and parameter_cache.rounds_inputs:

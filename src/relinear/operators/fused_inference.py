@@ -36,7 +36,7 @@ class FusedInference(CachingModule):
         if cache is None or self.training or rows_unsupported(x):
             return None
         kernel, submodules = cache.get(x.dtype, lambda: (self.fused_kernel(x), Submodules(self))) or (None, None)
-        return None if kernel is None or not submodules.are_bare() else kernel(x)
+        return None if kernel is None or not submodules.are_unhooked() else kernel(x)
 
     def build_kernels(self) -> None:
         if next(self.parameters()).is_cpu and build.compiler():
@@ -56,7 +56,7 @@ class Submodules:
         self._caching = [child for child in children if isinstance(child, CachingModule)]
         self._hooks = forward_hooks(children)
 
-    def are_bare(self) -> bool:
+    def are_unhooked(self) -> bool:
         """Return whether the parameters of submodules may be read without calling them."""
         if self._module.get(ACTIVATION_HOOKS) is not None:
             return False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from relinear.activations.hook_points import Latent, LatentOperator
 from relinear.contract.config import Count, NonNegative, check_divides, register
 from relinear.contract.operator import OperatorConfig
-from relinear.contract.parameters import AffineParameters, are_affine
+from relinear.contract.parameters import AffineParameters, are_affine_parameters
 from relinear.functional import hdpl as reference
 from relinear.kernels.autograd import recomputed
 from relinear.kernels.hdpl import hdpl, prepare_few_rows
@@ -83,7 +83,7 @@ class HDPLLinear(FusedInference, LatentOperator):
                 nn.init.uniform_(encoder.bias, -bound, bound) if authors else nn.init.zeros_(encoder.bias)
 
     def fused_kernel(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        if not are_affine((self.mu, self.decoder)):
+        if not are_affine_parameters((self.mu, self.decoder)):
             return None
         # ``forward`` instead of a call: hooks of the submodules run only in a forward pass of the layer
         return prepare_few_rows(x, self.blocks, *self.mu.forward(), self.decoder.forward()[0], self.bias)

@@ -26,9 +26,9 @@ from relinear.functional.rounding import (
     gptq,
     nearest,
     nearest_grid,
-    on_units,
     shrunk,
     uncompensated,
+    with_units,
 )
 from relinear.kernels.quantized import code_changer, prepare_few_rows, quantized
 from relinear.operators.fused_inference import FusedInference
@@ -299,7 +299,7 @@ class Quantized(OperatorConfig):
         grid = nearest_grid(weight, self.bits, self.group, self.symmetric, importance, levels=levels)
         if self.levels == "k":
             bits = reference.K_TYPES[self.bits].bits
-            return on_units(weight, grid, self.group, self.symmetric, bits, importance)
+            return with_units(weight, grid, self.group, self.symmetric, bits, importance)
         return grid
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameter_roles import ParamRole
 from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
-from relinear.kernels.autograd import lowered
+from relinear.kernels.autograd import autocasted
 from relinear.kernels.dense import dense_cost, dense_inference
 from relinear.kernels.implementations import is_plain
 from relinear.kernels.rotor import PreparedNetwork, rotor_network, rotor_step, supports_network, supports_step
@@ -148,7 +148,7 @@ class RotorLinear(Operator):
         """Return the sum of sandwiches r x s~ plus bias, or the network of such sums (``functional.rotor``)."""
         if (y := dense_inference(self, x, self._prefers_dense)) is not None:
             return y
-        (x,) = lowered(x)
+        (x,) = autocasted(x)
         if self._is_fused(x):
             return self._fused_network(x)
         y = self._without_bias(x)

@@ -123,7 +123,7 @@ class SandwichSum(CachingModule):
         if recomputed:  # by gradient checkpointing: the buffer holds the vectors of the forward pass
             return reference.simple_parts(beta, buffer.to(wide, copy=True))
         assert self.config.power_iterations is not None
-        vectors = reference.turned_vectors(beta, buffer.to(wide), self.config.power_iterations)
+        vectors = reference.plane_vectors(beta, buffer.to(wide), self.config.power_iterations)
         if self.training and torch.is_grad_enabled() and not is_transformed():
             with torch.no_grad():
                 buffer.copy_(vectors)

@@ -17,7 +17,7 @@ from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import Config, Count, check_choice, register
 from relinear.contract.inference import CachingModule
 from relinear.contract.operator import NotLinearError
-from relinear.contract.parameters import add_parameters, is_bare, is_plain_linear
+from relinear.contract.parameters import add_parameters, is_plain_linear, is_unhooked
 from relinear.contract.wrapper import Wrapper, WrapperConfig
 from relinear.functional.transponder import PHI, modulate, modulate_static, modulator_gate
 from relinear.kernels.transponder import modulated_linear, prepare_few_rows
@@ -320,7 +320,7 @@ class TransponderLinear(FusedInference, Wrapper):
         if (y := self.fused_forward(x)) is not None:
             return y
         base, modulator = self.base, self.modulator
-        if type(modulator) is Modulator and is_plain_linear(base) and is_bare(modulator):
+        if type(modulator) is Modulator and is_plain_linear(base) and is_unhooked(modulator):
             return modulator.after_linear(x, base)
         return modulator(x, base(x))
 

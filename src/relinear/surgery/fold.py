@@ -65,15 +65,15 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     if "" in operators:
         raise ValueError("the model is itself an operator; build nn.Linear from its to_dense() and dense_bias()")
     plain: dict[str, nn.Module] = {}
-    left: dict[str, str] = {}
+    unfolded: dict[str, str] = {}
     for name, operator in operators.items():
         if any(map(is_adapted, operator.modules())):
-            left[name] = "it contains an adapter; merge that first"
+            unfolded[name] = "it contains an adapter; merge that first"
             continue
         try:
             plain[name] = to_stock_layer(operator)
         except NotLinearError as error:
-            left[name] = str(error)
+            unfolded[name] = str(error)
     before = _logits(model, inputs)
     aliases = list(model.named_modules(remove_duplicate=False))
     for name, linear in plain.items():
@@ -83,7 +83,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
     sync_record(model)
     after = _logits(model, inputs)
     difference = None if before is None or after is None else float((before - after).abs().max())
-    report = FoldReport(tuple(plain), left, difference)
+    report = FoldReport(tuple(plain), unfolded, difference)
     if verbose:
         print(report)
     return report

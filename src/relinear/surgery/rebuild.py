@@ -132,9 +132,9 @@ class RelinearQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, operator in named_operators(model):
-            wrong = operator.problem_with_values(operator.state_dict())
-            if wrong is not None:
-                raise ValueError(f"the checkpoint's weights of {name} are damaged: {wrong}; restore them from a copy")
+            problem = operator.problem_with_values(operator.state_dict())
+            if problem is not None:
+                raise ValueError(f"the checkpoint's weights of {name} are damaged: {problem}; restore them from a copy")
         # a later save must use this class's names, and floats
         model._weight_conversions = [step for step in model._weight_conversions if step not in self._steps]
         # the model must be an ordinary one that can be cast and trained; save_pretrained then writes the record

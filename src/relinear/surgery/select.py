@@ -73,8 +73,8 @@ def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
 
 def heads(model: Any) -> set[int]:
     """Return the ids of the output heads, which "all-linear" leaves out."""
-    named = {id(child) for name, child in unwrapped(model).named_children() if name in _HEADS}
-    return named | {id(output_head(model))}
+    known_heads = {id(child) for name, child in unwrapped(model).named_children() if name in _HEADS}
+    return known_heads | {id(output_head(model))}
 
 
 def _embedding(model: Any) -> Any:
@@ -122,8 +122,8 @@ def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: I
     return {index % count for index in indices}
 
 
-def _no_match(pattern: str, named: Iterable[tuple[nn.Module, list[str]]]) -> ValueError:
-    modules = {name: module for module, names in named for name in names if name}
+def _no_match(pattern: str, named_modules: Iterable[tuple[nn.Module, list[str]]]) -> ValueError:
+    modules = {name: module for module, names in named_modules for name in names if name}
     hit = next((name for name in modules if matches(pattern, name)), None) if pattern != ALL_LINEAR else None
     if hit is not None:
         return ValueError(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from relinear.kernels.implementations import meant
+from relinear.kernels.implementations import environment_choice
 from relinear.system.files import fingerprint
 from relinear.system.lock import exclusive
 from relinear.system.machine import cpu_features
@@ -29,10 +29,10 @@ NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") el
 FLAGS = ["-std=c++17", "-O3", "-fPIC", NATIVE, "-fno-math-errno", "-fno-trapping-math", *OPENMP]
 
 #: seconds to wait for another process that builds the kernels
-PATIENCE = 120.0
+LOCK_TIMEOUT = 120.0
 
-#: values of RELINEAR_COMPILE_KERNELS, and whether kernels are built then
-WANTED = {"1": True, "on": True, "": True, "0": False, "off": False}
+#: value of RELINEAR_COMPILE_KERNELS -> whether kernels are built
+COMPILE_CHOICES = {"1": True, "on": True, "": True, "0": False, "off": False}
 
 
 @functools.cache
@@ -40,11 +40,11 @@ def compiler() -> str:
     """Return the path of the C++ compiler for kernels: CXX's, g++ or clang++; "" if there is none or it is disabled.
 
     Raises:
-        ValueError: RELINEAR_COMPILE_KERNELS is none of ``WANTED``.
+        ValueError: RELINEAR_COMPILE_KERNELS is none of ``COMPILE_CHOICES``.
     """
-    asked = os.environ.get("RELINEAR_COMPILE_KERNELS", "").lower()
-    wanted = meant("RELINEAR_COMPILE_KERNELS", asked, WANTED) and os.name == "posix"
-    names = (os.environ.get("CXX", "g++"), "g++", "clang++") if wanted else ()
+    value = os.environ.get("RELINEAR_COMPILE_KERNELS", "").lower()
+    compiles = environment_choice("RELINEAR_COMPILE_KERNELS", value, COMPILE_CHOICES) and os.name == "posix"
+    names = (os.environ.get("CXX", "g++"), "g++", "clang++") if compiles else ()
     return next(filter(None, map(shutil.which, names)), "")
 
 
@@ -123,7 +123,7 @@ def _cached_library(path: Path) -> Path | None:
 
 def _build(path: Path) -> Path:
     """Build the kernels for ``path``; one process builds, others wait. Killing it leaves no broken library."""
-    with exclusive(path.parent, PATIENCE), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with exclusive(path.parent, LOCK_TIMEOUT), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         cached = _cached_library(path)
         if cached is not None:
             return cached

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from relinear.kernels.implementations import Call, meant
+from relinear.kernels.implementations import Call, environment_choice
 from relinear.kernels.kernel_selfcheck import failed_check
 
 #: where the kernels run
@@ -32,7 +32,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None and torch.version.hi
 TRITON_MODES = {"": "check", "1": "check", "check": "check", "force": "force", "0": "off", "off": "off"}
 
 
-_triton_mode = meant("RELINEAR_TRITON", os.environ.get("RELINEAR_TRITON", ""), TRITON_MODES)
+_triton_mode = environment_choice("RELINEAR_TRITON", os.environ.get("RELINEAR_TRITON", ""), TRITON_MODES)
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def triton_kernels(mode: str) -> Iterator[None]:
         ValueError: for another mode.
     """
     global _triton_mode
-    before, _triton_mode = _triton_mode, meant("RELINEAR_TRITON", mode, TRITON_MODES)
+    before, _triton_mode = _triton_mode, environment_choice("RELINEAR_TRITON", mode, TRITON_MODES)
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from relinear.kernels.autograd import lowered
+from relinear.kernels.autograd import autocasted
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -96,7 +96,7 @@ def _(x, sigma, left, right, right_bias):
 def modulate(x: Tensor, sigma: Tensor, left: Tensor, right: Tensor, right_bias: Tensor) -> Tensor:
     """Compute ``functional.cgt.modulate`` (same arguments and result) without gradients, for small M R."""
     leading = x.shape[:-1]
-    x, sigma, left, right, right_bias = lowered(x, sigma, left, right, right_bias)
+    x, sigma, left, right, right_bias = autocasted(x, sigma, left, right, right_bias)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     shares = sigma.expand(*leading, sigma.shape[-1]).reshape(len(flat), -1).contiguous()
     y = _forward(flat, shares, left.contiguous(), right.contiguous(), right_bias.contiguous())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from relinear.functional.hdpl import HDPLOutput, hdpl_results
-from relinear.kernels.autograd import differentiable_as, lowered, save
+from relinear.kernels.autograd import autocasted, differentiable_as, save
 from relinear.kernels.triton import tiles
 from relinear.kernels.triton.tiles import add_product
 
@@ -284,7 +284,7 @@ class _HDPL(torch.autograd.Function):
 def hdpl(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias=None, noise=None) -> HDPLOutput:
     """Compute ``functional.hdpl.hdpl`` (same arguments and result)."""
     leading = x.shape[:-1]
-    weights = lowered(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
+    weights = autocasted(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias)
     inputs = [None if t is None else t.contiguous() for t in weights]
     inputs[0] = inputs[0].reshape(-1, x.shape[-1])
     flat_noise = None if noise is None else noise.reshape(-1, noise.shape[-1]).contiguous()

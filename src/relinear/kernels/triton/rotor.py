@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from relinear.functional import rotor as reference
-from relinear.kernels.autograd import differentiable_as, lowered, save
+from relinear.kernels.autograd import autocasted, differentiable_as, save
 from relinear.kernels.triton import tiles
 
 #: elements of a tile, if there are enough tokens
@@ -206,7 +206,7 @@ def _(x, left, right, blade):
 
 def sandwich_windows(x: Tensor, left: Tensor, right: Tensor, basis: str = "spinor") -> Tensor:
     """Compute ``functional.rotor.sandwich_windows`` (same arguments and result), without gradients."""
-    x, left, right = (t.contiguous() for t in lowered(x, left, right))
+    x, left, right = (t.contiguous() for t in autocasted(x, left, right))
     return _sum(x, left, right, basis == "blade")
 
 
@@ -423,5 +423,5 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 def rotor_step(x, left, right, slopes, mix, seed, step=0, basis="spinor", normalize=True, activation="prelu") -> Tensor:
     """Compute ``functional.rotor.rotor_step`` (same arguments and result)."""
-    x, left, right, slopes, mix = (t.contiguous() for t in lowered(x, left, right, slopes.expand(len(mix)), mix))
+    x, left, right, slopes, mix = (t.contiguous() for t in autocasted(x, left, right, slopes.expand(len(mix)), mix))
     return _forward(x, left, right, slopes, mix, seed, step, basis == "blade", normalize, activation)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from relinear.functional import transponder as reference
-from relinear.kernels.autograd import differentiable_as, lowered, save
+from relinear.kernels.autograd import autocasted, differentiable_as, save
 from relinear.kernels.triton import tiles
 
 #: parts of a sum over tokens, which are added in a fixed order afterwards
@@ -293,7 +293,7 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 def modulated_linear(x, weight, bias, down, channel, scalar, channel_alpha=1.0, scalar_alpha=1.0) -> Tensor:
     """Compute ``functional.transponder.modulated_linear`` (same arguments and result)."""
-    x, weight, bias, down = lowered(x, weight, bias, down)
+    x, weight, bias, down = autocasted(x, weight, bias, down)
     ups = [
         None if up is None else (alpha * up.float()).contiguous()
         for up, alpha in ((channel, channel_alpha), (scalar, scalar_alpha))

@@ -183,8 +183,8 @@ def gaussian_process_kl(
     wide, counts = kernel.double(), mean.new_full((1,), length)
     if real is not None:
         # Ones on the diagonal at padding: the inverse then contains that of the real positions' covariance.
-        inside = real.unsqueeze(-1) & real.unsqueeze(-2)
-        wide = torch.where(inside, wide, torch.eye(length, dtype=wide.dtype, device=wide.device))
+        real_pairs = real.unsqueeze(-1) & real.unsqueeze(-2)
+        wide = torch.where(real_pairs, wide, torch.eye(length, dtype=wide.dtype, device=wide.device))
         mean = torch.where(real.unsqueeze(-1), mean, 0.0)
         counts = real.sum(-1).to(mean).clamp(min=1)
     inverse = torch.linalg.inv(wide).to(mean)
@@ -200,9 +200,9 @@ def gaussian_process_kl(
 
 def _moments(y: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each position the mean (T, E), the deviations (B, T, E), 0 at padding, and the samples (T,)."""
-    inside, counts = real.unsqueeze(-1), real.sum(0)
-    mean = torch.where(inside, y, 0.0).sum(0) / counts.clamp(min=1).unsqueeze(-1)
-    return mean, torch.where(inside, y - mean, 0.0), counts
+    is_real, counts = real.unsqueeze(-1), real.sum(0)
+    mean = torch.where(is_real, y, 0.0).sum(0) / counts.clamp(min=1).unsqueeze(-1)
+    return mean, torch.where(is_real, y - mean, 0.0), counts
 
 
 def gaussian_process_matching(
