@@ -48,7 +48,7 @@ from relinear_cli.terminal import fitted
         (["train", "--set", "betas=3"], ["betas must be a list, got 3"]),
         (
             ["train", "--set", "steps=0", "--set", "batch_size=0"],
-            ["settings: 2 faults\n  steps must be above 0, got 0\n  batch"],
+            ["settings: 2 errors\n  steps must be above 0, got 0\n  batch"],
         ),
         (
             ["compare", "-o", "dense", "--set", "speed=false"],
@@ -277,6 +277,6 @@ def test_a_refusal_keeps_within_the_terminal(columns, monkeypatch) -> None:
 def test_paths_and_lists_of_faults_stay_whole_on_a_terminal(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     path = f"/{'some-folder/' * 7}file"
-    shown = fitted(f"error: 2 faults\n  {path}: is not there, and nothing else is either, here or there", _Terminal())
-    assert shown.splitlines()[:2] == ["error: 2 faults", f"  {path}:"]
+    shown = fitted(f"error: 2 errors\n  {path}: is not there, and nothing else is either, here or there", _Terminal())
+    assert shown.splitlines()[:2] == ["error: 2 errors", f"  {path}:"]
     assert shown.splitlines()[2].startswith("    is not there")

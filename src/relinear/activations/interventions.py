@@ -148,7 +148,7 @@ class Patch(_DimensionIntervention):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inject(Intervention):
-    """Replace z by another tensor, from a hypernetwork, say; gradients flow into it.
+    """Replace z by another tensor, such as the output of a hypernetwork; gradients flow into it.
 
     Args:
         source: a tensor that broadcasts to z (..., R), or a function from the ``Latent`` (z, mu, sigma) to one.

@@ -62,7 +62,7 @@ def _product(first: Tensor, *factors: Tensor) -> Tensor:
 
 
 def reverse(a: Tensor) -> Tensor:
-    """Return the reversion a~, which turns every product of vectors around: (-1)^(g(g-1)/2) on grade g.
+    """Return the reversion a~, which reverses the order of vectors in products: (-1)^(g(g-1)/2) on grade g.
 
     Args:
         a: (..., V).
@@ -99,7 +99,7 @@ def geometric_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def sandwich(r: Tensor, x: Tensor, s: Tensor | None = None) -> Tensor:
-    """Return r x s~, with s = r if it is not given.
+    """Return r x s~; by default s = r.
 
     It is the map of Lemma 1 and the rotor sandwich of arXiv 2507.11688.
 

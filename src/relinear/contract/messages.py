@@ -14,8 +14,8 @@ from relinear.system.text import requirement, shorten
 _MAX_NAMES = 40
 #: characters of a value that a message repeats
 _MAX_CHARACTERS = 200
-#: faults that a message lists
-_MAX_FAULTS = 10
+#: errors that a message lists
+_MAX_ERRORS = 10
 
 # reprlib does not read the rest of a long value
 _repr = reprlib.Repr()
@@ -51,24 +51,24 @@ def did_you_mean(name: str, known: Iterable[str], count: int = 3, limit: int = _
 def validation_message(error: ValidationError, name: str = "") -> str:
     """Return pydantic's errors as text, one per line: location (within ``name``), requirement, value, suggestion."""
     lines = []
-    faults = error.errors(include_url=False)
+    errors = error.errors(include_url=False)
     # pydantic also reports a list with a wrong value as too short
-    parents = {fault["loc"][:length] for fault in faults for length in range(len(fault["loc"]))}
-    faults = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in parents]
-    for fault in faults[:_MAX_FAULTS]:
-        location = shorten(".".join(filter(None, [name, *map(str, fault["loc"])])))
-        value, limits = fault["input"], fault.get("ctx", {})
-        must_be = requirement(fault["type"], quoted(value), limits)
-        if fault["type"].startswith("missing"):
+    parents = {detail["loc"][:length] for detail in errors for length in range(len(detail["loc"]))}
+    errors = [detail for detail in errors if detail["type"] != "too_short" or detail["loc"] not in parents]
+    for detail in errors[:_MAX_ERRORS]:
+        location = shorten(".".join(filter(None, [name, *map(str, detail["loc"])])))
+        value, limits = detail["input"], detail.get("ctx", {})
+        must_be = requirement(detail["type"], quoted(value), limits)
+        if detail["type"].startswith("missing"):
             lines.append(f"{location} is missing: give it a value")
         elif must_be is None:
-            reason = shorten(fault["msg"].removeprefix("Value error, "), 1_000)
-            got = "" if fault["type"] == "value_error" else f" (got {quoted(value)})"
+            reason = shorten(detail["msg"].removeprefix("Value error, "), 1_000)
+            got = "" if detail["type"] == "value_error" else f" (got {quoted(value)})"
             lines.append(f"{location}: {reason}{got}" if location else reason + got)
         else:
-            choices = re.findall(r"'([^']*)'", limits["expected"]) if fault["type"] == "literal_error" else []
+            choices = re.findall(r"'([^']*)'", limits["expected"]) if detail["type"] == "literal_error" else []
             hint = f"; {did_you_mean(value, choices)}" if choices and isinstance(value, str) else ""
             lines.append(f"{location} {must_be}{hint if 'did you mean' in hint else ''}".lstrip())
-    if len(faults) > _MAX_FAULTS:
-        lines.append(f"and {len(faults) - _MAX_FAULTS} more")
-    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(faults)} faults", *lines])
+    if len(errors) > _MAX_ERRORS:
+        lines.append(f"and {len(errors) - _MAX_ERRORS} more")
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(errors)} errors", *lines])

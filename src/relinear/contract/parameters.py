@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-_ORDINARY = (nn.Parameter, Tensor)  # a plain tensor where torch.func puts values in place of parameters
+_ORDINARY = (nn.Parameter, Tensor)  # plain tensors, as torch.func replaces parameters by them
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # torch's dictionaries of the hooks that run for all modules
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{hooks}") for hooks in _HOOKS)

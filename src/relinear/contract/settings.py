@@ -58,8 +58,8 @@ class Settings(BaseModel):
             values = with_new_keys(cls, values)
             unknown = [str(key) for key in values if key not in cls.model_fields]
             if unknown:
-                faults = (f"unknown setting {quoted(key)}; {did_you_mean(key, cls.model_fields)}" for key in unknown)
-                raise ValueError("; ".join(faults))
+                errors = (f"unknown setting {quoted(key)}; {did_you_mean(key, cls.model_fields)}" for key in unknown)
+                raise ValueError("; ".join(errors))
         return values
 
     @classmethod
@@ -67,7 +67,7 @@ class Settings(BaseModel):
         """Return checked settings from a mapping such as a parsed YAML file.
 
         Raises:
-            ValueError: with one line for each error; the message begins with ``name``, a file's name, say.
+            ValueError: with one line for each error; the message begins with ``name``, such as a file's name.
         """
         if isinstance(values, cls):
             return values

@@ -1,4 +1,4 @@
-"""Round matrices to grids of few bits, to nearest or by GPTQ, and estimate the error beforehand."""
+"""Round matrices to grids of few bits, to nearest or by GPTQ, and estimate GPTQ's error without running it."""
 
 # Legend: I in_features, O out_features, B bits, K groups of a row; A, G moments of inputs and output gradients
 

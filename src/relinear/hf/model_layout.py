@@ -1,4 +1,4 @@
-"""Find the decoder layers, attention and output head of a Hugging Face model, whatever its family calls them.
+"""Find the decoder layers, attention and output head of a Hugging Face model of any family.
 
 The layers are the module list whose length the config gives, under any name: ``model.layers``, ``transformer.h``,
 ``base_model.model.model.layers`` of a PEFT model.

@@ -28,7 +28,7 @@ FEWEST_RECOMPUTED = 1 << 17
 
 
 def autocasted(x: Tensor, *tensors: Any) -> tuple[Any, ...]:
-    """Cast floating-point tensors as autocast does for a matrix product, but not float64; without autocast, none."""
+    """Return the arguments, floating-point tensors cast as by autocast for a matrix product; float64 is not cast."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind):
         return x, *tensors

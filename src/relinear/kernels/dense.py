@@ -53,8 +53,8 @@ class Dense:
 def dense_inference(operator: Any, x: Tensor, prefers: Callable[[int, int, torch.dtype, int], bool]) -> Tensor | None:
     """Return ``operator(x)`` by its dense matrix, or None if the structured product is to be used.
 
-    Returns None outside of ``relinear.for_inference_``, in training, wherever gradients are recorded, off the CPU and
-    inside ``torch.compile``.
+    Returns None outside of ``relinear.for_inference_``, in training, if gradients are recorded, on other devices than a
+    CPU and inside ``torch.compile``.
 
     Args:
         operator: an operator whose ``to_dense`` needs no context.

@@ -25,7 +25,7 @@ Meaning = TypeVar("Meaning")
 LOG = logging.getLogger("relinear.kernels")
 _logged: set[tuple] = set()
 
-#: classes of tensors without behaviour of their own
+#: tensor classes without custom behaviour
 PLAIN = (Tensor, torch.nn.Parameter)
 
 

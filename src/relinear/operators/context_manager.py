@@ -283,13 +283,13 @@ def _valid_tokens(mask: Any, tokens: int, cache: Any) -> Tensor | None:
 class ContextManager(AttachmentConfig):
     """Give every token one causal context, shared by all conditioned layers: ``relinear.attach_(model, this)``.
 
-    The paper (CCL, Section 3.1) leaves the manager open; its parameter count implies a token embedding of its own.
-    c_t depends on tokens 0..t only, by construction.
+    The paper (CCL, Section 3.1) does not specify the manager; its parameter count implies a separate token embedding.
+    By construction, c_t depends on tokens 0..t only.
 
     Args:
         dim: C, the width of the context; the ``context_dim`` of the layers that read it.
-        source: "tokens": an embedding of its own; "embeddings": a projection of the model's input embeddings (works
-            with ``inputs_embeds``, costs H * C parameters in place of vocabulary * C).
+        source: "tokens": a separate token embedding; "embeddings": a projection of the model's input embeddings, which
+            works with ``inputs_embeds`` and has H * C parameters instead of vocabulary * C.
         mixer: "token": only the current token, no state; "ema": also moving averages over the past at several learnt
             time scales; "gru": also a minimal gated recurrent unit. Both memories are computed in parallel over a
             sequence, and as a recurrence with a state of constant size (in the model's cache) when decoding.

@@ -32,7 +32,7 @@ class RankLinear(Operator):
     config: RankConfig
 
     def set_factors_(self, down: Tensor, up: Tensor) -> None:
-        """Set the factors to (R, I) and (O, R), whatever their dtype."""
+        """Copy ``down`` (R, I) and ``up`` (O, R) into the layer's factors; dtypes may differ."""
         raise NotImplementedError
 
     def to_dense(self) -> Tensor:

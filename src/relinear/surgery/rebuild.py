@@ -223,8 +223,8 @@ def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, 
 def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str]) -> None:
     """Raise ValueError unless operators and attached parts have exactly the weights that their record requires.
 
-    Other missing or unknown weights (a new head for another task, say) are left to transformers, and so are embeddings
-    for another vocabulary, which a caller may reinitialise (``ignore_mismatched_sizes``).
+    transformers handles other missing or unknown weights, such as a new head for another task, and embeddings for
+    another vocabulary, which a caller may reinitialise (``ignore_mismatched_sizes``).
     """
     tables = {id(table.weight) for table in token_tables(model)}
     of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}

@@ -128,10 +128,10 @@ def _run(name: str, layout: str, tensors: Sequence[Tensor | None], counts: str) 
 def modulate(
     out: Tensor, u: Tensor, z: Tensor, x: Tensor, down: Tensor, up: Tensor, scalar: Tensor | None = None
 ) -> None:
-    """Write z (N, O) times its gates to ``out``, and u = A x (N, R), of x (N, I).
+    """Write z (N, O) times its gates to ``out``, and A x (N, R) to ``u``, for x (N, I).
 
-    The gates are 2 sigmoid(B phi) and 2 sigmoid(b phi), phi = sigmoid(u), with A ``down`` (R, I), B^T ``up`` (R, O) and
-    b ``scalar`` (1, R), which may be missing; the last two in float32.
+    The gates are 2 sigmoid(B phi) and 2 sigmoid(b phi) with phi = sigmoid(u). A is ``down`` (R, I), B^T is ``up``
+    (R, O), and b is ``scalar`` (1, R) or None; the last two are in float32.
     """
     layout = "out:NO u:NR z:NO x:NI down:RI up:RO:f32 scalar:1R:f32"
     _run("modulate", layout, (out, u, z, x, down, up, scalar), "NIOR")
@@ -150,9 +150,9 @@ def modulated_layer(
     def layer(x: Tensor) -> Tensor:
         z, x = F.linear(x, weight, bias), x.contiguous()  # raises if sizes do not fit
         z, count = z.contiguous(), x.numel() // inputs
-        u, at = z.new_empty(count, rank), z.data_ptr()
-        tensors = u.data_ptr(), at, x.data_ptr(), down.data_ptr(), up.data_ptr(), _address(scalar)
-        run(half, torch.get_num_threads(), at, *tensors, count, inputs, outputs, rank)
+        u, out = z.new_empty(count, rank), z.data_ptr()  # the gated output overwrites z
+        tensors = u.data_ptr(), out, x.data_ptr(), down.data_ptr(), up.data_ptr(), _address(scalar)
+        run(half, torch.get_num_threads(), out, *tensors, count, inputs, outputs, rank)
         return z
 
     return layer

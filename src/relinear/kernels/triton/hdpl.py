@@ -211,7 +211,7 @@ def _backward(
     decoder: Tensor,
     to_noise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x (N, I), mu, logvar (N, R) and the noise (N, R); without noise the last two empty."""
+    """Return the gradients of x (N, I), mu, logvar and the noise, all (N, R); without noise the last two are empty."""
     (tokens, rank), (count, out_block, in_block) = z.shape, blocks.shape
     sampled = noise is not None
     to_x, to_mu = tiles.empty(z, tokens, count * in_block), torch.empty_like(z)
@@ -236,12 +236,12 @@ def _(grad, grad_z, grad_mu, grad_logvar, z, logvar, noise, blocks, mu_weight, l
 
 
 def _block_gradient(grad: Tensor, x: Tensor, count: int) -> Tensor:
-    """Return the gradient (K, O/K, I/K) of ``count`` blocks from that (N, O) of their output and their input (N, I)."""
+    """Return the gradient (K, O/K, I/K) of K = ``count`` blocks from their input x (N, I) and the output's gradient."""
     return torch.einsum("nko,nki->koi", grad.unflatten(1, (count, -1)), x.unflatten(1, (count, -1)))
 
 
 class _HDPL(torch.autograd.Function):
-    """Return (y, mu), or (y, z, mu, logvar) with noise: one graph node for both kernels, so that x has one gradient."""
+    """Return (y, mu), or (y, z, mu, logvar) with noise; one graph node for both kernels, so that x has one gradient."""
 
     @staticmethod
     def forward(x, blocks, mu_weight, mu_bias, logvar_weight, logvar_bias, decoder, bias, noise):  # type: ignore[override]

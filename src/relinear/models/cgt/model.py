@@ -284,13 +284,13 @@ class CGTModel(HasHookPoints, CGTPreTrainedModel):
             frozen = layers[slot].keys[:, 0, -1]
         used = moving_average(computed, frozen.to(computed.dtype), rate, mask)
         if cache is not None:
-            # One head whose keys are the averages: beams reorder it and crop shortens it like any other entry.
+            # stored as the keys of one head, so that beam search reorders and ``crop`` shortens it like other entries
             cache.update(used.unsqueeze(1), used.new_zeros(used.shape[0], 1, length, 1), slot)
         return used
 
 
 class _CGTWithHead(CGTPreTrainedModel):
-    """Base of the language model and the regression model."""
+    """Base of the CGT models with a head, for language and for regression."""
 
     transformer: CGTModel
 
@@ -298,7 +298,7 @@ class _CGTWithHead(CGTPreTrainedModel):
     def context(self, *args: Tensor, **kwargs: Any) -> Tensor:
         """Return y at layer l for every token, (B, T, E), in eval mode; layers above l are not computed.
 
-        Takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is what to freeze after reading ``ids``.
+        It takes the inputs of ``forward``. ``model.context(ids)[:, -1]`` is the context to freeze after ``ids``.
         """
         with eval_mode(self):
             y = self._bare(*args, context_only=True, use_cache=False, **kwargs).context
@@ -317,15 +317,15 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
     """Predict the next token with a CGT; its head on the x stream is tied to the token embedding, as in GPT-2.
 
     ``model(input_ids)`` takes token ids (B, T), T at most ``n_positions``. It returns ``logits`` (B, T, V) and
-    ``context`` (B, T, E), and with ``labels`` (B, T) the ``loss``, in nats per token. A ``frozen_context`` (B, E) takes
-    the place of the computed one. ``forward`` lists the other inputs.
+    ``context`` (B, T, E), and with ``labels`` (B, T) the ``loss``, in nats per token. A ``frozen_context`` (B, E)
+    replaces the computed one. ``forward`` lists the other inputs.
 
     Args:
         config: sizes and settings; ``input_features`` must be None.
 
     Raises:
         ValueError: if ``config`` is not a ``CGTConfig`` or has ``input_features``. A call raises it for an unknown
-            argument, a shape that does not fit, or a cache without a memory of y where y is to be computed.
+            argument, a shape that does not fit, or a cache without y if y has to be computed.
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
@@ -366,15 +366,14 @@ class CGTForCausalLM(_CGTWithHead, GenerationMixin):
             past_key_values, attention_mask, use_cache, logits_to_keep: as in GPT-2.
             position_ids: (B, T) or (1, T); by default they continue those of the cache, or start at 0.
             inputs_embeds: (B, T, D + E), of both streams; (B, T, D), of x alone, with a frozen context.
-            frozen_context: (B, E), the y that modulates every token, in place of the computed one; the y stream is then
-                not computed. Or (B, T, E), one for each token.
+            frozen_context: (B, E), a y that modulates every token instead of the computed one; the y stream is then not
+                computed. Or (B, T, E), one per token.
             context_rate: gamma of the moving average used_i = (1 - gamma) used_{i-1} + gamma y_i, which starts from
                 ``frozen_context``; 0 keeps it frozen.
-            labels: (B, T), shifted inside, -100 ignored; ``num_items_in_batch`` is honoured as in every HF model.
+            labels: (B, T), which the model shifts; -100 is ignored. ``num_items_in_batch`` works as in other HF models.
 
         Raises:
-            ValueError: for an unknown argument, if a shape does not fit, or a cache that has no memory of y is to be
-                used with a computed y.
+            ValueError: for an unknown argument, a shape that does not fit, or a cache without y if y must be computed.
         """
         outputs = self.transformer(
             input_ids,
@@ -400,14 +399,14 @@ class CGTForRegression(_CGTWithHead):
     ``model(vectors)`` takes (B, T, input_features) and returns predictions, ``logits``, (B, T, output_features). With
     ``targets`` of this shape it also returns the ``loss``, their mean squared error.
 
-    With ``vector_input="padded"`` a vector enters as in the paper: padded with zeros to the width of the embedding, so
-    that the x stream starts from it and the y stream from its position alone. By default that fixed linear map is
-    learnt (one for both streams). It starts at the scale of the position embeddings, as GPT-2's token embedding does:
-    a larger scale, as that of padded vectors, would drown the positions, which pair each x with its y. The read-out,
-    which the paper does not describe, is learnt in both.
+    With ``vector_input="padded"`` a vector is embedded as in the paper: it is padded with zeros to the width of the
+    embedding, so the x stream starts from it and the y stream from its position alone. By default this linear map is
+    learnt, one for both streams. It is initialised at the scale of the position embeddings, as GPT-2's token embedding
+    is. With a larger scale, as that of padded vectors, the positions, which pair each x with its y, would hardly count.
+    The read-out, which the paper does not describe, is learnt in both cases.
 
     Args:
-        config: sizes and settings, ``input_features`` and ``output_features`` among them.
+        config: sizes and settings, including ``input_features`` and ``output_features``.
 
     Raises:
         ValueError: if ``config`` is not a ``CGTConfig`` or lacks one of the two. A call raises it for an unknown

@@ -48,10 +48,10 @@ def specialize(
         which has no stock class, a ``CGTForRegression`` with ``modulated=False`` and no y stream.
 
     Raises:
-        ValueError: if the model is not a CGT with a head, the prefix is empty, a batch, too long, or no ids of the
-            model's vocabulary, both or neither of the two sources are given, no position is left, an operator in the x
-            stream is not a plain matrix, or something is attached that a stock GPT-2 does not have. (A ``ReadoutScale``
-            goes into a head that is not tied.)
+        ValueError: if the model is not a CGT with a head; the prefix is empty, a batch, too long, or has ids outside of
+            the vocabulary; both or neither of prefix and context are given; no position remains; an operator in the x
+            stream is not a plain matrix; or a part is attached that a stock GPT-2 does not have. (A ``ReadoutScale`` is
+            folded into a head that is not tied.)
 
     Examples:
         >>> sizes = {"n_embd": 32, "n_head": 2, "context_size": 8, "context_heads": 2}
