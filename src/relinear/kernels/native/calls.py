@@ -201,9 +201,9 @@ def hdpl_layer(
     def layer(x: Tensor, with_latent: bool) -> tuple[Tensor, Tensor | None]:
         rows, leading = _contiguous_rows(x, blocks, inputs), x.shape[:-1]
         y, z = x.new_empty((*leading, outputs)), x.new_empty((*leading, rank)) if with_latent else None
-        addresses = y.data_ptr(), _address(z), rows.data_ptr(), blocks.data_ptr(), encoder.data_ptr()
-        addresses += encoder_bias.data_ptr(), decoder.data_ptr(), _address(bias)
-        run(half, torch.get_num_threads(), *addresses, x.numel() // inputs, *sizes)
+        data = y.data_ptr(), _address(z), rows.data_ptr(), blocks.data_ptr()
+        weights = encoder.data_ptr(), encoder_bias.data_ptr(), decoder.data_ptr(), _address(bias)
+        run(half, torch.get_num_threads(), *data, *weights, x.numel() // inputs, *sizes)
         return y, z
 
     return layer
