@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.figures import budgets
+from relinear.compare import figures
 from relinear.compare.gaps import gap
-from relinear.compare.parts import budget_row
 from relinear.compare.results import count_ngrams
+from relinear.compare.series import series_row
 from relinear.compare.settings import CompareSettings
 from relinear.data import prepare_data
 from relinear.pages.figures import colours
@@ -149,7 +149,7 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {key: started[key] for key in ("recipe", "command", "machine")} | {"reference": reference}
     found["tokens"] = tokens_of(place)
     found["budgets"] = [
-        budget_row("tokens", f"budgets/{at.name}", read_json(at / "results.json"))
+        series_row("tokens", f"budgets/{at.name}", read_json(at / "results.json"))
         for at in places_of(out_dir)[:-1]
         if (at / "results.json").is_file()
     ]
@@ -212,7 +212,8 @@ def draw(found: dict[str, Any], stem: str) -> None:
     rows = found["budgets"]
     whole = set.intersection(*({entry["name"] for entry in row["entries"] if entry["gap"]} for row in rows))
     entries = [entry for entry in rows[0]["entries"] if entry["name"] in whole]
-    save_panels(budgets(entries, colours([entry["name"] for entry in entries]), rows, found["reference"]), stem)
+    palette = colours([entry["name"] for entry in entries])
+    save_panels(figures.series(entries, palette, rows, "tokens", found["reference"]), stem)
 
 
 def added(found: dict[str, Any], later: list[Path]) -> dict[str, Any]:

@@ -146,10 +146,10 @@ def test_the_size_that_is_planned_is_that_of_the_file(tied, tmp_path) -> None:
 def test_operators_may_be_sized_in_place_of_widths() -> None:
     settings = TrainSettings(model_overrides=WIDTH, operators={"all-linear": "low_rank:rank=4"}, bits=8)
     wanted = {"by": "bytes", "target": 40_000, "tolerance": 0.02, "name": "low_rank"}
-    scaled, size = matched(settings, VOCABULARY, resizing="operator", **wanted)
-    assert scaled.model_overrides == settings.model_overrides
-    assert size.bytes == pytest.approx(40_000, rel=0.02)
-    assert scaled.operators["all-linear"]["rank"] > 4
+    planned = matched(settings, VOCABULARY, resizing="operator", **wanted)
+    assert planned.settings.model_overrides == settings.model_overrides
+    assert planned.size.bytes == pytest.approx(40_000, rel=0.02)
+    assert planned.settings.operators["all-linear"]["rank"] > 4
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,7 @@ def test_the_command_line_reads_sizes(text, tmp_path, capsys) -> None:
     assert main(command) == 2
     assert "'30XB' is not a size of a file; write 500KB or 1.5MB" in capsys.readouterr().err
     for size, expected in (("1.5MB", 1_500_000), ("20KiB", 20_480), (["30000", "20kB"], (20_000, 30_000))):
-        sizes = CompareSettings.load(in_bytes(text, size)).file_sizes
-        assert sizes == (expected if isinstance(expected, tuple) else (expected,))
+        assert CompareSettings.load(in_bytes(text, size)).match.to == expected
     assert [p.name for p in plan_comparison(CompareSettings.load(in_bytes(text, "30KB")), VOCABULARY)] == [
         "dense",
         "rotor",

@@ -20,11 +20,11 @@ from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size, plan_comparison
-from relinear.compare.parts import at_budget, at_size
 from relinear.compare.report import write_report
 from relinear.compare.results import gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import crossing, fit_power_law
+from relinear.compare.series import comparisons
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.tune import check_neighbours, grid_search
 from relinear.data import prepare_data
@@ -52,7 +52,8 @@ def test_sizes_are_those_of_the_model_that_is_trained():
 def test_matching_finds_the_nearest_size(written, by, factor):
     settings = TrainSettings(model_overrides={"num_hidden_layers": 1}, operators={"all-linear": written})
     target = round(factor * measure_size(settings, VOCABULARY).of(by))
-    found, size = matched(settings, VOCABULARY, by=by, target=target, resizing="operator", tolerance=0.05, name="x")
+    planned = matched(settings, VOCABULARY, by=by, target=target, resizing="operator", tolerance=0.05, name="x")
+    found, size = planned.settings, planned.size
     assert size == measure_size(found, VOCABULARY)
     # No other rank comes nearer.
     (operator,) = found.operators.values()
@@ -66,11 +67,12 @@ def test_matching_finds_the_nearest_size(written, by, factor):
 def test_matching_by_width(model):
     settings = TrainSettings(model=model, data={"sequence_length": 32})
     target = round(0.6 * measure_size(settings, VOCABULARY).parameters)
-    found, size = matched(
+    planned = matched(
         settings, VOCABULARY, by="parameters", target=target, resizing="width", tolerance=0.1, name="dense"
     )
-    assert size.parameters == sum(p.numel() for p in build_model(found, VOCABULARY).parameters())
-    assert size.parameters == pytest.approx(target, rel=0.1)
+    count = planned.size.parameters
+    assert count == sum(p.numel() for p in build_model(planned.settings, VOCABULARY).parameters())
+    assert count == pytest.approx(target, rel=0.1)
 
 
 def test_a_match_out_of_reach_says_how_near_it_came():
@@ -86,8 +88,8 @@ def test_a_match_that_was_just_missed_names_the_tolerance_that_does():
     with pytest.raises(ValueError, match=r"Set match\.tolerance=0\.03, match\.to=low") as refused:
         matched(settings, VOCABULARY, **arguments, tolerance=0.001)
     assert "(-2.6%)" in str(refused.value)
-    _, size = matched(settings, VOCABULARY, **arguments, tolerance=0.03)
-    assert size == measure_size(settings, VOCABULARY)
+    planned = matched(settings, VOCABULARY, **arguments, tolerance=0.03)
+    assert planned.size == measure_size(settings, VOCABULARY)
 
 
 def test_a_match_out_of_reach_is_refused_before_any_text_is_read(text, tmp_path, monkeypatch):
@@ -621,7 +623,7 @@ def test_every_budget_has_whole_schedules_and_its_own_gaps(over_budgets, capsys)
     assert [entry["validation_loss"] for entry in results["entries"]] == [entry["validation_loss"] for entry in last]
     assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
     assert main(["report", str(out)]) == 0
-    assert "gap to dense by budget" in capsys.readouterr().out
+    assert "Gap to dense by budget" in capsys.readouterr().out
     assert "Gap to dense by budget" in (out / "report.html").read_text()
     assert (out / "plots" / "budgets.svg").is_file()
 
@@ -715,7 +717,7 @@ def test_every_budget_may_be_tuned(text):
         {"entries": {"dense": "dense"}, "budgets": ["1M", "2.5M"], "reference": "dense", "tune": {"at": "each"}}
     )
     assert recipe.budgets == (1_000_000, 2_500_000)
-    assert [at_budget(recipe, index, {}).tune for index in (0, 1)] == [recipe.tune] * 2
+    assert [each.tune for each in comparisons(recipe, VOCABULARY)] == [recipe.tune] * 2
 
 
 @pytest.mark.parametrize(
@@ -754,7 +756,7 @@ def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch
     entries = {entry["name"]: entry for entry in results["entries"]}
     assert list(entries) == ["dense", "low_rank", "dense-narrower", "dense-shallower"]
     assert [e["dense"] for e in entries.values()] == [True, False, True, True]
-    sized = at_size(CompareSettings.load(recipe), 64, VOCABULARY)
+    sized = comparisons(CompareSettings.load(recipe), VOCABULARY)[-1]
     settings = {name: sized.settings_of(name) for name in sized.entries}
     assert {name: s.model_overrides["hidden_size"] for name, s in settings.items()} == {
         "dense": 64,

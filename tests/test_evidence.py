@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from conftest import REPOSITORY, mostly_slow
 from relinear.compare import gaps
-from relinear.compare.figures import budgets
+from relinear.compare.figures import series
 from relinear.compare.settings import Match, Plan, read_plan
 from relinear.contract import config as registry
 from relinear.deprecated import RENAMED_SETTINGS
@@ -219,7 +219,7 @@ def test_a_gap_of_one_seed_is_drawn_hollow_and_without_a_band(seeds):
     found = gaps.gap(losses(seeds, 30, 1), losses(seeds, 30, 2))
     entries = [{"name": "dense", "gap": None}, {"name": "hdpl", "gap": found}]
     rows = [{"tokens": tokens, "entries": entries} for tokens in (1_000, 2_000)]
-    (panel,) = budgets(entries, {"hdpl": "#000000"}, rows, "dense")
+    (panel,) = series(entries, {"hdpl": "#000000"}, rows, "tokens", "dense")
     (line,) = panel.shown
     assert line.hollow == (seeds == 1)
     assert (line.low is None) == (seeds == 1)

@@ -355,7 +355,7 @@ def test_a_run_is_looked_into_before_its_page_is_written(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("Once upon a time there were three words and a full stop. " * 300)
     recipe = "--data text.txt --model tiny --steps 1 --seeds 0,1 --set train.warmup_steps=0 --out run"
-    monkeypatch.setattr("relinear.compare.run._fitting", lambda recipe: 0)
+    monkeypatch.setattr("relinear.compare.run.runs_at_once", lambda recipe: 0)
     small = {"speed.seconds": "0.01", "train.model_overrides": "{hidden_size: 32, num_hidden_layers: 1}"}
     sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
     entries = ["-o", "dense", "-o", "low_rank:rank=4", "-o", "transponder:rank=2"]

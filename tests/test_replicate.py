@@ -10,9 +10,9 @@ import relinear
 from conftest import make_tiny_gpt2
 from relinear.compare import papers as room
 from relinear.compare.executors import InlineExecutor
-from relinear.compare.fits import prose, settings_of
 from relinear.compare.papers import PAPERS, read_paper
 from relinear.compare.replicate import ANALYSED, MEASURES, replicate_section, replication, tokens_of
+from relinear.compare.replicate_fits import prose, settings_of
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import byte_tokenizer
 from relinear_cli.main import main
@@ -155,7 +155,9 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
         said = f"Once upon a time there were three words of {split} and a full stop. "
         (tmp_path / "text" / f"{split}.txt").write_text(said * 400)
     monkeypatch.setattr(room, "PAPERS", tmp_path / "papers")
-    monkeypatch.setattr("relinear.compare.fits.executor_at", lambda *_: contextlib.nullcontext(InlineExecutor()))
+    monkeypatch.setattr(
+        "relinear.compare.replicate_fits.executor_at", lambda *_: contextlib.nullcontext(InlineExecutor())
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["replicate", "rotor", "--data", "text", "--budget", "0.001", "--seeds", "0,1"]) == 0
     page = (tmp_path / "runs" / "rotor" / "report.html").read_text()

@@ -41,8 +41,8 @@ def command(
 
     **Example:** `relinear report runs/demo --csv demo.csv --latex demo.tex`
     """
-    from relinear.compare.report import RESULTS, read_results
-    from relinear.compare.scaling import SCALE, read_scale
+    from relinear.compare.report import read_results, read_scale
+    from relinear.compare.schema import RESULTS, SCALE
     from relinear.pages.page import check_page
     from relinear.system.files import write_text
     from relinear.system.run_folder import set_aside
@@ -73,7 +73,8 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
         ValueError: for several directories, for one without a comparison, and for files that exist.
     """
     from relinear.compare.papers import COMPARISON
-    from relinear.compare.report import RESULTS, read_results
+    from relinear.compare.report import read_results
+    from relinear.compare.schema import RESULTS
     from relinear.compare.tables import as_csv, curve_rows, latex_tables, table_rows
 
     folders = [folder for run in runs for folder in (run, run / COMPARISON) if (folder / RESULTS).is_file()]
@@ -187,8 +188,8 @@ def _section(run: Path) -> Section:
     from relinear.bench.report import layers_section, models_section
     from relinear.compare.papers import RECORD
     from relinear.compare.replicate import replicate_section
-    from relinear.compare.report import RESULTS, results_section, scale_section
-    from relinear.compare.scaling import SCALE
+    from relinear.compare.report import results_section, scale_section
+    from relinear.compare.schema import RESULTS, SCALE
     from relinear.compression.report import report_section
     from relinear.distill.report import distill_section
     from relinear.pages.records import picture_of, read_values

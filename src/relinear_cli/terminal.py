@@ -37,12 +37,11 @@ def print_requirements(requirements: Mapping[str, str]) -> None:
 
 def print_results(results: Results) -> None:
     """Print results.json as a table with its notes on stdout."""
-    from relinear.compare.report import budget_table, results_table
+    from relinear.compare.report import results_table, series_table, series_title
 
     print_table(results_table(results), results["name"])
-    by_budget = budget_table(results)
-    if by_budget is not None:
-        print_table(by_budget, "" if results.get("sizes") else f"gap to {results['reference']} by budget")
+    if (by_value := series_table(results)) is not None:
+        print_table(by_value, series_title(results))
     _remark(results["budget"], results["match"]["text"], *results["notes"])
 
 

@@ -1,4 +1,4 @@
-"""Run a search in rounds: it yields runs until it is done, and an executor executes them."""
+"""Run searches in rounds of training runs: a search asks for runs until it has its result, an executor runs them."""
 
 import dataclasses
 import itertools

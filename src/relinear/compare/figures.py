@@ -1,4 +1,4 @@
-"""Describe a comparison's figures once for the page and the files in ``plots/``; each entry has one colour in all.
+"""Describe the figures of a comparison, for its page and for the files in ``plots/``; an entry has one colour in all.
 
 Every function takes the entries of ``results.json`` (of ``scale.json``) and returns panels, none if there is nothing
 to show.
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relinear.compare.schema import Budget, EntryResult, Ngram, Trial, Tuning
+from relinear.compare.schema import AXES, EntryResult, Ngram, SeriesRow, Statistic, Trial, Tuning
 from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
 from relinear.system.grouped import grouped
 
@@ -152,58 +152,56 @@ def _chosen_trials(record: Tuning) -> list[Trial]:
     return [t for t in trials if all(t.get(key) == value for key, value in chosen.items())]
 
 
-def budgets(
-    entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget] | None, reference: str | None
+def series(
+    entries: Sequence[Entry], palette: Colours, rows: Sequence[SeriesRow], axis: str, reference: str | None = None
 ) -> list[Panel]:
-    """Return the gap to the reference by budget, with 95 % intervals, hollow without; the reference is at 0."""
-    if not budgets or len(budgets) < 2:
-        return []
-    shown: list[Series] = []
-    x = [budget["tokens"] for budget in budgets]
-    for number, name in enumerate(entry["name"] for entry in entries if entry.get("gap")):
-        rows = [e["gap"] for budget in budgets for e in budget["entries"] if e["name"] == name and e["gap"]]
-        if len(rows) < len(budgets):  # it diverged at one of them
-            continue
-        ends = [(gap["low"], gap["high"]) for gap in rows if gap["low"] is not None and gap["high"] is not None]
-        whole = len(ends) == len(rows)
-        low, high = ([pair[end] for pair in ends] if whole else None for end in (0, 1))
-        means = [gap["mean"] for gap in rows]
-        line = _line(name, palette, number, x, means, low, high, label=f"{name}  {means[-1]:+.3f}")
-        shown.append(line if whole else dataclasses.replace(line, hollow=True))
-    bottom = Axis(title="training tokens, each with a whole schedule", log=True, ticks={v: _short(v) for v in x})
-    side = Axis(title=f"gap to {reference} ({loss_unit(entries[0].get('settings'))})")
-    return [Panel(shown, bottom, side, [Guide(y=0)])]
+    """Return a panel by budget or file size, none for a single one; an entry has a line if it has two points.
 
-
-def file_sizes(entries: Sequence[Entry], palette: Colours, budgets: Sequence[Budget]) -> list[Panel]:
-    """Return the loss of the stored models by the bytes of their files, and the bits that each entry chose there."""
-    losses: list[Series] = []
+    By "tokens" it is the gap to the reference, with 95 % intervals or hollow without; the reference is at 0. By "bytes"
+    it is the loss of the stored models, from lowest to highest, and a second panel has the bits that each entry chose.
+    """
+    by_bytes = axis == "bytes"
+    lines: list[Series] = []
     bits: list[Series] = []
     for number, name in enumerate(entry["name"] for entry in entries):
-        rows = [(size["bytes"], e) for size in budgets for e in size["entries"] if e["name"] == name]
-        if len(rows) > 1:
-            x, values = [value for value, _ in rows], [e["validation_loss"] for _, e in rows]
-            means, ends = [v["mean"] for v in values], [(min(v["values"]), max(v["values"])) for v in values]
-            low, high = zip(*ends, strict=True)
-            losses.append(_line(name, palette, number, x, means, low, high, f"{name}  {means[-1]:.3f}"))
-            bits.append(_line(name, palette, number, x, [e["bits"] or 0 for _, e in rows], label=name))
-    ticks = {float(size["bytes"]): _short(size["bytes"]) for size in budgets}
-    bottom = Axis(title="bytes of the file of weights", log=True, ticks=ticks)
-    sides = (
-        (losses, _loss_axis(entries)),
-        (bits, Axis(title="bits of a weight", ticks={float(n): str(n) for n in range(2, 9)}, bounds=(1.8, 8.2))),
-    )
-    return [Panel(shown, bottom, side) for shown, side in sides if shown]
+        measured: list[tuple[int, Any]] = [(row[axis], e) for row in rows for e in row["entries"] if e["name"] == name]
+        points = [(x, _extent(e["validation_loss"]) if by_bytes else e["gap"]) for x, e in measured]
+        points = [(x, point) for x, point in points if point]
+        if len(points) < 2:
+            continue
+        x = [value for value, _ in points]
+        means, low, high = ([point[key] for _, point in points] for key in ("mean", "low", "high"))
+        label = f"{name}  {means[-1]:{'' if by_bytes else '+'}.3f}"
+        if None in low:
+            lines.append(dataclasses.replace(_line(name, palette, number, x, means, label=label), hollow=True))
+        else:
+            lines.append(_line(name, palette, number, x, means, low, high, label))
+        if by_bytes:
+            bits.append(_line(name, palette, number, x, [e["bits"] or 0 for _, e in measured], label=name))
+    ticks = {float(row[axis]): _short(row[axis]) for row in rows}
+    if by_bytes:
+        bottom = Axis(title="bytes of the file of weights", log=True, ticks=ticks)
+        side = Axis(title="bits of a weight", ticks={float(n): str(n) for n in range(2, 9)}, bounds=(1.8, 8.2))
+        panels = [Panel(lines, bottom, _loss_axis(entries)), Panel(bits, bottom, side)]
+    else:
+        bottom = Axis(title="training tokens, each with a whole schedule", log=True, ticks=ticks)
+        side = Axis(title=f"gap to {reference} ({loss_unit(entries[0].get('settings'))})")
+        panels = [Panel(lines, bottom, side, [Guide(y=0)])]
+    return panels if lines else []
 
 
-def scaling(entries: Sequence[Mapping[str, Any]], axes: Mapping[str, str], unit: str) -> list[Panel]:
+def _extent(loss: Statistic) -> dict[str, float]:
+    return {"mean": loss["mean"], "low": min(loss["values"]), "high": max(loss["values"])}
+
+
+def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
     """Return the panels of ``scale.json``: loss against training FLOPs and time, with every entry's power law.
 
-    ``axes``: what it is against -> its title. ``unit``: of the loss.
+    ``unit``: of the loss.
     """
     palette = colours([entry["name"] for entry in entries])
     panels = []
-    for axis, title in axes.items():
+    for axis, title in AXES.items():
         if not entries or not all(entry[axis] for entry in entries):
             continue
         shown = []

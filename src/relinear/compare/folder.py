@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from relinear.compare.match import Planned
+from relinear.compare.schema import FORMAT, RESULTS, SCALE
 from relinear.compare.settings import CompareSettings
 from relinear.data import PackedData
 from relinear.system.files import os_errors_named
@@ -17,10 +18,9 @@ from relinear.training.fitting import BLOCK_LOSSES, training_device, training_dt
 from relinear.training.run import RUN, read_result
 from relinear.training.settings import TrainSettings
 
-RESULTS, SCALE, SPEED, NGRAM = "results.json", "scale.json", "speed.json", "ngram.json"
-#: folders of short runs, of final runs, and of comparisons at each budget or size
-TUNING, RUNS, BUDGETS, SIZES = "tuning", "runs", "budgets", "sizes"
-FORMAT = 1
+SPEED, NGRAM = "speed.json", "ngram.json"
+#: folders of short runs, and of final runs
+TUNING, RUNS = "tuning", "runs"
 
 
 def read_losses(run: Path) -> np.ndarray:
@@ -37,7 +37,7 @@ def comparison_folder(out_dir: str | Path) -> RunFolder:
         out_dir,
         task="compare",
         record=RUN,
-        names=(RESULTS, SCALE, SPEED, NGRAM, TUNING, RUNS, BUDGETS, SIZES, "plots"),
+        names=(RESULTS, SCALE, SPEED, NGRAM, TUNING, RUNS, "budgets", "sizes", "plots"),
         earlier_records={RUN: ("format", "recipe", "entries")},
         may_differ=("description",),
         settings_of=lambda record: CompareSettings.upgraded(recipe_of(record)),

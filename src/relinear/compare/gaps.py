@@ -101,6 +101,11 @@ def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> 
     }
 
 
+def gap_of_means(entry_values: Sequence[float], reference: Sequence[float]) -> Gap:
+    """Return the gap of one value a seed, where losses by block are not known."""
+    return gap(*([np.asarray([value]) for value in values] for values in (entry_values, reference)))
+
+
 def too_small(gaps: Mapping[str, Gap]) -> list[str]:
     """Return entries whose gap is below four paired standard errors of the evaluation, so it may be noise."""
     return [

@@ -1,14 +1,11 @@
-"""Plan a comparison: every entry, at the size that makes it comparable.
-
-Which rank, blocks or model width gives a model the parameters or FLOPs that are wanted is searched for.
-"""
+"""Plan a comparison: search the rank, blocks or width that gives each entry the same parameters, FLOPs or bytes."""
 
 import contextlib
 import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,6 +43,20 @@ class Size:
         return getattr(self, by)
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Hold an entry at its final size. size_mismatch: from the target of matching; None if it was not matched.
+
+    candidates: the entry in several bits, each at the width that makes its file as large as asked.
+    """
+
+    name: str
+    settings: TrainSettings
+    size: Size
+    size_mismatch: float | None
+    candidates: tuple["Planned", ...] = ()
+
+
 def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
     """Return the model of ``settings`` with its operators; a preset on the meta device: every size, no weights.
 
@@ -68,8 +79,8 @@ def measure_size(settings: TrainSettings, vocab_size: int | None) -> Size:
 
 def matched(
     settings: TrainSettings, vocab_size: int | None, *, by: str, target: int, resizing: str, tolerance: float, name: str
-) -> tuple[TrainSettings, Size]:
-    """Resize ``settings`` so that the model comes as near to ``target`` as it can.
+) -> Planned:
+    """Return an entry resized so that its model comes as near to ``target`` as it can.
 
     Args:
         settings: as written.
@@ -83,20 +94,21 @@ def matched(
     Raises:
         ValueError: if no size comes within ``tolerance``; says how near it came and what else could be changed.
     """
-    tried: dict[str, tuple[TrainSettings, Size]] = {}
+    tried: dict[str, Planned] = {}
 
     def measure(candidate: TrainSettings) -> float:
         key = json.dumps([candidate.operators, candidate.model_overrides], sort_keys=True)
         if key not in tried:
-            tried[key] = (candidate, measure_size(candidate, vocab_size))
-        return tried[key][1].of(by)
+            size = measure_size(candidate, vocab_size)
+            tried[key] = Planned(name, candidate, size, size.of(by) / target - 1)
+        return tried[key].size.of(by)
 
     if resizing == "operator":
         _operator_sizes(settings, vocab_size, measure, target, name)
     else:
         _widths(settings, measure, target, name, tolerance if by == "bytes" else None)
-    best, size = min(tried.values(), key=lambda trial: abs(trial[1].of(by) - target))
-    mismatch = size.of(by) / target - 1
+    best = min(tried.values(), key=lambda trial: abs(trial.size.of(by) - target))
+    mismatch = best.size.of(by) / target - 1
     if abs(mismatch) > tolerance:
         width = ", resize: width" * (resizing == "operator")
         other = f"match.to={name} (its size as the target){width} or resize: fixed"
@@ -104,10 +116,10 @@ def matched(
             other = f"give another --size{width}"
         raise ValueError(
             f"{name}: no {'operator size' if resizing == 'operator' else 'model width'} gives {target:,} {by} within "
-            f"{tolerance:.1%}; the nearest has {size.of(by):,} ({mismatch:+.1%}). "
+            f"{tolerance:.1%}; the nearest has {best.size.of(by):,} ({mismatch:+.1%}). "
             f"Set match.tolerance={math.ceil(100 * abs(mismatch)) / 100:g}, {other}"
         )
-    return best, size
+    return best
 
 
 def _operator_sizes(
@@ -183,33 +195,30 @@ def _widths(
     name: str,
     tolerance: float | None = None,
 ) -> None:
-    """Try widths with the number of heads kept: coarsely over the whole range, then finely around the target.
+    """Bisect over widths with the number of heads kept.
 
     With ``tolerance`` the MLP's width is changed, too, where the model's width has too coarse steps.
     """
     config = config_of_preset(settings, name)
-    heads, width = config.num_attention_heads, config.hidden_size
-    head = width // heads
+    heads = config.num_attention_heads
+    head = config.hidden_size // heads
+    tried: dict[int, float] = {}
 
-    def candidate_sizes(candidates: Iterable[int]) -> Iterator[tuple[int, float]]:
-        for size in candidates:
+    def first_that_fits(sizes: Iterable[int]) -> int | None:
+        for size in sizes:
             with contextlib.suppress(ValueError):  # an operator in the model may not take this width
-                yield size, measure(at_width(settings, config, heads * size))
+                tried[size] = measure(at_width(settings, config, heads * size))
+                return size
+        return None
 
-    smallest, largest = max(2, head // _WIDTH_FACTOR), head * _WIDTH_FACTOR
-    coarse = sorted({2 * round(smallest * (largest / smallest) ** (i / 24) / 2) for i in range(25)})
-    below, above = smallest, largest
-    while coarse:
-        upper = coarse[len(coarse) // 2 :]
-        size, value = next(candidate_sizes(upper), (largest, math.inf))
-        if value <= target:
-            below, coarse = size, [other for other in upper if other > size]
-        else:
-            above, coarse = min(above, size), coarse[: len(coarse) // 2]
-    around = list(candidate_sizes(range(below, above + 1, 2 * max(1, (above - below) // 64))))
+    sizes = list(range(2 * max(1, round(head / _WIDTH_FACTOR / 2)), head * _WIDTH_FACTOR + 1, 2))
+    while sizes:
+        lower, upper = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+        size = first_that_fits(upper)
+        sizes = lower if size is None or tried[size] > target else [other for other in upper if other > size]
     if tolerance is not None:
-        nearest = sorted(around, key=lambda trial: abs(trial[1] - target))[:2]
-        any(_inner_widths(at_width(settings, config, heads * n), measure, target, tolerance) for n, _ in nearest)
+        nearest = sorted(tried, key=lambda size: abs(tried[size] - target))[:2]
+        any(_inner_widths(at_width(settings, config, heads * n), measure, target, tolerance) for n in nearest)
 
 
 def _inner_widths(
@@ -256,20 +265,6 @@ def _inner(config: Any) -> str:
 # The whole comparison
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """Hold an entry at its final size. size_mismatch: from the target of matching; None if it was not matched.
-
-    candidates: the entry in several bits, each at the width that makes its file as large as asked.
-    """
-
-    name: str
-    settings: TrainSettings
-    size: Size
-    size_mismatch: float | None
-    candidates: tuple["Planned", ...] = ()
-
-
 def plan_comparison(
     recipe: CompareSettings, vocab_size: int | None, on_progress: ProgressCallback = no_progress
 ) -> list[Planned]:
@@ -283,6 +278,9 @@ def plan_comparison(
     Raises:
         ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
     """
+    match = recipe.match
+    if match.by == "bytes":
+        return [_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
     written: dict[str, Planned] = {}
     for name in recipe.entries:
         on_progress(Progress(f"sizing {name}", stage="match"))
@@ -291,9 +289,6 @@ def plan_comparison(
             written[name] = Planned(name, settings, measure_size(settings, vocab_size), None)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    match = recipe.match
-    if match.by == "bytes":
-        return [_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
     if match.by == "width":
         return list(written.values())
 
@@ -306,8 +301,7 @@ def plan_comparison(
             elif entry.resizing != "fixed":
                 on_progress(Progress(f"matching {name} by {match.by}", stage="match"))
                 wanted: Any = {"by": match.by, "target": target, "tolerance": match.tolerance, "name": name}
-                settings, size = matched(written[name].settings, vocab_size, resizing=entry.resizing, **wanted)
-                planned[name] = Planned(name, settings, size, size.of(match.by) / target - 1)
+                planned[name] = matched(written[name].settings, vocab_size, resizing=entry.resizing, **wanted)
         return list(planned.values())
 
     if isinstance(match.to, int):
@@ -329,16 +323,14 @@ def plan_comparison(
 def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback) -> Planned:
     """Plan an entry in all bits for which some width (or scale of operators) gives a file of the requested size."""
     base, resizing = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
-    match, target, candidates, refused = recipe.match, recipe.file_sizes[-1], list[Planned](), list[ValueError]()
+    match, candidates, refused = recipe.match, list[Planned](), list[ValueError]()
+    wanted: Any = {"by": "bytes", "target": match.to, "tolerance": match.tolerance, "name": name, "resizing": resizing}
     for bits in match.bits:
         on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
-        wanted: Any = {"by": "bytes", "target": target, "tolerance": match.tolerance, "name": name}
         try:
-            settings, size = matched(base.updated(bits=bits), vocab_size, resizing=resizing, **wanted)
+            candidates.append(matched(base.updated(bits=bits), vocab_size, **wanted))
         except ValueError as error:
             refused.append(error)
-        else:
-            candidates.append(Planned(name, settings, size, size.bytes / target - 1))
     if not candidates:
         raise refused[0]
     return dataclasses.replace(candidates[0], candidates=tuple(candidates))

@@ -1,4 +1,4 @@
-"""Read a paper's file in ``papers/``: what is trained or fitted for it, its tables and its claims."""
+"""Read the files in ``papers/`` (recipe or fits, tables and claims of a paper), and build a replication's page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pydantic import Field
@@ -17,7 +16,6 @@ from relinear.compare.schema import Gap
 from relinear.contract.messages import did_you_mean
 from relinear.contract.settings import PositiveInt, Settings
 from relinear.pages.blocks import Block, Cell, Row, Table, Text
-from relinear.system.confidence import half_width
 
 PAPERS = Path(__file__).parent / "papers"
 #: names of a replication's files
@@ -180,13 +178,6 @@ def _printed(text: str) -> Cell:
     with contextlib.suppress(ValueError):
         value = float(text.strip("<%"))
     return Cell(text, value)
-
-
-def point_gap(differences: list[float]) -> Gap:
-    """Return the gap of one difference a seed, with Student's interval if there are several."""
-    mean, half = fmean(differences), half_width(differences)
-    low, high = (None, None) if half is None else (mean - half, mean + half)
-    return {"mean": mean, "low": low, "high": high, "values": differences, "standard_error": None, "blocks": 1}
 
 
 def paper_blocks(

@@ -16,10 +16,10 @@ import numpy as np
 
 from relinear.analysis.report import analyses_blocks
 from relinear.compare import papers
-from relinear.compare.fits import DECODER, FITS, SECOND, FitReplication
 from relinear.compare.folder import RUNS
-from relinear.compare.gaps import gap
+from relinear.compare.gaps import gap, gap_of_means
 from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
+from relinear.compare.replicate_fits import DECODER, FITS, SECOND, FitReplication
 from relinear.compare.report import number, read_results, results_section
 from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
@@ -96,7 +96,7 @@ class Replication:
             if not claim.measure:
                 return _gap(entries.get(claim.entry), entries.get(claim.against))
             ours, other = cell(claim.entry, claim.measure).value, cell(claim.against, claim.than).value
-            return None if ours is None or other is None else papers.point_gap([ours - other])
+            return None if ours is None or other is None else gap_of_means([ours], [other])
 
         more: Any = {"differences": [_differences(self, results)], "reading": _reading(self)}
         blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, below.entries, **more)

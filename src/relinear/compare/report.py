@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pydantic
 
 from relinear.compare import figures
-from relinear.compare.schema import BudgetEntry, EntryResult, Gap, Results, Statistic
+from relinear.compare.gaps import gap_of_means
+from relinear.compare.schema import AXES, FORMAT, RESULTS, SCALE, EntryResult, Gap, Results, SeriesEntry, Statistic
 from relinear.contract.messages import quoted, validation_message
 from relinear.deprecated import with_new_columns
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
@@ -15,19 +16,17 @@ from relinear.pages.figures import Panel, Series, colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.pages.page import write_page
 from relinear.pages.records import about, as_yaml, picture_of, what_ran
-from relinear.system.confidence import half_width
-from relinear.system.files import read_json
+from relinear.system.files import damaged_file_errors, read_json
 from relinear.training.settings import TrainSettings
 
-RESULTS, SCALE = "results.json", "scale.json"
 REPORT = "report.html"
+_ADVICE = "delete it and start the comparison again"
 #: training tokens from which on a run is no short one, and how far short ones are to be trusted (docs/claims.md)
 _LONG = 3_000_000
 DECISION_ACCURACY = (
     "Decision accuracy in relinear's own records: of 10 pairs of entries, 7 had at 0.3 M tokens the order that they "
     "had at 3 to 5 M (70 %, 95 % interval 40 to 89 %), and 8 at 1 M (80 %, 49 to 94 %)."
 )
-FORMAT = 1
 
 # stem of the figure -> what it shows
 _FIGURES = {
@@ -53,18 +52,32 @@ def read_results(directory: str | Path) -> Results:
         raise FileNotFoundError(
             f"{path} does not exist: no comparison has finished in {directory}; start it, or start it again to go on"
         )
-    advice = "delete it and start the comparison again"
-    try:
-        results = with_new_columns(read_json(path))
-    except ValueError as error:
-        raise ValueError(f"{error}; {advice}") from None
-    version = results.get("format") if isinstance(results, dict) else None
-    if isinstance(version, int) and version > FORMAT:
-        raise ValueError(f"{path} has format {quoted(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
+    results = _read(path)
     try:
         pydantic.TypeAdapter(Results).validate_python(results)
     except pydantic.ValidationError as error:
-        raise ValueError(f"{path} is damaged; {advice}: {validation_message(error)}") from None
+        raise ValueError(f"{path} is damaged; {_ADVICE}: {validation_message(error)}") from None
+    return results
+
+
+def read_scale(directory: str | Path) -> dict[str, Any]:
+    """Return the contents of ``scale.json`` in ``directory``. Raises as ``read_results``."""
+    path = Path(directory) / SCALE
+    results = _read(path)
+    with damaged_file_errors(path, "damaged", _ADVICE):
+        results["entries"][0]["points"]
+    return results
+
+
+def _read(path: Path) -> Any:
+    """Return the values of a file of results with the columns' names of this version."""
+    try:
+        results = with_new_columns(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; {_ADVICE}") from None
+    version = results.get("format") if isinstance(results, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise ValueError(f"{path} has format {quoted(version)}, this relinear reads up to {FORMAT}; upgrade relinear")
     return results
 
 
@@ -83,12 +96,12 @@ def results_section(directory: str | Path) -> Section:
     results = read_results(directory)
     entries = results["entries"]
     palette = _palette(results)
+    key, axis, rows = _series(results)
     panels = {
         "curves": figures.curves(entries, palette, results.get("ngram")),
         "pareto": figures.pareto(entries, palette),
         "speeds": figures.speeds(entries, palette),
-        "budgets": figures.budgets(entries, palette, results.get("budgets"), results.get("reference")),
-        "sizes": figures.file_sizes(entries, palette, results.get("sizes") or []),
+        key: figures.series(entries, palette, rows, axis, results.get("reference")),
         "tuning": figures.tuning(entries, palette),
     }
     charts = [
@@ -96,15 +109,13 @@ def results_section(directory: str | Path) -> Section:
         for stem, shown in panels.items()
         for chart in _charts(directory / "plots" / stem, shown, _FIGURES[stem], 340 if stem == "speeds" else 440)
     ]
-    facts = [results["description"], results["budget"], results["match"]["by"] != "none" and results["match"]["text"]]
+    facts = [results["description"], results["budget"], results["match"]["text"]]
     blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
     blocks += [Text("What was compared", heading=True), *(Text(fact) for fact in facts if fact)]
     short = entries[0]["runs"][0]["curve"][-1]["tokens"] < _LONG
     blocks += [Text(note, soft=True) for note in [*results["notes"], *([DECISION_ACCURACY] if short else [])]]
-    by_budget = budget_table(results)
-    if by_budget is not None:
-        title = "Loss by bytes" if results.get("sizes") else f"Gap to {results['reference']} by budget"
-        blocks += [Text(title, heading=True), by_budget]
+    if (by_value := series_table(results)) is not None:
+        blocks += [Text(series_title(results), heading=True), by_value]
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
     blocks += [
         Text("Entries", heading=True),
@@ -136,23 +147,24 @@ def verdict(results: Results) -> str:
     if not compared:
         return f"{base['name']} has a validation loss of {_of_seeds(base['validation_loss'], 3).text}."
     first = next((entry for entry in compared if _alike(entry, base, results)), compared[0])
-    gap, half = _paired(first, base)
-    flaws = ["one seed"] * (half is None) + ["untuned learning rate"] * (not first["tuning"])
+    gap = _paired(first, base)
+    low, high = gap["low"], gap["high"]
+    flaws = ["one seed"] * (low is None) + ["untuned learning rate"] * (not first["tuning"])
     alike = _alike(first, base, results)
     if not alike:
         times, quantity = _ratio_of_sizes(base, first, results), _size(base, results)[1]
         flaws.append(f"{base['name']} has {times:.2g} times the {quantity}")
-    who, relation = f"{first['name']} is", f"{'ahead of' if gap > 0 else 'behind'} {base['name']}"
+    who, relation = f"{first['name']} is", f"{'ahead of' if gap['mean'] < 0 else 'behind'} {base['name']}"
     unit = figures.loss_unit(entries[0]["settings"])
-    by = f"by {abs(gap):.3f} {unit}"
-    if half is None or not alike:
+    by = f"by {abs(gap['mean']):.3f} {unit}"
+    if low is None or high is None or not alike:
         text = f"Illustration only: {', '.join(flaws)}. Here {who} {relation} {by}."
-    elif abs(gap) <= half:
-        low, high = -gap - half, -gap + half
+    elif low <= 0 <= high:
         text = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
-        text += f"Their gap is {-gap:+z.3f} {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
+        text += f"Their gap is {gap['mean']:+z.3f} {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
     else:
-        text = f"{who} {relation} {by}, 95 % interval {abs(gap) - half:.3f} to {abs(gap) + half:.3f}."
+        nearest, furthest = sorted((abs(low), abs(high)))
+        text = f"{who} {relation} {by}, 95 % interval {nearest:.3f} to {furthest:.3f}."
         text += f" With {flaws[0]}." if flaws else ""
     if (counted := results.get("ngram")) and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
         text += f" An n-gram model ({counted['order']}-grams) still has a lower loss than every entry: train longer."
@@ -184,10 +196,9 @@ def _changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     }
 
 
-def _paired(first: EntryResult, second: EntryResult) -> tuple[float, float | None]:
-    """Return by how much ``first`` has the lower loss, and half of the 95 % interval over seeds; None for one seed."""
-    pairs = zip(first["validation_loss"]["values"], second["validation_loss"]["values"], strict=False)
-    return second["validation_loss"]["mean"] - first["validation_loss"]["mean"], half_width([b - a for a, b in pairs])
+def _paired(first: EntryResult, second: EntryResult) -> Gap:
+    """Return the gap of ``first`` to ``second`` over the seeds alone."""
+    return gap_of_means(first["validation_loss"]["values"], second["validation_loss"]["values"])
 
 
 def _palette(results: Results) -> dict[str, str]:
@@ -220,7 +231,7 @@ def results_table(results: Results) -> Table:
     # an entry of another size than the dense one does not win
     ranked = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
     leader, *followers = [entry for entry in ranked if base is None or _alike(entry, base, results)]
-    lead, half = _paired(leader, followers[0]) if followers else (0.0, None)
+    lead = _paired(leader, followers[0])["high"] if followers else None
     to = reference or (base and len(entries) > 1 and base["name"])
     stored, unit = any(entry.get("stored") for entry in entries), figures.loss_unit(entries[0]["settings"])
     of_loss, of_gap, of_perplexity = (
@@ -231,11 +242,9 @@ def results_table(results: Results) -> Table:
     dense = [value for value, _ in _costs(base, number)] if base else [None, None]
 
     def gap(entry: EntryResult) -> Cell:
-        if reference or base is None:
-            return Cell(gap_text(entry["gap"]), entry["gap"] and entry["gap"]["mean"])
-        gain, margin = _paired(entry, base)
-        ends = "" if margin is None else f" [{-gain - margin:+z.3f}, {-gain + margin:+z.3f}]"
-        return Cell("–") if entry is base else Cell(f"{-gain:+z.3f}{ends}", -gain)
+        to_base = None if entry is base or base is None else _paired(entry, base)
+        known = entry["gap"] if reference or base is None else to_base
+        return Cell(gap_text(known), known and known["mean"])
 
     def cells(entry: EntryResult) -> dict[str, Cell | str]:
         """Return the cells of an entry by the heads of their columns."""
@@ -267,7 +276,7 @@ def results_table(results: Results) -> Table:
 
     head, rows = list(cells(entries[0])), []
     for entry in entries:
-        best = entry is leader and half is not None and lead > half  # the interval to the next excludes zero
+        best = entry is leader and lead is not None and lead < 0  # the interval to the next excludes zero
         rows.append(Row(list(cells(entry).values()), entry["name"], palette[entry["name"]], best))
     others: list[dict[str, Any]] = [{"entry": e["name"], of_loss: "diverged"} for e in results.get("diverged", ())]
     if counted := results.get("ngram"):
@@ -297,8 +306,7 @@ def _costs(entry: EntryResult, template: Callable[[int], str]) -> list[tuple[int
 
 
 def _operators(results: Results, palette: Mapping[str, str]) -> Table:
-    matched = results["match"]["by"] != "none"
-    head = ["entry", "operators", "parameters", "FLOPs / token", *(["off the target"] if matched else [])]
+    head = ["entry", "operators", "parameters", "FLOPs / token", "off the target"]
     rows = []
     for entry in results["entries"]:
         costs = [Cell(text, value) for value, text in _costs(entry, "{:,}".format)]
@@ -308,7 +316,7 @@ def _operators(results: Results, palette: Mapping[str, str]) -> Table:
             entry["name"],
             entry["operators"],
             *costs,
-            *([Cell(mismatch, off)] if matched else []),
+            Cell(mismatch, off),
         ]
         rows.append(Row(cells, entry["name"], palette[entry["name"]]))
     return Table(head, rows, (0, 1))
@@ -316,14 +324,12 @@ def _operators(results: Results, palette: Mapping[str, str]) -> Table:
 
 def scale_section(directory: str | Path) -> Section:
     """Return a page's blocks on ``scale.json``; draws its plot. Raises as ``read_scale``."""
-    from relinear.compare.scaling import AXES, read_scale
-
     results = read_scale(directory)
     entries = results["entries"]
     palette = colours([entry["name"] for entry in entries])
     text = "Loss against {}: a point per size, and every entry's power law."
     unit = figures.loss_unit((results.get("recipe") or {}).get("train"))
-    live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, AXES, unit), text)
+    live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, unit), text)
     crossed = sum(": cross " in verdict for verdict in results["verdicts"])
     blocks: list[Block] = [
         Text(f"{crossed} of {len(results['verdicts'])} pairs of lines cross within the sizes tried.", lead=True),
@@ -341,8 +347,6 @@ def scale_section(directory: str | Path) -> Section:
 
 def scale_table(results: Mapping[str, Any]) -> Table:
     """Return a row per entry: its losses by width, and the exponents of its power laws with their intervals."""
-    from relinear.compare.scaling import AXES
-
     entries = results["entries"]
     palette = colours([entry["name"] for entry in entries])
     rows = []
@@ -386,32 +390,42 @@ def gap_text(gap: Gap | None) -> str:
     return mean if gap["low"] is None else f"{mean} [{gap['low']:+z.3f}, {gap['high']:+z.3f}]"
 
 
-def budget_table(results: Results) -> Table | None:
+def _series(results: Results) -> tuple[str, str, list[Any]]:
+    """Return the series' key in results, its axis, and its rows, which are none for one comparison."""
+    by_size = results.get("sizes")
+    return ("sizes", "bytes", by_size) if by_size else ("budgets", "tokens", results.get("budgets") or [])
+
+
+def series_title(results: Results) -> str:
+    """Return the heading of ``series_table``."""
+    return "Loss by bytes" if results.get("sizes") else f"Gap to {results['reference']} by budget"
+
+
+def series_table(results: Results) -> Table | None:
     """Return gaps by entry and budget, for the reference and the n-grams losses; None if there is one budget.
 
     By sizes of the file, losses of what was stored, and its bits.
     """
-    by: Literal["tokens", "bytes"] = "bytes" if results.get("sizes") else "tokens"
-    budgets = results.get("budgets") or results.get("sizes") or []
-    if not budgets:
+    _, axis, series = _series(results)
+    if not series:
         return None
 
-    def cell_text(entry: BudgetEntry | None) -> str:
+    def cell_text(entry: SeriesEntry | None) -> str:
         if entry is None:
             return "diverged"
-        if by == "bytes":
+        if axis == "bytes":
             return f"{plus_minus(entry['validation_loss'])}, {entry['bits']} bits"
         return gap_text(entry["gap"]) if entry["gap"] else plus_minus(entry["validation_loss"])
 
     rows = []
-    for entry in budgets[-1]["entries"]:
-        cells = [next((e for e in budget["entries"] if e["name"] == entry["name"]), None) for budget in budgets]
-        suffix = " (loss)" * (by == "tokens" and entry["gap"] is None)
+    for entry in series[-1]["entries"]:
+        cells = [next((e for e in row["entries"] if e["name"] == entry["name"]), None) for row in series]
+        suffix = " (loss)" * (axis == "tokens" and entry["gap"] is None)
         rows.append(Row([entry["name"] + suffix, *map(cell_text, cells)], entry["name"]))
-    if all(budget["ngram"] for budget in budgets):
-        losses = [f"{budget['ngram']['validation_loss']:.3f}" for budget in budgets]
-        rows.append(Row([f"{budgets[-1]['ngram']['order']}-grams (loss)", *losses]))
-    return Table([by, *(number(budget[by]) for budget in budgets)], rows)
+    if all(row["ngram"] for row in series):
+        losses = [f"{row['ngram']['validation_loss']:.3f}" for row in series]
+        rows.append(Row([f"{series[-1]['ngram']['order']}-grams (loss)", *losses]))
+    return Table([axis, *(number(row[axis]) for row in series)], rows)
 
 
 def gib(value: float | None) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relinear.compare.match import Planned, Size, measure_size, plan_comparison
-from relinear.compare.parts import part_folders, part_of
 from relinear.compare.report import number
 from relinear.compare.run import announced_runs, runs_at_once
+from relinear.compare.series import comparisons
 from relinear.compare.settings import CompareSettings
 from relinear.compare.speed import seconds_per_token
 from relinear.data.corpora import open_corpus
@@ -47,8 +47,7 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     """
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    recipes = [part_of(recipe, index, vocabulary) for index in range(len(part_folders(recipe)))] or [recipe]
-    parts = [(part, plan_comparison(part, vocabulary)) for part in recipes]
+    parts = [(part, plan_comparison(part, vocabulary)) for part in comparisons(recipe, vocabulary)]
     at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
     entries = [(part, entry) for part, planned in parts for entry in planned]
     runs = [(entry, count, steps) for part, entry in entries for _, count, steps in announced_runs(part, entry)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from relinear.compare import schema
-from relinear.compare.folder import FORMAT, now, precision
+from relinear.compare.folder import now, precision
 from relinear.compare.gaps import too_small
 from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
@@ -70,7 +70,7 @@ def entry_result(
     }
 
 
-def _mean_stored(stored: list[schema.Stored]) -> schema.Stored | None:
+def _mean_stored(stored: list[schema.StoredModel]) -> schema.StoredModel | None:
     """Return how the models of all seeds were stored, with their mean loss before; None if they were not."""
     if not stored:
         return None
@@ -90,7 +90,7 @@ def _stated(config: Config) -> str:
     return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
 
-def _curve(rows: list[dict[str, Any]]) -> list[schema.Point]:
+def _curve(rows: list[dict[str, Any]]) -> list[schema.CurvePoint]:
     """Return one point per step: training loss, validation loss, or both."""
     points: dict[int, Any] = {}
     for row in rows:
@@ -106,7 +106,7 @@ def comparison_result(
     entries: list[schema.EntryResult],
     provenance: schema.Provenance,
     counted: schema.Ngram | None = None,
-    diverged: Sequence[schema.Diverged] = (),
+    diverged: Sequence[schema.DivergedEntry] = (),
 ) -> schema.Results:
     """Return ``results.json``: entries and notes.
 
@@ -128,7 +128,7 @@ def comparison_result(
     )
     budget += f" Other steps: {', '.join(other)}." if other else ""
     return {
-        "format": FORMAT,
+        "format": schema.FORMAT,
         "name": recipe.name,
         "description": recipe.description,
         "budget": budget,
@@ -153,7 +153,7 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> schema.Match
     if match.by == "width":
         return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
     if match.by == "bytes":
-        target = recipe.file_sizes[-1]
+        target = match.to
         text = (
             f"Every entry is a file of weights of {target:,} bytes, within {match.tolerance:.1%}. Short runs chose its "
             f"bits, of {', '.join(map(str, match.bits))} where a width fits, and with them its width; losses are of "
@@ -190,7 +190,7 @@ def _notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> list[s
     return notes
 
 
-def tuning_notes(entries: Sequence[schema.EntryResult | schema.BudgetEntry]) -> list[str]:
+def tuning_notes(entries: Sequence[schema.EntryResult | schema.SeriesEntry]) -> list[str]:
     """Return notes about the tuned learning rates and initialisations."""
     tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
 

@@ -15,9 +15,7 @@ from relinear.compare.engine import Engine, Run, Search, run_search, side_by_sid
 from relinear.compare.executors import executor_at
 from relinear.compare.folder import (
     NGRAM,
-    RESULTS,
     RUNS,
-    SCALE,
     SPEED,
     TUNING,
     claimed_folder,
@@ -27,10 +25,10 @@ from relinear.compare.folder import (
 )
 from relinear.compare.gaps import gap
 from relinear.compare.match import Planned, plan_comparison
-from relinear.compare.parts import over_parts, part_folders, part_of
 from relinear.compare.results import comparison_result, count_ngrams, entry_result, seed_run
 from relinear.compare.scaling import scale_results
-from relinear.compare.schema import Diverged, Gap, Ngram, Provenance, Results, Speed, Tuning
+from relinear.compare.schema import RESULTS, SCALE, DivergedEntry, Gap, Ngram, Provenance, Results, Speed, Tuning
+from relinear.compare.series import comparison_at, comparisons, series_results
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
 from relinear.compare.tune import Trials, check_neighbours, grid_search, one_rate
@@ -121,22 +119,23 @@ def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite
             raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    folders = part_folders(recipe)
-    sizes = [recipe] if recipe.budgets else [part_of(recipe, n, vocabulary) for n in range(len(folders))] or [recipe]
-    for each in sizes:
+    sized = [recipe] if recipe.budgets else comparisons(recipe, vocabulary)  # sizes are the same at every budget
+    for each in sized:
         planned = plan_comparison(each, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(sizes[-1], data.vocab_size, engine.on_progress)
+        planned = plan_comparison(sized[-1], data.vocab_size, engine.on_progress)
     with claimed_folder(recipe, out_dir, planned, data, overwrite) as started:
-        if not folders:
+        _, key, values = recipe.series
+        if not values:
             return _Comparison(recipe, out_dir, planned, data, engine, started).results()
         results: list[Results] = []
-        for index, folder in enumerate(folders):
-            results.append(comparison(part_of(recipe, index, data.vocab_size, results), out_dir / folder, engine))
+        for index, value in enumerate(values):
+            at_value = comparison_at(recipe, index, data.vocab_size, results)
+            results.append(comparison(at_value, out_dir / key / str(value), engine))
         made = recorded_provenance(started)
         if recipe.sizes is None:
-            return load_or_make_json(path, lambda: over_parts(recipe, results, made))
+            return load_or_make_json(path, lambda: series_results(recipe, results, made))
         scaled: Any = load_or_make_json(path, lambda: scale_results(recipe, out_dir, results, made))
         return scaled
 
@@ -162,8 +161,9 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
 
 
 class _Choice(NamedTuple):
-    """Hold an entry's settings, and its tuning as in ``results.json`` (without None values); None without tuning."""
+    """Hold an entry at its size, the settings of its final runs, and its tuning as in ``results.json``, if any."""
 
+    planned: Planned
     settings: TrainSettings
     tuning: Tuning | None = None
 
@@ -179,12 +179,6 @@ def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | 
 def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     """Return ``settings`` with a warm-up of that share of the steps; None leaves it unchanged."""
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
-
-
-def _chosen(planned: Planned, choice: _Choice | None) -> Planned:
-    """Return the chosen candidate of an entry in several bits."""
-    bits = choice and choice.settings.bits
-    return next((candidate for candidate in planned.candidates if candidate.settings.bits == bits), planned)
 
 
 def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
@@ -217,12 +211,7 @@ class _Comparison:
                 self.engine.plan(stage, count, steps)
         choices = run_search(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.run_round)
         diverged = [choice for choice in choices if not isinstance(choice, _Choice)]
-        chosen = {
-            planned.name: choice
-            for planned, choice in zip(self.planned, choices, strict=True)
-            if isinstance(choice, _Choice)
-        }
-        self.planned = [_chosen(planned, chosen.get(planned.name)) for planned in self.planned]
+        chosen = {choice.planned.name: choice for choice in choices if isinstance(choice, _Choice)}
         if not chosen:
             raise ValueError("; ".join(f"{each['name']}: {each['text']}" for each in diverged))
         counted, speed = None, dict[str, Speed]()
@@ -235,22 +224,19 @@ class _Comparison:
     def _results(
         self,
         chosen: Mapping[str, _Choice],
-        diverged: list[Diverged],
+        diverged: list[DivergedEntry],
         counted: Ngram | None,
         speed: Mapping[str, Speed],
     ) -> Results:
         gaps, entries = self._gaps(chosen), []
-        for planned in self.planned:
-            if (choice := chosen.get(planned.name)) is None:
-                continue
-            name = planned.name
+        for name, choice in chosen.items():
             runs = [
                 seed_run(seed, read_result(self._folder(name, seed)), self._losses(name, seed))
                 for seed in self.recipe.seeds
             ]
             tuning: Any = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
-            dense, entry_gap = self.recipe.entries[name].dense, gaps.get(name)
-            entries.append(entry_result(planned, choice.settings, tuning, runs, speed.get(name), dense, entry_gap))
+            more = speed.get(name), self.recipe.entries[name].dense, gaps.get(name)
+            entries.append(entry_result(choice.planned, choice.settings, tuning, runs, *more))
         made = recorded_provenance(self.started)
         return comparison_result(self.recipe, self.data, self.planned, entries, made, counted, diverged)
 
@@ -269,13 +255,13 @@ class _Comparison:
 
     # An entry
 
-    def _entry(self, planned: Planned) -> Search[_Choice | Diverged]:
+    def _entry(self, planned: Planned) -> Search[_Choice | DivergedEntry]:
         """Tune an entry, then train it on every seed; if a final run diverges, all take a lower rate."""
         name = planned.name
         try:
-            choice = tuned = _Choice(planned.settings)
+            tuned = _Choice(planned, planned.settings)
             if self.recipe.tune is not None or planned.candidates:
-                choice = tuned = yield from self._tuned(planned, self.recipe.tune or Tune())
+                tuned = yield from self._tuned(planned, self.recipe.tune or Tune())
             while True:
                 choice = self._next_lower_rate(name, tuned)
                 losses = yield [self._final(name, choice, seed) for seed in self.recipe.seeds]
@@ -292,7 +278,7 @@ class _Comparison:
         """Return the best rate, initialisation, warm-up and bits, by short runs and runs of full length."""
         settings, rate, initializer_range, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning: Any = {}
-        trials = None
+        trials, several_bits = None, len(planned.candidates) > 1
         rates_tuned = self.recipe.tune is not None and self.recipe.entries[planned.name].learning_rate is None
         if rates_tuned or planned.candidates:
             tunes_warmup = rates_tuned and not self.recipe.keeps_warmup(planned.name)
@@ -307,8 +293,8 @@ class _Comparison:
                 search = functools.partial(one_rate, rate=rate)
             results = yield from side_by_side([search(trials=trials) for trials in searches])
             searched = zip(results, searches, starts, strict=True)
-            best_result, trials, (ratio, best) = min(searched, key=lambda each: each[0].loss)
-            settings = best.settings
+            best_result, trials, (ratio, planned) = min(searched, key=lambda each: each[0].loss)
+            settings = planned.settings
             if not math.isfinite(best_result.loss):
                 grid = list(tune.learning_rates)
                 raise NonFiniteLossError(
@@ -318,7 +304,7 @@ class _Comparison:
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": best_result.edge}
             tuning |= {"initializer_edge": best_result.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
             fewest = settings.bits != 2 and settings.bits == min(self.recipe.match.bits)
-            tuning["bits_edge"] = fewest if planned.candidates[1:] else None
+            tuning["bits_edge"] = fewest if several_bits else None
             if ratio is not None:  # with two of them each is an end
                 tuning["warmup_edge"] = len(ratios) > 2 and ratio in (ratios[0], ratios[-1])
         if tune.check_full_length:
@@ -330,7 +316,8 @@ class _Comparison:
             tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": full_length}
             rate = full.rate
         chosen = _with_rate(_with_warmup(settings, ratio), rate, initializer_range)
-        return _Choice(chosen, tuning | {"diverged": None, "initializer_range": initializer_range} if tuning else None)
+        tuning = tuning and tuning | {"diverged": None, "initializer_range": initializer_range}
+        return _Choice(planned, chosen, tuning or None)
 
     def _rejected(self, name: str) -> list[float]:
         """Return the rates at which a final run of an entry diverged."""
@@ -356,7 +343,8 @@ class _Comparison:
             at = ", ".join(f"{rate:g}" for rate in diverged)
             advice = "no lower learning rate was tried; lower tune.learning_rates"
             raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
-        return _Choice(choice.settings.updated(learning_rate=max(lower)), tuning | {"diverged": diverged})
+        settings = choice.settings.updated(learning_rate=max(lower))
+        return choice._replace(settings=settings, tuning=tuning | {"diverged": diverged})
 
     def _trials(
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False

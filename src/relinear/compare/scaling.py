@@ -1,7 +1,6 @@
-"""Fit power laws of loss against compute for every entry, and find where they cross the dense ones, if at all.
+"""Fit a power law of loss against compute to each entry's widths, and find where it crosses those of dense entries.
 
-Every width is a comparison of its own, in ``sizes/WIDTH/``. With the entries of the recipe there are always a
-narrower and a shallower dense model: an operator that loses to one of them saves nothing.
+A narrower and a shallower dense model always take part: an operator that loses to one of them saves nothing.
 """
 
 # Legend: K sizes, R replicates
@@ -13,37 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import RUNS, SCALE, SIZES, read_losses
+from relinear.compare.folder import RUNS, read_losses
 from relinear.compare.gaps import interval, replicates
-from relinear.compare.schema import Provenance, Results
+from relinear.compare.schema import AXES, FORMAT, Provenance, Results
 from relinear.compare.settings import CompareSettings
-from relinear.system.files import damaged_file_errors, read_json
 
-FORMAT = 1
 # A backward pass takes two forward ones.
 _PASSES = 3
-AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
-
-
-def read_scale(directory: str | Path) -> dict[str, Any]:
-    """Return the contents of ``scale.json`` in ``directory``.
-
-    Raises:
-        OSError: if nothing has finished there.
-        ValueError: if the file is damaged or written by a newer relinear.
-    """
-    path = Path(directory) / SCALE
-    with damaged_file_errors(path, "damaged", "delete it and start again"):
-        results = read_json(path)
-        version = results["format"]
-        results["entries"][0]["points"]
-    if version > FORMAT:
-        raise ValueError(f"{path} has format {version}, this relinear reads up to {FORMAT}; upgrade relinear")
-    return results
-
-
-# Fits
-
 #: log a and b of power laws, (R,) each
 Fit = tuple[np.ndarray, np.ndarray]
 
@@ -116,7 +91,7 @@ def _replicated(recipe: CompareSettings, out_dir: Path, name: str, points: Seque
     """
     rows = []
     for point in points:
-        runs = out_dir / SIZES / str(point["width"]) / RUNS / name
+        runs = out_dir / "sizes" / str(point["width"]) / RUNS / name
         losses = [read_losses(runs / f"seed-{s}") for s in recipe.seeds]
         rows.append(replicates(np.stack(losses).astype(float)) if losses[1:] else losses[0].mean(keepdims=True))
     # of two or three seeds replicates may lie as far out as below 0, where there is no logarithm; so far out one is all

@@ -1,6 +1,6 @@
-"""The types of results.json, from a run to the report: one type for what is written and for what is read.
+"""Types of the values in results.json, for the run that writes it and the report that reads and checks it.
 
-``NotRequired`` is what records of earlier versions lack, or what some entries have. More may be there.
+``NotRequired`` marks keys that only some entries have, or that earlier versions did not write. Other keys are ignored.
 """
 
 from typing import Annotated, Any, NotRequired
@@ -8,21 +8,26 @@ from typing import Annotated, Any, NotRequired
 import pydantic
 from typing_extensions import TypedDict  # pydantic asks for it before Python 3.12
 
+#: names of the files, and the version of both
+RESULTS, SCALE, FORMAT = "results.json", "scale.json", 1
+#: axes of the power laws in scale.json, and what they measure
+AXES = {"flops": "training FLOPs", "seconds": "seconds of training"}
+
 Number = Annotated[float, pydantic.Field(allow_inf_nan=False, strict=True, ge=-1e305, le=1e305)]
 Count = Annotated[int, pydantic.Field(strict=True, ge=0, le=2**63)]
 Words = Annotated[str, pydantic.Field(strict=True, max_length=100_000)]
 
 
 class Statistic(TypedDict):
-    """Over seeds; ``std`` is the sample standard deviation, None for one seed."""
+    """Mean over seeds; ``std`` is the sample standard deviation, None for one seed."""
 
     mean: Number
     std: Number | None
     values: list[Number]
 
 
-class Point(TypedDict):
-    """A step at which something was measured."""
+class CurvePoint(TypedDict):
+    """The losses at a step of a run."""
 
     step: Count
     tokens: Count
@@ -30,8 +35,8 @@ class Point(TypedDict):
     validation_loss: NotRequired[Number | None]
 
 
-class Stored(TypedDict):
-    """How a run's model was stored; the run's losses were measured on what was stored."""
+class StoredModel(TypedDict):
+    """Bits and bytes of a stored model. A run's losses are those of the stored model, ``loss_before`` that before."""
 
     bits: Count
     bytes: Count
@@ -39,7 +44,7 @@ class Stored(TypedDict):
 
 
 class SeedRun(TypedDict):
-    """A final run."""
+    """A run of full length on one seed."""
 
     seed: NotRequired[Count]
     validation_loss: Number
@@ -50,12 +55,12 @@ class SeedRun(TypedDict):
     peak_memory_bytes: NotRequired[Count]
     aux: NotRequired[dict[str, Any]]
     block_losses: NotRequired[list[Number]]
-    curve: list[Point]
-    stored: NotRequired[Stored | None]
+    curve: list[CurvePoint]
+    stored: NotRequired[StoredModel | None]
 
 
 class Trial(TypedDict):
-    """A run of tuning; ``validation_loss`` is None if it diverged."""
+    """A run that tuning made; ``validation_loss`` is None if it diverged."""
 
     learning_rate: Number
     initializer_range: NotRequired[Number]
@@ -66,12 +71,12 @@ class Trial(TypedDict):
     bits: NotRequired[Count]
 
 
-#: whether the rate that short runs found was moved in runs of full length
-FullLength = TypedDict("FullLength", {"trials": list[Trial], "from": Number, "moved": bool, "edge": bool})
+#: the check of a tuned learning rate in runs of full length: whether it ``moved`` from that of short runs
+FullLengthCheck = TypedDict("FullLengthCheck", {"trials": list[Trial], "from": Number, "moved": bool, "edge": bool})
 
 
 class Tuning(TypedDict):
-    """How an entry got its rate; ``edge``: the best value was the first or last that was tried."""
+    """The tuning of an entry; ``edge``: the best learning rate is the lowest or highest that was tried."""
 
     trials: list[Trial]
     edge: bool
@@ -81,12 +86,12 @@ class Tuning(TypedDict):
     warmup_edge: NotRequired[bool]
     bits: NotRequired[Count | None]
     bits_edge: NotRequired[bool | None]
-    full_length: NotRequired[FullLength]
+    full_length: NotRequired[FullLengthCheck]
     diverged: NotRequired[list[Number] | None]
 
 
 class Speed(TypedDict):
-    """Speed of an entry, measured in turn with all others; ratios are to the ``reference``."""
+    """Throughput of an entry, timed in turn with all others; ratios are to the ``reference``."""
 
     train_ratio: Number
     inference_ratio: Number
@@ -109,7 +114,7 @@ class Gap(TypedDict):
 
 
 class Ngram(TypedDict):
-    """The counting model."""
+    """Loss of the n-gram model."""
 
     order: Count
     tokens: Count
@@ -118,7 +123,7 @@ class Ngram(TypedDict):
 
 
 class EntryResult(TypedDict):
-    """A row of the table."""
+    """Results of an entry, over all seeds."""
 
     name: Words
     operators: Words
@@ -138,18 +143,18 @@ class EntryResult(TypedDict):
     runs: Annotated[list[SeedRun], pydantic.Field(min_length=1)]
     dense: NotRequired[bool]
     gap: NotRequired[Gap | None]
-    stored: NotRequired[Stored | None]
+    stored: NotRequired[StoredModel | None]
 
 
-class Diverged(TypedDict):
-    """An entry without results, and why."""
+class DivergedEntry(TypedDict):
+    """An entry whose training diverged, and at which learning rates."""
 
     name: Words
     text: Words
 
 
-class BudgetEntry(TypedDict):
-    """An entry at one budget, as in a table of budgets."""
+class SeriesEntry(TypedDict):
+    """An entry at one value of a series."""
 
     name: Words
     learning_rate: Number
@@ -162,18 +167,18 @@ class BudgetEntry(TypedDict):
     runs: NotRequired[list[dict[str, Any]]]
 
 
-class Budget(TypedDict):
-    """One of several budgets, or of several sizes of the file (``bytes``)."""
+class SeriesRow(TypedDict):
+    """One of several budgets (``tokens``) or file sizes (``bytes``)."""
 
     tokens: NotRequired[Count]
     bytes: NotRequired[Count]
     folder: NotRequired[Words]
     ngram: Ngram | None
-    entries: list[BudgetEntry]
+    entries: list[SeriesEntry]
 
 
 class MatchResult(TypedDict):
-    """How sizes were made equal."""
+    """The size at which entries are compared."""
 
     by: Words
     target: NotRequired[Count | None]
@@ -182,7 +187,7 @@ class MatchResult(TypedDict):
 
 
 class Provenance(TypedDict):
-    """The request, its machine, and the command."""
+    """The recipe, the machine and the command that made the results."""
 
     recipe: dict[str, Any]
     machine: dict[str, Any]
@@ -190,7 +195,7 @@ class Provenance(TypedDict):
 
 
 class Results(Provenance):
-    """All of results.json."""
+    """The values of results.json."""
 
     format: Count
     name: Words
@@ -202,7 +207,7 @@ class Results(Provenance):
     ngram: NotRequired[Ngram | None]
     data: dict[str, Any]
     entries: Annotated[list[EntryResult], pydantic.Field(min_length=1)]
-    diverged: NotRequired[list[Diverged]]
-    budgets: NotRequired[list[Budget]]
-    sizes: NotRequired[list[Budget]]
+    diverged: NotRequired[list[DivergedEntry]]
+    budgets: NotRequired[list[SeriesRow]]
+    sizes: NotRequired[list[SeriesRow]]
     finished: Words

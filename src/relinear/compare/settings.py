@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 
@@ -36,7 +36,8 @@ def _file_sizes(value: Any) -> Any:
         file_sizes = list(map(_file_sizes, value))
         if wrong := [size for size in file_sizes if not isinstance(size, int) or size < 1]:
             raise ValueError(f"{wrong[0]!r} is not a size of a file; write 500KB or 1.5MB")
-        return tuple(sorted(set(file_sizes)))
+        ascending = tuple(sorted(set(file_sizes)))
+        return ascending if ascending[1:] else next(iter(ascending), None)
     in_bytes = size_in_bytes(value) if isinstance(value, str) else None
     return value if in_bytes is None else round(in_bytes)
 
@@ -179,6 +180,18 @@ class Tune(Settings):
     at: Literal["smallest", "each"] = "smallest"
 
 
+class Series(NamedTuple):
+    """Name the values at which a recipe is compared, each in a comparison of its own; none for a single one.
+
+    axis: tokens of training, width of the reference's model, or bytes of the file. key: what results call it, and the
+    folder of the comparisons. values: ascending.
+    """
+
+    axis: Literal["tokens", "width", "bytes"]
+    key: Literal["budgets", "sizes"]
+    values: tuple[int, ...]
+
+
 class Speed(Settings):
     """Set how throughput is measured: all models in one process in turn, after training.
 
@@ -308,16 +321,16 @@ class CompareSettings(Settings):
 
     def _check_series(self) -> None:
         """Check several budgets or sizes: each run has one budget, and there is a reference entry."""
-        if self.budgets is None and self.sizes is None:
-            return
-        axis = "sizes" if self.budgets is None else "budgets"
         if self.budgets is not None and (self.sizes is not None or self.match.by == "bytes"):
             raise ValueError("give budgets or sizes, not both: every size has one budget")
+        if self.budgets is None and self.sizes is None:
+            return
+        key = self.series.key
         if self.reference is None:
-            raise ValueError(f"{axis} need a reference entry: set reference: dense")
+            raise ValueError(f"{key} need a reference entry: set reference: dense")
         fixed = [name for name, entry in self.entries.items() if "steps" in entry.set]
         if fixed:
-            raise ValueError(f"entries.{fixed[0]}.set.steps is one number for all {axis}; use duration: 2.0")
+            raise ValueError(f"entries.{fixed[0]}.set.steps is one number for all {key}; use duration: 2.0")
         if self.sizes is None:
             return
         if not any(entry.dense for entry in self.entries.values()):
@@ -338,10 +351,13 @@ class CompareSettings(Settings):
         return max(1, math.ceil(tokens / settings.tokens_per_step))
 
     @property
-    def file_sizes(self) -> tuple[int, ...]:
-        """Return the bytes of ``match.to``; none if other sizes are matched."""
-        to: Any = self.match.to if self.match.by == "bytes" else ()
-        return to if isinstance(to, tuple) else (to,)
+    def series(self) -> Series:
+        """Return the budgets, widths or file sizes to compare at."""
+        if self.sizes is not None:
+            return Series("width", "sizes", self.sizes.widths)
+        if isinstance(self.match.to, tuple):
+            return Series("bytes", "sizes", self.match.to)
+        return Series("tokens", "budgets", self.budgets or ())
 
     @property
     def ngram_order(self) -> int | None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from relinear.compare.report import budget_table, results_table
+from relinear.compare.report import results_table, series_table
 from relinear.compare.schema import EntryResult, Results
 from relinear.pages.blocks import Table
 
@@ -34,18 +34,18 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 def table_rows(results: Results) -> Iterable[dict[str, Any]]:
     """Yield numbers by column for every entry at every budget; losses in nats, gaps with their intervals of 95 %."""
     whole = {entry["name"]: entry for entry in results["entries"]}
-    budgets: list[Any] = [*results.get("budgets", ()), *results.get("sizes", ())]
-    for budget in budgets or [results]:
-        for at_budget in budget["entries"]:
-            entry: EntryResult = whole[at_budget["name"]]
-            gap: Any = at_budget.get("gap") or {}
+    series: list[Any] = [*results.get("budgets", ()), *results.get("sizes", ())]
+    for row in series or [results]:
+        for at_value in row["entries"]:
+            entry: EntryResult = whole[at_value["name"]]
+            gap: Any = at_value.get("gap") or {}
             speed: Any = entry["speed"] or {}
-            loss = at_budget["validation_loss"]
+            loss = at_value["validation_loss"]
             yield {
                 "entry": entry["name"],
                 "operators": entry["operators"],
-                "tokens": budget.get("tokens", entry["runs"][0]["curve"][-1]["tokens"]),
-                "bytes": budget.get("bytes"),
+                "tokens": row.get("tokens", entry["runs"][0]["curve"][-1]["tokens"]),
+                "bytes": row.get("bytes"),
                 "seeds": len(loss["values"]),
                 "validation_loss": loss["mean"],
                 "validation_loss_std": loss["std"],
@@ -56,7 +56,7 @@ def table_rows(results: Results) -> Iterable[dict[str, Any]]:
                 "active_parameters": entry["parameters"] - entry.get("inactive_parameters", 0),
                 "flops_per_token": entry["flops_per_token"],
                 "total_flops_per_token": entry["flops_per_token"] + entry.get("inactive_flops", 0),
-                "learning_rate": at_budget["learning_rate"],
+                "learning_rate": at_value["learning_rate"],
                 "train_speed_ratio": speed.get("train_ratio"),
                 "inference_speed_ratio": speed.get("inference_ratio"),
             }
@@ -76,12 +76,12 @@ def latex_tables(results: Results) -> str:
     """Return the table, and with several budgets a table of gaps by budget, as LaTeX for the package booktabs."""
     table = results_table(results)
     columns = [index for index, head in enumerate(table.head) if head.startswith(_PRINTED)]
-    by_budget = budget_table(results)
+    by_value = series_table(results)
     parts = [
         r"% needs \usepackage{booktabs}",
         "% losses: mean and sample standard deviation over seeds; gaps: mean [95 % interval]; best in bold",
         _tabular(table, columns),
-        *([] if by_budget is None else [_tabular(by_budget, range(len(by_budget.head)))]),
+        *([] if by_value is None else [_tabular(by_value, range(len(by_value.head)))]),
     ]
     return "\n".join(parts) + "\n"
 

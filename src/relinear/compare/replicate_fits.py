@@ -1,4 +1,4 @@
-"""Run ``replicate`` for a paper that fits operators to projections of a pretrained decoder."""
+"""Replicate a paper that fits operators to projections of a pretrained decoder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from relinear.compare import papers
 from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import executor_at
+from relinear.compare.gaps import gap_of_means
 from relinear.compare.match import measure_size
 from relinear.compare.report import number
 from relinear.compare.schema import Gap
@@ -186,8 +187,7 @@ class FitReplication:
             def over_seeds(method: str) -> list[float]:
                 return [fmean(each) for each in zip(*(values(method, run) for run in single), strict=True)]
 
-            pairs = zip(over_seeds(claim.entry), over_seeds(claim.against), strict=True)
-            return papers.point_gap([ours - other for ours, other in pairs])
+            return gap_of_means(over_seeds(claim.entry), over_seeds(claim.against))
 
         palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
         reading = ["What is claimed is the mean over q, k and v, replaced alone, on the first text."]
