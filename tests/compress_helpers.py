@@ -10,13 +10,13 @@ from relinear.contract.operator import is_replaceable
 SETTINGS = {"tokens": 512, "sequence_length": 16, "batch_size": 4, "evaluate": False, "self_sampled": False}
 
 
-def tiny(kind: str = "llama"):
+def tiny(kind: str = "llama", vocabulary: int = 50):
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=2, n_positions=32)
+        config = GPT2Config(vocab_size=vocabulary, n_embd=32, n_layer=3, n_head=2, n_positions=32)
     else:
         config = LlamaConfig(
-            vocab_size=50,
+            vocab_size=vocabulary,
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=3,

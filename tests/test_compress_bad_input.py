@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, BatchEncoding, T5Config
 
+import relinear
 from compress_helpers import SETTINGS, tiny, tokens
 from relinear.compression import compress
 from relinear.compression.corpus import read_corpus
 from relinear.compression.settings import CompressSettings
 from relinear.data.tokenizers import byte_tokenizer
+from relinear_cli.main import main
 
 
 def spoilt(value: float):
@@ -97,6 +99,43 @@ def test_sequences_longer_than_the_model_takes(tmp_path) -> None:
         tmp_path,
         settings=settings,
     )
+
+
+def test_the_default_window_is_no_longer_than_the_model_reads(tmp_path) -> None:
+    """A window that the user asked for is refused, by the command line too, and resuming finds the same settings."""
+    model, out, settings = tiny("gpt2"), tmp_path / "out", SETTINGS | {"bits": 5.0}
+    del settings["sequence_length"]
+    for given in (settings, CompressSettings(**settings)):
+        report = compress(model, tokens(), settings=given, out_dir=out, plan_only=True)
+        assert report.settings["sequence_length"] == model.config.n_positions == 32
+    relinear.save_pretrained(tiny("gpt2", 258), tmp_path / "model", tokenizer=byte_tokenizer())
+    (tmp_path / "text.txt").write_text("Three words and a full stop. " * 400)
+    command = ["compress", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--dry-run"]
+    command += ["--out", str(tmp_path / "none")]
+    assert main(command) == 0
+    assert main([*command, "--set", "sequence_length=64"]) == 2
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_folder_of_the_model_itself_takes_no_results(overwrite: bool, tmp_path, capsys) -> None:
+    relinear.save_pretrained(tiny("gpt2", 258), tmp_path / "run" / "model", tokenizer=byte_tokenizer())
+    (tmp_path / "text.txt").write_text("Three words and a full stop. " * 400)
+    there = sorted(tmp_path.rglob("*"))
+    for out in ("run", "run/model", "run/../run/model"):
+        model = relinear.from_pretrained(tmp_path / "run" / "model")
+        message = "holds the model itself"
+        refused(model, tokens(), message, tmp_path / out, settings=SETTINGS, overwrite=overwrite)
+        command = [
+            "compress",
+            str(tmp_path / "run"),
+            "--data",
+            str(tmp_path / "text.txt"),
+            "--out",
+            str(tmp_path / out),
+        ]
+        assert main([*command, *["--overwrite"] * overwrite]) == 2
+        assert message in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == there
 
 
 @pytest.mark.parametrize(

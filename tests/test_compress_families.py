@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import relinear
 from relinear.compression import compress
 from relinear.compression.layerwise import LayerByLayer
+from relinear_cli.main import main
 from tiny_models import VOCABULARY, make_family
 
 WANTED = [
@@ -82,7 +83,7 @@ def test_families_are_judged(kind: str, tmp_path) -> None:
     assert report.evaluation["tokens"] > 0
 
 
-def test_experts_of_an_own_layout_are_left_and_said_so(tmp_path) -> None:
+def test_experts_of_an_own_layout_are_left_and_said_so(tmp_path, capsys) -> None:
     sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCABULARY}
     attention = {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}
     config = transformers.DbrxConfig(**sizes, ffn_config={"ffn_hidden_size": 64}, attn_config=attention)
@@ -90,6 +91,12 @@ def test_experts_of_an_own_layout_are_left_and_said_so(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"% of the parameters of DbrxForCausalLM are out of reach: 2 DbrxExpertGLU"):
         compress(model, tokens(), settings=SETTINGS, out_dir=tmp_path)
     assert not list(tmp_path.iterdir())
+    relinear.save_pretrained(model, folder := str(tmp_path / "original"))
+    window = ["--tokenizer", "bytes", "--set", "sequence_length=16"]
+    assert main(["compress", folder, *window, "--out", str(tmp_path / "none")]) == 2
+    printed = capsys.readouterr()
+    assert "are out of reach" in printed.err
+    assert not printed.out, "time and disk are told of what can be"
     report = compress(model, tokens(), keep=0.7, targets=ATTENTION, settings=SETTINGS, out_dir=tmp_path)
     said = "2 DbrxExpertGLU such as transformer.blocks.0.ffn.experts.mlp (held as parameters, no nn.Linear)"
     assert said in report.left

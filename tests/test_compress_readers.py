@@ -40,6 +40,10 @@ def test_the_file_is_as_large_as_asked(reader: str, tied: bool, size, tmp_path) 
     report, file = carried_out(reader, tmp_path, model, size=size)
     # what stands around tensors is bounded from above, which shows in a small file alone
     assert 0.94 * asked < file.stat().st_size <= asked
+    assert report.file_bytes == file.stat().st_size > report.bytes
+    said = f"{report.file}, {report.file_bytes / 1e6:,.1f} MB"
+    assert f"on disk: {said}" in str(report)
+    assert f"On disk {said.replace(',', ' takes', 1)}." in (tmp_path / "report.html").read_text()
     assert len({layer.bits for layer in report.plan.layers.values()}) > 1
     assert ("model.embed_tokens" in report.plan.layers) == (reader != "vllm")
     if reader == "llama.cpp":
@@ -128,7 +132,7 @@ def test_the_table_is_weighed_by_lookup_and_by_head(tmp_path) -> None:
             {"size": "9 parsecs"},
             "size must be bytes, such as 90MB, or a share of the original, .* got 9 parsecs",
         ),
-        ({"size": 0}, "size must be bytes"),
+        *(({"size": size}, "size must be bytes") for size in (0, 1, 1.5, "1.5", "250.5", "0.5B")),
         ({"size": "9MB", "bits": 4.5}, "bits and size are 2 budgets: give one of them"),
         ({"bits": 4, "reader": "ollama"}, "reader"),
     ],
@@ -140,6 +144,8 @@ def test_sizes_and_readers_that_are_none(settings, message: str) -> None:
         ("90MB", 9e7),
         (90_000_000, 9e7),
         ("1.5 GiB", 1.5 * 2**30),
+        ("90000000", 9e7),
+        (9e7, 9e7),
         (0.3, 300.0),
         ("2kB", 2000),
         ("2KB", 2000),

@@ -25,6 +25,20 @@ def test_generated_parts_are_up_to_date(monkeypatch) -> None:
     assert runpy.run_path(str(REPOSITORY / "docs" / "make" / "__main__.py"))["main"](check=True) == 0
 
 
+def test_what_large_models_take_to_compress_is_computed_from_the_record() -> None:
+    """And is said to be so: in hours and bytes, at the rate of the model that was measured."""
+    text = (REPOSITORY / "docs" / "distributed.md").read_text(encoding="utf-8")
+    (part,) = re.findall(
+        r"Nothing was run\.\s+<!-- generated: compressed -->(.*)<!-- end of compressed -->", text, re.S
+    )
+    rows = [line.split(" | ") for line in re.findall(r"^\| (Llama.*) \|$", part, re.M)]
+    for _, original, file, disk, memory, hours in rows:
+        assert 0.28 < float(file) / float(original) < 0.29, "4.5 of 16 bits, and norms"
+        assert float(original) < min(float(disk), float(memory)) < 3 * float(original)
+        assert 1 < float(hours) < 1000
+    assert len(rows) == 2
+
+
 @pytest.mark.parametrize("kind", sorted(path.stem for path in (REPOSITORY / "docs" / "operators").glob("*.svg")))
 def test_an_operator_has_its_parts(kind) -> None:
     """Idea, formula, picture, measurements with their figure, settings with every field; related ones share a page."""

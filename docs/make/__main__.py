@@ -22,6 +22,7 @@ import equal_bytes
 import evidence
 import file_sizes
 import forest
+import large_models
 import measured
 from relinear.contract.operator import OperatorConfig
 from settings import settings_table
@@ -75,6 +76,8 @@ def pages() -> dict[Path, str]:
     found[results] = filled(results.read_text(encoding="utf-8"), {"gaps": evidence.in_results}, "results")
     structures = measured.RESULTS / "bytes" / "README.md"
     found[structures] = filled(structures.read_text(encoding="utf-8"), {"file_sizes": file_sizes.in_page}, "bytes")
+    large = DOCS / "distributed.md"
+    found[large] = filled(large.read_text(encoding="utf-8"), {"compressed": large_models.in_page}, "distributed")
     for theme in forest.THEMES:
         for paper in ("", *claims.PAPERS):
             found[DOCS / "pictures" / f"{forest.file_name(paper)}-{theme}.svg"] = forest.picture(theme, paper)

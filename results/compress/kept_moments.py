@@ -42,7 +42,7 @@ class KeptMoments:
 
     def moments(self, name: str) -> CalibrationStatistics:
         """Return those of the linear layer ``name``."""
-        tensors = load_tensors(self.folder / f"{name}.safetensors")[0]
+        tensors = load_tensors(self.folder / f"{name}.safetensors")
         return CalibrationStatistics(tensors["A"], tensors["G"], self.counts[name])
 
     def candidate_errors(self, entry: OperatorConfig, name: str, module: Any) -> list[tuple[OperatorConfig, float]]:

@@ -133,7 +133,7 @@ def main() -> None:
     for name, layer in linear_layers(model, exclude="embed_tokens").items():
         if int(name.split("layers.")[1].split(".")[0]) % given.every:
             continue
-        moments = {kind: load_tensors(given.work / kind / f"{name}.safetensors")[0] for kind in kinds}
+        moments = {kind: load_tensors(given.work / kind / f"{name}.safetensors") for kind in kinds}
         inputs = {kind: one["A"] for kind, one in moments.items()}
         outputs = {kind: one["G"].diagonal() for kind, one in moments.items()}
         table[name] = errors(dense_weight(layer).detach().float(), inputs, outputs, ["given", "sampled"])

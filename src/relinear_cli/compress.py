@@ -58,15 +58,17 @@ def command(
     """
     from relinear.compression import CompressSettings, compress
     from relinear.compression.plan import read_layers
-    from relinear.compression.requirements import check_reachable, compress_requirements
-    from relinear.compression.run import check_folder
+    from relinear.compression.requirements import compress_requirements
+    from relinear.compression.run import check_folder, prepared
+    from relinear.compression.task import fitted_window
+    from relinear.models import model_folder
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
 
     values = options.options_among(locals(), CompressSettings)
     settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
     corpora, evaluation_corpora = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
-    folder = check_folder(out, settings, overwrite=overwrite)
+    check_folder(out, None, model_folder(model), overwrite=overwrite)
     if plan is not None:
         read_layers(plan)
     options.prepare_process(
@@ -74,8 +76,10 @@ def command(
     )
     text_reader = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
-    if plan is None:
-        check_reachable(loaded, settings, text_reader, target or "all-linear", exclude)
+    settings = fitted_window(settings, loaded)
+    folder = check_folder(out, settings, model_folder(model), overwrite=overwrite)
+    with prepared(loaded, settings, text_reader, target or "all-linear", exclude, plan):
+        pass  # what is refused is refused before anything is said
     if dry_run or overwrite or folder.read() is None:
         print_requirements(compress_requirements(loaded, settings))
     if dry_run:

@@ -250,7 +250,7 @@ class Calibration:
             for index, statistics in self._backward(phase, f"gradient-{key}", last, used, diagonal):
                 folder.mkdir(exist_ok=True)
                 save_tensors(files[index], make(statistics))
-        return {name: value for path in files.values() for name, value in load_tensors(path)[0].items()}
+        return {name: value for path in files.values() for name, value in load_tensors(path).items()}
 
     def release(self) -> None:
         """Remove states and fits; the errors of candidates stay."""
@@ -374,7 +374,7 @@ class Calibration:
 
         The variances of the head's outputs also serve as the frequencies of tokens in the embedding.
         """
-        head = load_tensors(self.folder / "head.safetensors")[0]
+        head = load_tensors(self.folder / "head.safetensors")
         pairs = zip(self.parts, self.streams.read(kind, 0), strict=True)
         gradients = (self.layers.gradient_of_rows(ids, gradient) for ids, gradient in pairs)
         squares = sum(gradient.double().square().sum((0, 1)) for gradient in gradients) / self.tokens

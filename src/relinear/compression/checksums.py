@@ -24,11 +24,11 @@ def _refusal(path: Path, problem: str) -> ValueError:
     )
 
 
-def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
-    """Write tensors and metadata as safetensors, atomically, with a checksum of both."""
-    on_cpu, metadata = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, dict(about or {})
+def save_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as safetensors, atomically, with their checksum."""
+    on_cpu = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic_path(path) as temporary:
-        save_file(on_cpu, temporary, metadata=metadata | {_CHECKSUM: tensor_digest(on_cpu, metadata)})
+        save_file(on_cpu, temporary, metadata={_CHECKSUM: tensor_digest(on_cpu, {})})
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def _checked(path: Path, about: dict[str, Any], tensors: Mapping[str, Tensor]) -
     return about
 
 
-def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def load_tensors(path: str | Path) -> dict[str, Tensor]:
     """Return what ``save_tensors`` wrote.
 
     Raises:
@@ -58,7 +58,8 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     path = Path(path)
     with _whole(path), safe_open(path, framework="pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
-    return tensors, _checked(path, metadata, tensors)
+    _checked(path, metadata, tensors)
+    return tensors
 
 
 class Streams:
@@ -87,7 +88,7 @@ class Streams:
     def read(self, kind: str, index: int) -> Iterator[Tensor]:
         """Yield the batches."""
         for batch in range(self.count):
-            yield load_tensors(self._place(kind, index) / f"{batch}.safetensors")[0]["states"]
+            yield load_tensors(self._place(kind, index) / f"{batch}.safetensors")["states"]
 
     def remove(self, kind: str, index: int) -> None:
         """Remove the batches, if they are there."""

@@ -114,7 +114,7 @@ def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Co
             sampled = torch.cat([model.generate(ids, attention_mask=torch.ones_like(ids), **options) for ids in starts])
         save_tensors(path, {"ids": sampled})
     blocks, excerpts = corpus.blocks.clone(), list(corpus.excerpts)
-    blocks[1::2] = load_tensors(path)[0]["ids"]
+    blocks[1::2] = load_tensors(path)["ids"]
     excerpts[1::2] = [Excerpt(SAMPLED, number, 0) for number in range(len(replaced))]
     return dataclasses.replace(corpus, blocks=blocks, excerpts=tuple(excerpts))
 

@@ -119,7 +119,7 @@ def heal(
                     on_progress=report,
                 )
             save_tensors(healed, {name: p for name, p in model.named_parameters() if p.requires_grad})
-        for name, value in load_tensors(healed)[0].items():
+        for name, value in load_tensors(healed).items():
             model.get_parameter(name).copy_(value)
         remove_checkpoints(place / "checkpoints")
     return HealReport(steps * options.heal_batch * blocks.shape[1], steps)

@@ -27,11 +27,12 @@ class CompressReport:
     """Hold the result of a compression; printing it shows the plan by type of layer and the sizes.
 
     plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats per token.
-    seconds: by phase, of this call. bytes, bytes_before: of the whole model, floats at no more than half precision.
-    budget: what was allowed; None for a plan that was given. evaluation: the compressed model compared with the
-    original (loss, agreement, repeated text), None if it was not measured. peak_memory_bytes: of this call. settings:
-    all of them. healing: None if there was none. left: what no target could name, such as experts that are held as
-    one tensor, in words. corpus: the texts. model: its name.
+    seconds: by phase, of this call. bytes, bytes_before: of all weights, floats at no more than half precision.
+    file, file_bytes: what the reader reads, and its bytes on disk with all that stands around the weights; None before
+    it is written. budget: what was allowed; None for a plan that was given. evaluation: the compressed model compared
+    with the original (loss, agreement, repeated text), None if it was not measured. peak_memory_bytes: of this call.
+    settings: all of them. healing: None if there was none. left: what no target could name, such as experts that are
+    held as one tensor, in words. corpus: the texts. model: its name.
     """
 
     plan: CompressPlan
@@ -40,6 +41,8 @@ class CompressReport:
     seconds: dict[str, float]
     bytes: int
     bytes_before: int
+    file: str = ""
+    file_bytes: int | None = None
     corpus: Corpus | None = None
     model: str = ""
     healing: HealReport | None = None
@@ -94,6 +97,7 @@ class CompressReport:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         copied = ["parameters", "parameters_before", "remarks", "model", "verdict", "bytes", "bytes_before"]
+        copied += ["file", "file_bytes"]
         copied += ["evaluation", "peak_memory_bytes", "left", "seconds", "settings"]
         parts = {"budget": self.budget, "healing": self.healing}
         corpus = {} if self.corpus is None else self.corpus.to_dict()
@@ -113,7 +117,9 @@ class CompressReport:
         if not holds_integers(self.plan.rows):
             lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
         else:
-            lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB"]
+            lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB of weights"]
+        if self.file_bytes is not None:
+            lines += [f"on disk: {self.file}, {self.file_bytes / 1e6:,.1f} MB"]
         lines += [f"not replaced: {what}" for what in self.left]
         if self.healing is not None:
             lines.append(str(self.healing))

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from relinear.compression.budget import stored_bytes
 from relinear.compression.calibrate import states_on_disk
-from relinear.compression.candidates import SearchSpace
-from relinear.compression.readers import READERS, budget_of
-from relinear.compression.run import replaceable
 from relinear.compression.settings import BUDGETS, CompressSettings
-from relinear.compression.task import Task
 from relinear.hf.model_layout import decoder_layers
-from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.separate_experts import separate_experts
 from relinear.surgery.summary import summary
 from relinear.system.timing import duration, seconds_of
 
@@ -28,18 +20,23 @@ _ROUNDED = 4096
 _TIMED = 256
 
 
-def check_reachable(
-    model: Any,
-    settings: CompressSettings,
-    tokenizer: Any = None,
-    targets: str | Iterable[str] = ALL_LINEAR,
-    exclude: str | Iterable[str] | None = None,
-) -> None:
-    """Raise ValueError if no choice meets the budget or the reader cannot run the model; arguments of ``compress``."""
-    READERS[settings.reader].check(model, tokenizer)
-    with separate_experts(model):
-        task = Task(model, replaceable(model, settings, targets, exclude), settings, Path(), lambda *_: None)
-        SearchSpace(task).check(budget_of(model, task.modules, settings, tokenizer))
+def passes(settings: CompressSettings) -> int:
+    """Return how many tokens' passes forward a compression takes as long as."""
+    return (
+        _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * _evaluated(settings) + _HEALED * settings.heal_tokens
+    )
+
+
+def disk_bytes(model: Any, settings: CompressSettings) -> tuple[int, int]:
+    """Return bytes on disk: about the most while it runs, and the most that remain."""
+    stream = settings.tokens * model.config.get_text_config().hidden_size * next(model.parameters()).element_size()
+    original = stored_bytes(model)
+    _, states = states_on_disk(len(decoder_layers(model)), stream, original)
+    return states + original, original
+
+
+def _evaluated(settings: CompressSettings) -> int:
+    return settings.evaluation_blocks * settings.sequence_length + settings.evaluate * settings.passages * 64
 
 
 @torch.no_grad()
@@ -52,17 +49,12 @@ def compress_requirements(model: Any, settings: CompressSettings) -> dict[str, s
     ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
     seconds_of(lambda: model(input_ids=ids, use_cache=False))
     pace = seconds_of(lambda: model(input_ids=ids, use_cache=False)) / length
-    evaluated = settings.evaluation_blocks * settings.sequence_length
-    evaluated += settings.evaluate * settings.passages * 64
-    passes = _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * evaluated + _HEALED * settings.heal_tokens
-    original = 2 * table.parameters
-    stream = settings.tokens * model.config.get_text_config().hidden_size * next(model.parameters()).element_size()
-    _, states = states_on_disk(len(decoder_layers(model)), stream, stored_bytes(model))
+    evaluated, (most, after) = _evaluated(settings), disk_bytes(model, settings)
     budget = next(f"{name} {value}" for name in BUDGETS if (value := getattr(settings, name)))
     return {
         "runs": f"1, to {budget} for {settings.reader}",
         "parameters": f"{table.parameters:,} ({table.flops_per_token:,} FLOPs per token)",
         "tokens": f"{settings.tokens:,} to calibrate, {settings.heal_tokens:,} to heal, {evaluated:,} to evaluate",
-        "time": f"{duration(passes * pace)}, by a pass timed now",
-        "disk": f"about {(states + original) / 1e6:,.0f} MB while it runs, at most {original / 1e6:,.0f} MB after",
+        "time": f"{duration(passes(settings) * pace)}, by a pass timed now",
+        "disk": f"about {most / 1e6:,.0f} MB while it runs, at most {after / 1e6:,.0f} MB after",
     }

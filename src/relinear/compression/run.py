@@ -1,16 +1,17 @@
 """Compress a model: calibrate, plan, fit, save."""
 
+from __future__ import annotations
+
 import itertools
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
 from relinear.compression.calibrate import Calibration
@@ -23,7 +24,15 @@ from relinear.compression.plan import CompressPlan
 from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
-from relinear.compression.task import Task, check_compressible, check_ids, linear_layers, tables_of, unreached
+from relinear.compression.task import (
+    Task,
+    check_compressible,
+    check_ids,
+    fitted_window,
+    linear_layers,
+    tables_of,
+    unreached,
+)
 from relinear.hf.model_layout import model_name
 from relinear.hf.modes import eval_mode
 from relinear.surgery.checkpoint import save_pretrained
@@ -104,39 +113,27 @@ def compress(
         >>> report.bytes < report.bytes_before
         True
     """
-    options = settings.model_dump() if isinstance(settings, CompressSettings) else dict(settings or {})
+    by_name = settings.model_dump(exclude_unset=True) if isinstance(settings, CompressSettings) else settings
+    options = dict(by_name or {})
     options |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
-    resolved = CompressSettings.load(options, "compress settings")
+    resolved = fitted_window(CompressSettings.load(options, "compress settings"), model)
     reader = READERS[resolved.reader]
     if reader.file is not None and out_dir is None:
         raise ValueError(f"reader={resolved.reader}: {reader.file} is written into out_dir, and none is given: give it")
-    reader.check(model, tokenizer)
-    run_folder = None if out_dir is None else check_folder(out_dir, resolved, overwrite=overwrite)
-    if overwrite and plan_file is not None and Path(plan_file).resolve().parent == Path(out_dir or "").resolve():
-        raise ValueError(f"{plan_file}, the plan to apply, would be renamed; move it, or leave out overwrite")
-    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
-        raise ValueError(f"{type(model).__name__} is quantised; compress it in floating point, then quantise that")
-    check_compressible(model, resolved.sequence_length)
+    source = getattr(model, "name_or_path", "")
+    run_folder = None if out_dir is None else check_folder(out_dir, resolved, source, overwrite=overwrite)
+
+    def report_progress(stage: str, done: int, total: int) -> None:
+        on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
+
     with ExitStack() as stack:
-        stack.enter_context(separate_experts(model))
-        out_of_reach = unreached(model, targets)
-        modules = replaceable(model, resolved, targets, exclude)
-        if run_folder is None:
-            folder, record = Path(stack.enter_context(tempfile.TemporaryDirectory())), None
-        else:
-            folder = run_folder.path
-            record = stack.enter_context(run_folder.open(resolved.measured, overwrite=overwrite))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()) if run_folder is None else run_folder.path)
+        arguments = (model, resolved, tokenizer, targets, exclude, plan_file, folder, report_progress)
+        job = stack.enter_context(prepared(*arguments))
+        if run_folder is not None:
+            stack.enter_context(run_folder.open(resolved.measured, overwrite=overwrite))
         stack.enter_context(os_errors_named(folder))
         stack.enter_context(eval_mode(model))
-
-        def report_progress(stage: str, done: int, total: int) -> None:
-            on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
-
-        task = Task(model, modules, resolved, folder, report_progress)
-        job = _Job(task, run_folder, (record or {}).get("made"), tokenizer, out_of_reach)
-        given_plan = None if plan_file is None else job.space.load_plan(plan_file, job.budget)
-        if given_plan is None:
-            job.space.check(job.budget)
         elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, resolved)
         corpus = read_corpus(texts, elsewhere, tokenizer, resolved, plan_only)
         corpus_ids = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
@@ -146,38 +143,62 @@ def compress(
         adds_samples = resolved.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1
         if adds_samples:
             corpus = with_sampled_text(corpus, model, folder / "calibration", resolved.seed)
-        report = job.run(corpus, given_plan, plan_only)
-        if out_dir is not None and not plan_only:
-            with at_half_precision(model) if resolved.by_bytes else nullcontext():
-                save_pretrained(model, folder / MODEL, tokenizer=tokenizer)
-                if reader.write is not None:
-                    reader.write(model, folder / str(reader.file), tokenizer=tokenizer)
-            job.calibration.release()
-    return report
+        return job.run(corpus, run_folder, plan_only)
 
 
-def replaceable(
-    model: Any, settings: CompressSettings, targets: str | Iterable[str], exclude: str | Iterable[str] | None
-) -> dict[str, nn.Module]:
-    """Return the replaceable layers by name: linear ones; embedding and head if the reader stores them."""
-    modules = linear_layers(model, targets, exclude)
-    if settings.by_bytes and READERS[settings.reader].tables and targets == ALL_LINEAR:
-        modules |= tables_of(model, exclude)
-    return modules
+@contextmanager
+def prepared(
+    model: Any,
+    settings: CompressSettings,
+    tokenizer: Any = None,
+    targets: str | Iterable[str] = ALL_LINEAR,
+    exclude: str | Iterable[str] | None = None,
+    plan_file: str | Path | None = None,
+    folder: Path = Path(),
+    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Iterator[_Job]:
+    """Separate the experts of ``model`` within the block, and give its compression; arguments of ``compress``.
+
+    Raises:
+        ValueError: for all that can be refused before texts are read.
+    """
+    READERS[settings.reader].check(model, tokenizer)
+    check_compressible(model, settings.sequence_length)
+    with separate_experts(model):
+        out_of_reach = unreached(model, targets)
+        modules = linear_layers(model, targets, exclude)
+        if settings.by_bytes and READERS[settings.reader].tables and targets == ALL_LINEAR:
+            modules |= tables_of(model, exclude)
+        task = Task(model, modules, settings, folder, on_progress)
+        yield _Job(task, tokenizer, out_of_reach, plan_file)
 
 
-def check_folder(out_dir: str | Path, settings: CompressSettings, *, overwrite: bool = False) -> RunFolder:
-    """Return the folder of a compression. Raises ValueError if it holds other work, before any is done."""
-    folder = RunFolder(
-        out_dir,
+def check_folder(
+    out_dir: str | Path, settings: CompressSettings | None, source: str, *, overwrite: bool = False
+) -> RunFolder:
+    """Return the folder of a compression of the model ``source``, a name or path.
+
+    Raises:
+        ValueError: if it holds that model or other work, also with other ``settings``, before any is done.
+    """
+    folder, own = Path(out_dir), Path(source).expanduser()
+    taken = [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
+    if source and (own / "config.json").is_file() and own.resolve() in taken:
+        raise ValueError(f"{folder} holds the model itself, {own}; give another directory (--out) for the result")
+    measured = {} if settings is None else settings.measured
+    run_folder = RunFolder(
+        folder,
         task="compress",
         record="compress.json",
         names=("calibration", *_RESULTS),
         earlier_records={"plan.json": ("format", "layers"), "calibration/fingerprint.json": ("fingerprint",)},
-        settings_of=lambda record: record.get("settings", settings.measured),
+        settings_of=lambda record: record.get("settings", measured),
     )
-    folder.check(settings.measured, overwrite=overwrite)
-    return folder
+    if settings is None and not overwrite:
+        run_folder.check_ours()
+    else:
+        run_folder.check(measured, overwrite=overwrite)
+    return run_folder
 
 
 def proposal(folder: Path, name: str) -> Path:
@@ -186,43 +207,47 @@ def proposal(folder: Path, name: str) -> Path:
 
 
 class _Job:
-    """Run one compression: its search space and the steps."""
+    """Run one compression: its search space and the steps. Raises ValueError if no choice meets the budget."""
 
-    def __init__(
-        self, task: Task, run_folder: RunFolder | None, made_by: Any, tokenizer: Any, out_of_reach: tuple[str, ...]
-    ) -> None:
-        self.out_of_reach = out_of_reach
-        self.task, self.run_folder, self.made_by = task, run_folder, made_by
+    def __init__(self, task: Task, tokenizer: Any, out_of_reach: tuple[str, ...], plan_file: str | Path | None) -> None:
+        self.task, self.tokenizer, self.out_of_reach = task, tokenizer, out_of_reach
         self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
         self.space = SearchSpace(task)
         self.budget = budget_of(self.model, self.modules, self.settings, tokenizer)
+        self.given_plan = None if plan_file is None else self.space.load_plan(plan_file, self.budget)
+        if self.given_plan is None:
+            self.space.check(self.budget)
         #: when each phase ended
         self.ends: dict[str, float] = {}
 
     def _lap(self, phase: str) -> None:
         self.ends[phase] = time.monotonic()
 
-    def run(self, corpus: Corpus, given_plan: CompressPlan | None, plan_only: bool) -> CompressReport:
+    def run(self, corpus: Corpus, run_folder: RunFolder | None, plan_only: bool) -> CompressReport:
         """Calibrate, plan and, unless ``plan_only``, apply the plan; write each result to the folder at once."""
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.reset()
         self._lap("")
         bytes_before = stored_bytes(self.model)
-        calibration = self.calibration = self.task.calibrate(corpus.blocks, corpus.kinds)
+        calibration = self.task.calibrate(corpus.blocks, corpus.kinds)
         loss = calibration.loss
         self._lap("calibration")
-        budget = self.budget if given_plan is None else None
-        plan = given_plan or self.space.plan(calibration, self.budget)
+        budget = self.budget if self.given_plan is None else None
+        plan = self.given_plan or self.space.plan(calibration, self.budget)
         if is_edited(place := proposal(self.folder, "plan.json")):
             set_aside(place)
         plan.save(place)
         self._lap("plan")
-        healing, evaluation = None, None
+        healing, evaluation, file_bytes = None, None, None
         if not plan_only and plan.replaced:
             healing, evaluation = self._make(corpus, calibration, plan)
         if not plan_only:  # not earlier: if killed before this point, an existing model must keep its own plan
-            self._rename_others(place)
+            if run_folder is not None:
+                self._rename_others(run_folder, place)
             place.replace(self.folder / "plan.json")
+        if not plan_only and run_folder is not None:
+            file_bytes = self._save()
+            calibration.release()
         report = CompressReport(
             plan,
             calibration.tokens,
@@ -235,6 +260,8 @@ class _Job:
             bytes_before=bytes_before,
             bytes=bytes_before
             - sum(round(p.parameters_before * (16 - (p.bits or 16)) / 8) for p in plan.layers.values()),
+            file=READERS[self.settings.reader].file or MODEL,
+            file_bytes=file_bytes,
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
@@ -246,15 +273,23 @@ class _Job:
         write_page(where("report.html"), values)
         return report
 
-    def _rename_others(self, plan_file: Path) -> None:
+    def _rename_others(self, run_folder: RunFolder, plan_file: Path) -> None:
         """Rename results of other plans or settings before the new ones are written."""
         made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan_file)["sha256"]}
-        if self.run_folder is not None:
-            if made_by != self.made_by:
-                for name in _RESULTS:
-                    if name != plan_file.name:
-                        set_aside(self.folder / name)
-            self.run_folder.write(made=made_by)
+        if made_by != (run_folder.read() or {}).get("made"):
+            for name in _RESULTS:
+                if name != plan_file.name:
+                    set_aside(self.folder / name)
+        run_folder.write(made=made_by)
+
+    def _save(self) -> int:
+        """Write the model, and the file of its reader; return the bytes of the file that is read."""
+        reader, path = READERS[self.settings.reader], self.folder / MODEL
+        with at_half_precision(self.model) if self.settings.by_bytes else nullcontext():
+            save_pretrained(self.model, path, tokenizer=self.tokenizer)
+            if reader.write is not None:
+                path = reader.write(self.model, self.folder / str(reader.file), tokenizer=self.tokenizer)
+        return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
     def _make(
         self, corpus: Corpus, calibration: Calibration, plan: CompressPlan

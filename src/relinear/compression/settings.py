@@ -30,7 +30,7 @@ class CompressSettings(Settings):
         tokens: how many calibrate: excerpts of the corpus that are spread over documents.
         self_sampled: where all texts are of one kind, half of the tokens that calibrate are written by the model
             itself, at temperature 1: what decides bits and rounding has to hold on another kind of text.
-        sequence_length: tokens a block of the corpus.
+        sequence_length: tokens a block of the corpus; by default 512, or as many as the model reads.
         batch_size: blocks a forward pass.
         candidates: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. Where bytes are the budget these store
@@ -109,12 +109,15 @@ class CompressSettings(Settings):
 
     def bytes_of(self, original: int) -> float:
         """Return the bytes that ``size`` means for a model of ``original`` bytes. Raises ValueError for other text."""
-        number = size_in_bytes(self.size)
-        if not number:
+        number, has_unit = size_in_bytes(self.size) or 0.0, str(self.size).rstrip().endswith("B")
+        if 0 < number < 1 and not has_unit:
+            return number * original
+        if number <= 1 or not (has_unit or number.is_integer()):
+            rule = "without a unit bytes are whole, and a share is below 1"
             raise ValueError(
-                f"size must be bytes, such as 90MB, or a share of the original, such as 0.3; got {self.size}"
+                f"size must be bytes, such as 90MB, or a share of the original, such as 0.3; got {self.size} ({rule})"
             )
-        return number * original if number < 1 else number
+        return number
 
     @property
     def measured(self) -> dict[str, Any]:

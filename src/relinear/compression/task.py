@@ -20,7 +20,7 @@ from relinear.contract.operator import Operator, OperatorConfig
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_predicts_next_token
-from relinear.hf.vocabulary import check_length_fits, vocab_size_of
+from relinear.hf.vocabulary import check_length_fits, max_positions, vocab_size_of
 from relinear.surgery.coverage import coverage, out_of_reach
 from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
@@ -139,10 +139,20 @@ def tables_of(model: Any, exclude: str | Iterable[str] | None = None) -> dict[st
     return tables
 
 
+def fitted_window(settings: CompressSettings, model: Any) -> CompressSettings:
+    """Return ``settings`` with a window that ``model`` reads. Raises ValueError for a longer one that a user set."""
+    if "sequence_length" in settings.model_fields_set:
+        check_length_fits(settings.sequence_length, model)
+    length = min(settings.sequence_length, max_positions(model) or settings.sequence_length)
+    return settings.model_copy(update={"sequence_length": length})
+
+
 @torch.no_grad()
 def check_compressible(model: Any, sequence_length: int) -> None:
     """Raise ValueError unless ``model`` is a decoder with all its weights that runs layer by layer, at this length."""
     kind = type(model).__name__
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        raise ValueError(f"{kind} is quantised; compress it in floating point, then quantise that")
     if getattr(model, "peft_config", None):
         problem = "holds adapters of PEFT, which would be saved in the place of the compressed model"
         raise ValueError(f"{kind} {problem}: merge them first (merge_and_unload), or compress the model without them")
