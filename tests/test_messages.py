@@ -20,7 +20,7 @@ from relinear.compare.recipe import read_value
 from relinear.compare.settings import CompareSettings
 from relinear.contract.operator import OperatorConfig
 from relinear.explore import server as explore_server
-from relinear.hf.model_source import missing_directory
+from relinear.hf.model_source import missing_directory_message
 from relinear.surgery.patterns import check_patterns, matches
 from relinear.system.files import os_errors_named
 from relinear.training import FitSettings, TrainSettings, fit
@@ -72,11 +72,11 @@ def test_a_missing_directory_names_few_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (".hidden", *(f"folder{number}" for number in range(12))):
         (tmp_path / name).mkdir()
-    assert missing_directory("models/x").startswith(
+    assert missing_directory_message("models/x").startswith(
         f"models/x: no such directory; {tmp_path} has no 'models'; known: f"
     )
-    assert missing_directory("models/x").endswith("folder5 and 5 more")
-    assert missing_directory("foldr3/x").endswith("did you mean 'folder3' or 'folder9' or 'folder8'?")
+    assert missing_directory_message("models/x").endswith("folder5 and 5 more")
+    assert missing_directory_message("foldr3/x").endswith("did you mean 'folder3' or 'folder9' or 'folder8'?")
 
 
 @pytest.mark.parametrize(("text", "name"), [("transponder:phi=none", "phi"), ("rotor:activation=none", "activation")])

@@ -210,14 +210,14 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 def find_model(name: str, *, presets: bool = True) -> str:
     """Return the model's source, from ``locate_model``; raise for a damaged directory, or a Hub name while offline."""
     from relinear.data.sources import hub_in_reach
-    from relinear.models import is_cached, locate_model, missing_directory
+    from relinear.models import is_cached, locate_model, missing_directory_message
     from relinear.surgery.checkpoint import check_files
 
     source = locate_model(name, presets=presets)
     if source == "directory":
         check_files(Path(name).expanduser())
     if source == "hub" and not is_cached(name) and not hub_in_reach():
-        raise FileNotFoundError(f"{missing_directory(name)}; and the Hugging Face Hub cannot be reached")
+        raise FileNotFoundError(f"{missing_directory_message(name)}; and the Hugging Face Hub cannot be reached")
     return source
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from relinear.contract.input_checks import check_model
 from relinear.hf.model_layout import layer_finder
 from relinear.hf.modes import eval_mode, forward_hooks_on
-from relinear.hf.next_token_check import precision_of
+from relinear.hf.next_token_check import largest_epsilon
 from relinear.hf.vocabulary import max_positions
 
 
@@ -110,7 +110,7 @@ def check_causality(
     other = (inputs + shift) % vocabulary  # differs from the inputs everywhere
     length = inputs.shape[1]
     if tolerance is None:
-        tolerance = 8 * precision_of(model)
+        tolerance = 8 * largest_epsilon(model)
     with eval_mode(model):
         expected = _outputs(model, inputs)
         again = _outputs(model, inputs)

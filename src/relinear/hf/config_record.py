@@ -31,10 +31,10 @@ def make_record(model: nn.Module) -> dict[str, Any] | None:
 
 def refuse_quantized(model: Any) -> None:
     """Raise ValueError if another method has quantized ``model``: a config holds one ``quantization_config``."""
-    setting = getattr(getattr(model, "config", None), "quantization_config", None)
-    if setting is None:
+    quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+    if quantization is None:
         return
-    method = _method(setting)
+    method = _method(quantization)
     if method != METHOD and getattr(model, "is_quantized", True):
         raise ValueError(f"the model is quantized ({method}); dequantize it first: model.dequantize()")
 
@@ -44,15 +44,16 @@ def record_in_config(config: Any) -> dict[str, Any] | None:
     return parse_record(getattr(config, "quantization_config", None))
 
 
-def parse_record(setting: Any) -> dict[str, Any] | None:
+def parse_record(quantization: Any) -> dict[str, Any] | None:
     """Return a ``quantization_config``, an object or a mapping, as relinear's record; None if it is not one."""
-    if _method(setting) != METHOD:
+    if _method(quantization) != METHOD:
         return None
-    return dict(setting if isinstance(setting, Mapping) else vars(setting))
+    return dict(quantization if isinstance(quantization, Mapping) else vars(quantization))
 
 
-def _method(setting: Any) -> Any:
-    return setting.get("quant_method") if isinstance(setting, Mapping) else getattr(setting, "quant_method", None)
+def _method(quantization: Any) -> Any:
+    is_mapping = isinstance(quantization, Mapping)
+    return quantization.get("quant_method") if is_mapping else getattr(quantization, "quant_method", None)
 
 
 def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,8 +66,8 @@ def without_loader(values: Mapping[str, Any]) -> dict[str, Any]:
     return remaining | ({"auto_map": auto_map} if auto_map else {})
 
 
-def sync_record(model: nn.Module) -> None:
-    """Update ``model.config``, the model's hooks and the operators' names; call it after every surgery.
+def finish_surgery_(model: nn.Module) -> None:
+    """Update the record in ``model.config``, the loss hooks and the operators' names; call it after every surgery.
 
     The record is ``quantization_config``, through which transformers lets third parties rebuild layers. In a PEFT model
     the record and hooks go to the wrapped model. A changed record is written to a copy of the config, as other models

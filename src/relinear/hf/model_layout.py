@@ -30,7 +30,10 @@ def model_name(model: Any) -> str:
 
 
 def find_module(model: Any, name: str) -> nn.Module | None:
-    """Return the module ``name``, also if its base model prefix is missing or another in ``model``; else None."""
+    """Return the module ``name``; None if there is none.
+
+    Tries it also without its first part and with the prefix of ``model``.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     inner = name.partition(".")[2]
     for candidate in (name, inner, f"{prefix}.{name}", f"{prefix}.{inner}"):
@@ -113,7 +116,7 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def layer_finder(model: Any) -> Callable[[str], int | None]:
-    """Return a function from the name of a module, or of a part of it, to its decoder layer's index; None outside.
+    """Return a function from the name of a module or parameter to the index of its decoder layer; None outside.
 
     If a model has several stacks (encoder and decoder), or none that fits its config, every outermost module list is a
     stack of layers.

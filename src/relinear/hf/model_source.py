@@ -41,7 +41,7 @@ def locate_checkpoint(name: Any, *, presets: Iterable[str] = (), cache_dir: Any 
             raise NotADirectoryError(f"{name} is a file; give the directory that the model was saved to")
         return "directory"
     if is_path(name):
-        raise FileNotFoundError(missing_directory(name))
+        raise FileNotFoundError(missing_directory_message(name))
     if "/" in name or name in _WITHOUT_OWNER or is_cached(name, cache_dir):
         return "hub"
     suggestion, kind = (f"; {did_you_mean(name, known)}", "neither a preset nor a") if known else ("", "not a")
@@ -75,7 +75,7 @@ def is_cached(name: str, cache_dir: Any = None, file: str = "config.json") -> bo
         return False
 
 
-def missing_directory(name: str) -> str:
+def missing_directory_message(name: str) -> str:
     """Return the message for a missing path, with the nearest names in the last folder that exists."""
     path = Path(name).expanduser()
     folder = next((parent for parent in path.parents if exists(parent)), Path("."))

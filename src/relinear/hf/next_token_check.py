@@ -15,7 +15,7 @@ _REQUIREMENT = "needs a causal language model, one that AutoModelForCausalLM loa
 _TOKENS = 8
 
 
-def precision_of(model: nn.Module) -> float:
+def largest_epsilon(model: nn.Module) -> float:
     """Return the machine epsilon of the parameters of ``model``, the largest if dtypes differ: 2^-23 in float32."""
     return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
 
@@ -26,7 +26,7 @@ def rounding_bound(model: nn.Module, values: Tensor) -> float:
     This is the square root of the machine epsilon times the largest value: errors grow with depth, and the dtype of
     ``values`` may be wider than that of the layers.
     """
-    return float(precision_of(model) ** 0.5 * values.abs().max())
+    return float(largest_epsilon(model) ** 0.5 * values.abs().max())
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def check_predicts_next_token(model: Any, caller: str, *, needs_logits: bool = T
     ids = torch.zeros(1, length, dtype=torch.long, device=next(model.parameters()).device)
     ids[:, 1 : length // 2 : 2] = 1
     other = ids.clone()
-    other[:, length // 2 :] = 1
+    other[:, length // 2 :] = 1  # 0 1 0 1 0 0 0 0 and 0 1 0 1 1 1 1 1
     uncompiled = getattr(model, "_orig_mod", model)  # a compiled model would compile for this length
     with eval_mode(model):
         logits = _logits(uncompiled, ids)

@@ -34,8 +34,8 @@ def warn_adapters_omit(added: str, module_names: list[str]) -> None:
     )
 
 
-def train_new_parameters(model: nn.Module, old_ids: set[int]) -> None:
-    """Set ``requires_grad`` of every parameter of ``model`` whose id is not in ``old_ids``."""
+def unfreeze_new_parameters_(model: nn.Module, old_parameters: set[int]) -> None:
+    """Set ``requires_grad`` of every parameter of ``model`` whose id is not in ``old_parameters``."""
     for parameter in model.parameters():
-        if id(parameter) not in old_ids and parameter.is_floating_point():
+        if id(parameter) not in old_parameters and parameter.is_floating_point():
             parameter.requires_grad_(True)

@@ -13,7 +13,7 @@ from relinear.contract.linear_layers import linear_features
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import is_replaceable
 from relinear.hf.attachments import apply_attachment_
-from relinear.hf.config_record import sync_record
+from relinear.hf.config_record import finish_surgery_
 from relinear.hf.model_source import locate_checkpoint
 from relinear.models.heads import HeadBias
 from relinear.system.text import shorten
@@ -182,7 +182,7 @@ def from_preset(name: str, **overrides: Any) -> Any:
         raise _build_error(name, overrides, error) from error
     for attachment in _preset(name).attachments:
         apply_attachment_(model, attachment)
-        sync_record(model)
+        finish_surgery_(model)
     return model
 
 

@@ -20,9 +20,9 @@ from relinear.hf.config_record import (
     FORMAT_VERSION,
     LOADER,
     METHOD,
+    finish_surgery_,
     parse_record,
     record_in_config,
-    sync_record,
 )
 from relinear.hf.model_source import locate_checkpoint
 from relinear.surgery.card import CARD, is_own_card, write_card
@@ -188,7 +188,7 @@ def save_pretrained(
         # under the model's current names: the original format may split a matrix
         kwargs |= {"state_dict": packed_state(model, bits, moments), "save_original_format": False}
     with model_directory(directory) as temporary:
-        sync_record(model)
+        finish_surgery_(model)
         recorded = record_in_config(model.config)
         if tokenizer is not None:
             for name, token in _special_tokens(model.config, model, tokenizer).items():

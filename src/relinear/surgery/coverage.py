@@ -75,13 +75,13 @@ def dense_size(module: nn.Module) -> int:
     return in_features * out_features + (out_features if getattr(module, "bias", None) is not None else 0)
 
 
-def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, str]) -> Coverage:
+def coverage(model: nn.Module, before: Mapping[str, int], left: Mapping[str, str]) -> Coverage:
     """Return which linear layers of ``model`` operators replaced, and why others were not.
 
     Args:
         model: any module, also on the meta device.
         before: parameters of replaced layers by name; by default those of a dense layer.
-        reasons: why the selection left layers alone, by name; for other names, the reason is determined here.
+        left: why the selection left layers alone, by name; for other names, the reason is determined here.
     """
     outputs = heads(model)
     seen = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -100,12 +100,12 @@ def coverage(model: nn.Module, before: Mapping[str, int], reasons: Mapping[str, 
         if reason is None and matrices and not any(id(p) in fresh for p in matrices if p.ndim > 1):
             reason = _TIED
         if reason is None:
-            reason = OUTPUT_HEAD if id(module) in outputs else reasons.get(name) or _weight_reader_reason(model, name)
+            reason = OUTPUT_HEAD if id(module) in outputs else left.get(name) or _weight_reader_reason(model, name)
         names, counts = groups.setdefault((reason, type(module).__name__), ([], []))
         names.append(name)
         counts.append(sum(fresh.values()))
-    rest = (Unreplaced(reason, kind, tuple(names), sum(counts)) for (reason, kind), (names, counts) in groups.items())
-    return Coverage(layers, parameters, tuple(sorted(rest, key=lambda entry: -entry.parameters)))
+    entries = (Unreplaced(*group, tuple(names), sum(counts)) for group, (names, counts) in groups.items())
+    return Coverage(layers, parameters, tuple(sorted(entries, key=lambda entry: -entry.parameters)))
 
 
 def _weight_reader_reason(model: nn.Module, name: str) -> str:

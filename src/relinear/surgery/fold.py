@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from relinear.contract.folding import to_stock_layer
 from relinear.contract.input_checks import check_model
 from relinear.contract.operator import NotLinearError, named_operators
-from relinear.hf.config_record import sync_record
+from relinear.hf.config_record import finish_surgery_
 from relinear.hf.modes import eval_mode
 from relinear.surgery.select import is_adapted
 from relinear.surgery.separate_experts import fuse_experts_
@@ -80,7 +80,7 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
         operator = operators[name]
         swap_layer(model, [alias for alias, module in aliases if module is operator], operator, linear)
     fuse_experts_(model)
-    sync_record(model)
+    finish_surgery_(model)
     after = _logits(model, inputs)
     difference = None if before is None or after is None else float((before - after).abs().max())
     report = FoldReport(tuple(plain), unfolded, difference)

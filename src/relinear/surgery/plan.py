@@ -1,4 +1,7 @@
-"""Replace linear layers in two phases: ``plan`` resolves names and checks everything, ``replace_`` applies the plan."""
+"""Replace linear layers in two phases: ``plan`` resolves and checks and returns a ``Plan``; ``Plan.apply_`` replaces.
+
+``replace_`` does both.
+"""
 
 import dataclasses
 import warnings
@@ -17,11 +20,11 @@ from relinear.contract.messages import quoted
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.attachments import apply_attachment_
-from relinear.hf.config_record import refuse_quantized, sync_record
-from relinear.hf.peft_models import train_new_parameters, unwrapped, warn_adapters_omit
+from relinear.hf.config_record import finish_surgery_, refuse_quantized
+from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
-from relinear.surgery.select import Target, is_tied, reader_of_weight, select_targets
+from relinear.surgery.select import Target, parameter_tied_to, reader_of_weight, select_targets
 from relinear.surgery.summary import Summary, module_flops, module_parameters, summary
 from relinear.surgery.tied import check_can_embed, swap_layer, tied_head
 
@@ -81,10 +84,10 @@ class Plan:
         for replacement, operator in zip(self.replacements, operators, strict=True):
             target = replacement.target
             swap_layer(self.model, (target.name, *target.aliases), target.module, operator)
-        sync_record(self.model)
+        finish_surgery_(self.model)
         if unwrapped(self.model) is not self.model and operators:
             if self.init == "fresh":
-                train_new_parameters(self.model, old_parameters)
+                unfreeze_new_parameters_(self.model, old_parameters)
             warn_adapters_omit(f"{len(operators)} operators", [r.name for r in self.replacements])
         for note in self.notes:
             warnings.warn(note, UserWarning, stacklevel=3)
@@ -136,17 +139,47 @@ def plan(
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {quoted(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
     refuse_quantized(model)
-    targets, skipped = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    targets, left = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements = []
     for target in targets:
         config = configs[target.pattern]
         if config is None:
-            skipped[target.name] = "mapped to None"
+            left[target.name] = "mapped to None"
         else:
             shape = linear_features(target.module)
             _check_target(model, target, config, shape, init)
             replacements.append(Replacement(target, config, *shape))
-    return Plan(model, tuple(replacements), init, skipped, tuple(_notes(model, replacements, init)))
+    return Plan(model, tuple(replacements), init, left, tuple(_notes(model, replacements, init)))
+
+
+def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shape: tuple[int, int], init: Init) -> None:
+    """Raise ValueError if an operator of ``config`` cannot replace ``target``."""
+    if not target.name:
+        raise ValueError(f"the model itself is a linear layer; call {type(config).__name__}().convert(linear, {init=})")
+    head = tied_head(model, target.module)
+    names = [target.name, *(name for name, module in model.named_modules() if module is head)]
+    reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)
+    if reader is not None:
+        raise ValueError(f"{target.name} cannot be replaced: {reader} reads its weight. Leave it out with exclude=")
+    shared = parameter_tied_to(model, target.module, head)
+    if shared is not None:
+        raise ValueError(
+            f"{target.name} shares its weight with {shared}. Build the model with tie_word_embeddings=False, or leave "
+            "it out with exclude="
+        )
+    for name, parameter in target.module.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{target.name}.{name} is {parameter.dtype}; only floating-point layers can be replaced")
+    if init == "from_weight" and not config.fits_weight:
+        raise ValueError(f"{target.name}: {config.kind} cannot be fitted to a weight in closed form; {config.fit_hint}")
+    if init == "from_weight":
+        check_finite(target.module, target.name)
+    try:
+        config.check_shape(*shape)
+    except ValueError as error:
+        raise ValueError(f"{target.name}: {error}") from error
+    check_can_embed(config, target.module, target.name)
+    check_conditioned(model, target.name, config)
 
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
@@ -242,34 +275,4 @@ def attach_(model: nn.Module, attachment: AttachmentConfig | str) -> None:
     attachment = AttachmentConfig.read(attachment)
     refuse_quantized(model)
     apply_attachment_(model, attachment)
-    sync_record(model)
-
-
-def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shape: tuple[int, int], init: Init) -> None:
-    """Raise ValueError if an operator of ``config`` cannot replace ``target``."""
-    if not target.name:
-        raise ValueError(f"the model itself is a linear layer; call {type(config).__name__}().convert(linear, {init=})")
-    head = tied_head(model, target.module)
-    names = [target.name, *(name for name, module in model.named_modules() if module is head)]
-    reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)
-    if reader is not None:
-        raise ValueError(f"{target.name} cannot be replaced: {reader} reads its weight. Leave it out with exclude=")
-    shared = is_tied(model, target.module, head)
-    if shared is not None:
-        raise ValueError(
-            f"{target.name} shares its weight with {shared}. Build the model with tie_word_embeddings=False, or leave "
-            "it out with exclude="
-        )
-    for name, parameter in target.module.named_parameters():
-        if not parameter.is_floating_point():
-            raise ValueError(f"{target.name}.{name} is {parameter.dtype}; only floating-point layers can be replaced")
-    if init == "from_weight" and not config.fits_weight:
-        raise ValueError(f"{target.name}: {config.kind} cannot be fitted to a weight in closed form; {config.fit_hint}")
-    if init == "from_weight":
-        check_finite(target.module, target.name)
-    try:
-        config.check_shape(*shape)
-    except ValueError as error:
-        raise ValueError(f"{target.name}: {error}") from error
-    check_can_embed(config, target.module, target.name)
-    check_conditioned(model, target.name, config)
+    finish_surgery_(model)

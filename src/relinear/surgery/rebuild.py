@@ -21,7 +21,7 @@ from relinear.contract.linear_layers import is_embedding
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.operator import OperatorConfig, is_replaceable, named_operators
 from relinear.hf.attachments import apply_attachment_, attachments
-from relinear.hf.config_record import FORMAT_VERSION, METHOD, sync_record
+from relinear.hf.config_record import FORMAT_VERSION, METHOD, finish_surgery_
 from relinear.hf.model_layout import find_module
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.packed import GROUP, SUFFIX, Unpack, packed_shape
@@ -140,7 +140,7 @@ class RelinearQuantizer(HfQuantizer):
         # the model must be an ordinary one that can be cast and trained; save_pretrained then writes the record
         self.remove_quantization_config(model)
         model.config._is_quantized = False
-        sync_record(model)
+        finish_surgery_(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -202,7 +202,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
         if source is not None and getattr(source, "config", None) != config:
             aliases = [alias for alias, module in modules if module is source]
             swap_layer(model, aliases, source, config.convert(source))
-    sync_record(model)
+    finish_surgery_(model)
 
 
 def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, _T]) -> dict[str, _T]:

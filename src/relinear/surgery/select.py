@@ -55,7 +55,7 @@ def is_added_by_peft(module: Any, child: str) -> bool:
     return copies or (child != BASE_LAYER and is_adapted(module))
 
 
-def _named_aliases(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
+def _modules_with_names(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
     """Return every module outside of operators, attachments and PEFT's adapters, with all its names."""
     modules: dict[int, tuple[nn.Module, list[str]]] = {}
 
@@ -94,8 +94,8 @@ def reader_of_weight(model: nn.Module, name: str) -> str | None:
     return class_name if _READ_BY_PARENT.fullmatch(f"{class_name}.{child}") else None
 
 
-def is_tied(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
-    """Return the name of a parameter outside of ``module`` and ``head`` that is tied to ``module``'s, or None."""
+def parameter_tied_to(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
+    """Return the name of a parameter outside of ``module`` and ``head`` tied to ``module``'s; None if there is none."""
     parameters = {id(p) for p in module.parameters()}
     own_modules = {id(m) for m in module.modules()}
     for name, other in model.named_modules():
@@ -164,22 +164,22 @@ def select_targets(
             remains.
     """
     check_patterns(mapping)
-    targets = _named_aliases(model)
+    named = _modules_with_names(model)
     outputs = heads(model)
     excluded = [] if exclude is None else listed(exclude, "exclude= takes a pattern or a list of patterns")
     all_names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in excluded:
         if not any(matches(pattern, name) for name in all_names):
-            raise ValueError(f"exclude= {_no_match(pattern, targets.values())}")
+            raise ValueError(f"exclude= {_no_match(pattern, named.values())}")
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function of (module, name), got {quoted(filter_fn)}")
-    wanted_layers = _check_layers(model, layers, (name for _, names in targets.values() for name in names))
+    wanted_layers = _check_layers(model, layers, (name for _, names in named.values() for name in names))
     find = layer_finder(model)
     used: set[str] = set()
     chosen: list[Target] = []
-    skipped: dict[str, str] = {}
+    left: dict[str, str] = {}
     table = _embedding(model)
-    for module, names in targets.values():
+    for module, names in named.values():
         if not is_replaceable(module) and module is not table:
             continue
         all_aliases = [alias for name in names for alias in dict.fromkeys((name, stock_name(name)))]
@@ -193,20 +193,20 @@ def select_targets(
         used.update(hits)
         if not hits:
             if module is not table:
-                skipped[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
+                left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
         elif any(matches(p, name) for p in excluded for whole in all_aliases for name in _with_owners(whole)):
-            skipped[names[0]] = "exclude="
+            left[names[0]] = "exclude="
         elif wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n):
-            skipped[names[0]] = "layers="
+            left[names[0]] = "layers="
         elif filter_fn is not None and not filter_fn(module, names[0]):
-            skipped[names[0]] = "filter_fn="
+            left[names[0]] = "filter_fn="
         elif hits[0] == ALL_LINEAR and names[0] and (reader := reader_of_weight(model, names[0])):
-            skipped[names[0]] = f"{READ_ELSEWHERE} ({reader})"
+            left[names[0]] = f"{READ_ELSEWHERE} ({reader})"
         else:
             chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
     for pattern in mapping:
         if pattern not in used:
-            raise _no_match(pattern, targets.values())
+            raise _no_match(pattern, named.values())
     if not chosen:
         raise ValueError("every matching module was left out by layers=, exclude= or filter_fn=: nothing to replace")
-    return chosen, skipped
+    return chosen, left

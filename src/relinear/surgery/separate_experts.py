@@ -13,7 +13,7 @@ from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import register
 from relinear.contract.linear_layers import linear_of
 from relinear.hf.attachments import remove_setting_
-from relinear.hf.config_record import sync_record
+from relinear.hf.config_record import finish_surgery_
 from relinear.hf.replacing import swap_module
 from relinear.surgery.plan import attach_
 
@@ -105,7 +105,7 @@ def fuse_experts_(model: nn.Module) -> None:
         for name, module in modules:
             swap_module(model, [name], module, module.fuse())
         remove_setting_(model, SeparateExperts())
-        sync_record(model)
+        finish_surgery_(model)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from relinear.contract.linear_layers import embeds, linear_features, linear_of
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
-from relinear.hf.config_record import sync_record
+from relinear.hf.config_record import finish_surgery_
 from relinear.hf.model_layout import output_head
 from relinear.hf.peft_models import unwrapped
 from relinear.hf.replacing import swap_module
@@ -97,7 +97,7 @@ def untie_config_(model: Any) -> None:
         names, operator = [n for n, m in model.named_modules() if m is head], head.table
         operator.num_embeddings, operator.bias = None, head.bias
         swap_module(model, names, head, operator)
-        sync_record(model)
+        finish_surgery_(model)
     elif head is None or not isinstance(model.get_input_embeddings(), Operator):
         return
     if getattr(model.config, "tie_word_embeddings", False):

@@ -24,7 +24,7 @@ from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses, operat
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.objective import GuidedTraining
 from relinear.evaluate.losses import token_losses
-from relinear.hf.config_record import sync_record
+from relinear.hf.config_record import finish_surgery_
 from relinear.hf.modes import eval_mode
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
@@ -445,7 +445,7 @@ def save_model(model: Any, directory: Path) -> None:
     """Save a Hugging Face model by ``save_pretrained``, any other module as a safetensors file of its weights."""
     directory.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "save_pretrained"):
-        sync_record(model)
+        finish_surgery_(model)
         model.save_pretrained(directory)
     else:
         from safetensors.torch import save_model as save
