@@ -519,7 +519,7 @@ class Nameless(OperatorConfig):
 
 @pytest.mark.parametrize("given", ["x", None, LOW, int, nn.Linear], ids=brief)
 def test_what_cannot_be_registered(given):
-    refused(lambda: relinear.register(given), "register takes a class of settings", quoted(given))
+    refused(lambda: relinear.register(given), "register takes a subclass of OperatorConfig", quoted(given))
     refused(lambda: relinear.register(Nameless), "Nameless", "kind")
 
 

@@ -86,7 +86,7 @@ def test_an_operator_of_0_2_finds_what_it_imports() -> None:
     from relinear.core.moments import Moments, descend_
 
     assert Moments is relinear.contract.calibration_statistics.CalibrationStatistics
-    assert descend_ is relinear.contract.calibration_statistics.descend_
+    assert descend_ is relinear.contract.calibration_statistics.fit_by_lbfgs_
     from relinear.core.latents import LatentOperator, Replace, observe
 
     assert Replace is relinear.activations.Patch

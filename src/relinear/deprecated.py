@@ -67,6 +67,9 @@ _INTERVENTIONS |= {"Edit": "Intervention", "Replace": "Patch"}
 #: (module now, name of 0.2) -> its name now, after "module:" if that is in another one
 _RENAMED = {
     ("relinear.contract.calibration_statistics", "Moments"): "CalibrationStatistics",
+    ("relinear.contract.calibration_statistics", "descend_"): "fit_by_lbfgs_",
+    ("relinear.activations.shared_context", "check_conditioned"): "check_context_serves",
+    ("relinear.activations.shared_context", "check_carries_context"): "decoder_for_context",
     ("relinear.contract.auxiliary_mixin", "TokenTerms"): "AuxiliaryLossMixin",
     ("relinear.activations.latent_recording", "Moments"): "LatentDistribution",
     ("relinear.activations.latent_recording", "moments"): "aggregated_posterior",
@@ -117,8 +120,8 @@ def find_moved_modules() -> None:
         sys.meta_path.append(_MovedModules())  # type: ignore[arg-type]
 
 
-class RenamedHook:
-    """Keep an old name working for one version, with a warning."""
+class RenamedAttribute:
+    """Keep an old name of a method or attribute working for one version, with a warning."""
 
     def __init__(self, new: str) -> None:
         self.new = new
@@ -129,16 +132,16 @@ class RenamedHook:
     def __get__(self, instance: Any, owner: type) -> Any:
         _warn_renamed(owner, self.old, self.new, 3)
         # an override under the old name takes precedence, unless it is the one that calls super()
-        overrides = [cls for cls in owner.__mro__ if not isinstance(vars(cls).get(self.old, self), RenamedHook)]
+        overrides = [cls for cls in owner.__mro__ if not isinstance(vars(cls).get(self.old, self), RenamedAttribute)]
         source: Any = owner if instance is None else instance
         return getattr(super(overrides[-1], source) if overrides else source, self.new)
 
 
-def adopt_renamed_hooks(cls: type) -> None:
-    """Rename hooks that the new class ``cls`` defines under an old name to the new one, and warn."""
+def adopt_renamed_attributes(cls: type) -> None:
+    """Rename what the new class ``cls`` defines under an old name to the new one, and warn."""
     for base in cls.__mro__[1:]:
         for old, hook in vars(base).items():
-            if isinstance(hook, RenamedHook) and old in vars(cls):
+            if isinstance(hook, RenamedAttribute) and old in vars(cls):
                 _warn_renamed(cls, old, hook.new, 4)
                 setattr(cls, hook.new, vars(cls)[old])
 

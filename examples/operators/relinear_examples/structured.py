@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from relinear import LowRank, Operator, OperatorConfig
-from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
+from relinear.contract.calibration_statistics import CalibrationStatistics, fit_by_lbfgs_
 from relinear.contract.linear_layers import linear_of
 
 __all__ = [
@@ -139,7 +139,7 @@ class StructuredLinear(Operator):
             for name, value in self.begin(weight, statistics).items():
                 self.get_parameter(name).copy_(value)
             self.copy_bias_(linear)
-        descend_(self, weight, statistics, steps)
+        fit_by_lbfgs_(self, weight, statistics, steps)
         return self
 
     def param_roles(self):

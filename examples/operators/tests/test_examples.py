@@ -17,7 +17,7 @@ from relinear_examples.toeplitz import Toeplitz
 from torch import Tensor, nn
 
 from relinear import LowRank
-from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
+from relinear.contract.calibration_statistics import CalibrationStatistics, fit_by_lbfgs_
 from relinear.contract.linear_layers import linear_of
 from relinear.testing import Case, OperatorConformance
 
@@ -282,5 +282,5 @@ def test_btt_is_exact_where_moments_say_nothing_between_sub_blocks() -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         other = BTT(rank=2).build(32, 48, bias=False, dtype=torch.float64)
-        descend_(other, weight, statistics, 300)
+        fit_by_lbfgs_(other, weight, statistics, 300)
         assert statistics.error(weight - other.to_dense().detach()).item() > closed * (1 - 1e-4)

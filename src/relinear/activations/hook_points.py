@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.deprecated import RenamedHook, adopt_renamed_hooks
+from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
 
 if TYPE_CHECKING:
     from relinear.activations.interventions import Intervention
@@ -55,7 +55,7 @@ Observer = Callable[[Latent], None]
 
 
 class ActivationHook:
-    """Apply interventions to an activation and show it to observers."""
+    """Apply interventions to an activation and show it to observers, as a ``Latent`` even if it is a gate or output."""
 
     def __init__(self) -> None:
         self.interventions: list[Intervention] = []
@@ -65,7 +65,7 @@ class ActivationHook:
         """Return the value after all interventions, applied in order, and show it to the observers."""
         for intervention in self.interventions:
             latent = latent._replace(z=intervention.apply(latent))
-        # gradient checkpointing's recomputation is not a new observation
+        # gradient checkpointing's recomputation is not a new observation (-1: no backward pass is running)
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             for observer in self.observers:
                 observer(latent)
@@ -75,21 +75,23 @@ class ActivationHook:
 class HasHookPoints:
     """Give a module, such as a gate, hook points: its ``forward`` passes each value through ``_hooked``.
 
-    It must be the first base class. If ``_is_intervened`` is False, hooks only read: ``forward`` passes the values to
-    them and may still use its fused kernel.
+    It must stand before ``Operator`` or ``nn.Module`` among the bases. Names with an underscore are for subclasses. If
+    ``_is_intervened`` is False, hooks only read: ``forward`` passes the values to them and may still use its fused
+    kernel.
     """
 
     #: kind of the values, in one word
     hook_kind: str = "gate"
     _activation_hooks: Mapping[str, ActivationHook] | None = None
-    tap_kind = RenamedHook("hook_kind")
-    tap_sizes = RenamedHook("hook_sizes")
-    _taps = RenamedHook("_activation_hooks")
-    _tapped = RenamedHook("_hooked")
+    # earlier names, which work for one more version
+    tap_kind = RenamedAttribute("hook_kind")
+    tap_sizes = RenamedAttribute("hook_sizes")
+    _taps = RenamedAttribute("_activation_hooks")
+    _tapped = RenamedAttribute("_hooked")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        adopt_renamed_hooks(cls)
+        adopt_renamed_attributes(cls)
 
     def hook_sizes(self) -> dict[str, int]:
         """Return name -> R for every value. Names have no dots; "" is the latent of a ``LatentOperator``."""
@@ -114,7 +116,8 @@ class LatentOperator(HasHookPoints, Operator):
     """Base of operators with a latent: their ``forward`` passes it through ``_latent_hook``, if set, and decodes it."""
 
     hook_kind = LATENT
-    _latent_tap = RenamedHook("_latent_hook")
+    # an earlier name, which works for one more version
+    _latent_tap = RenamedAttribute("_latent_hook")
 
     @property
     def latent_size(self) -> int:
@@ -201,9 +204,9 @@ def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoi
 
 @contextlib.contextmanager
 def with_hooks(
-    points: Mapping[str, HookPoint], interventions=(), observers=(), value=None, intervened_model: Any = None
+    points: Mapping[str, HookPoint], interventions=(), observers=(), yielded=None, intervened_model: Any = None
 ) -> Iterator[Any]:
-    """Add interventions and observers, by name of hook point, within the block; the ``with`` statement gives ``value``.
+    """Add interventions and observers, by name of hook point, within the block; ``with`` yields ``yielded``.
 
     Raises ValueError if ``intervened_model`` trains with gradient checkpointing.
     """
@@ -223,7 +226,7 @@ def with_hooks(
         added.append((point, previous))
         point.set_hook(hook)
     try:
-        yield value
+        yield yielded
     finally:
         for point, previous in added:
             point.set_hook(previous)

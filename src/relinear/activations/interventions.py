@@ -40,7 +40,7 @@ class _DimensionIntervention(Intervention):
         if dims is not None:
             wrong = [d for d in dims if not isinstance(d, int) or not -size <= d < size]
             if wrong or not dims:
-                raise ValueError(f"{name}: dims={tuple(dims)} must be indices into a latent of size {size}")
+                raise ValueError(f"{name}: dims={tuple(dims)} must be indices into its {size} dimensions")
         width = size if dims is None else len(dims)
         for field, value in self.values().items():
             shape = () if value is None else torch.as_tensor(value).shape
@@ -186,7 +186,8 @@ def _broadcastable(value: Values, z: Tensor) -> Tensor:
     value = _like(value, z)
     extra = value.ndim > z.ndim
     if extra or any(v not in (1, s) for v, s in zip(reversed(value.shape), reversed(z.shape))):
-        raise ValueError(f"values of shape {tuple(value.shape)} do not broadcast to a latent of shape {tuple(z.shape)}")
+        shapes = f"{tuple(value.shape)} do not broadcast to an activation of shape {tuple(z.shape)}"
+        raise ValueError(f"values of shape {shapes}")
     return value
 
 

@@ -60,7 +60,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
         model: a model with operators that have a latent (``HDPL``).
 
     Returns:
-        A context manager that yields ``z``; ``z[name]`` has z, mu and sigma (..., R) of the operator ``name``.
+        A context manager that yields a mapping: ``recorded[name]`` has z, mu and sigma (..., R) of operator ``name``.
 
     Raises:
         ValueError: at the call, if no operator of ``model`` has a latent.
@@ -68,13 +68,13 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
-        >>> with relinear.activations.latents(model) as z:
+        >>> with relinear.activations.latents(model) as recorded:
         ...     _ = model(ids)
-        >>> z["model.layers.0.self_attn.q_proj"].mu.shape
+        >>> recorded["model.layers.0.self_attn.q_proj"].mu.shape
         torch.Size([1, 8, 4])
     """
     record, points = Latents(), _latent_points(model)
-    return with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, value=record)
+    return with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, yielded=record)
 
 
 def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
@@ -129,9 +129,9 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     Examples:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=4)})
-        >>> with relinear.activations.latents(model) as z:
+        >>> with relinear.activations.latents(model) as recorded:
         ...     _ = model(ids)
-        >>> relinear.activations.moment_alignment(z, z)
+        >>> relinear.activations.moment_alignment(recorded, recorded)
         tensor(0., grad_fn=...)
     """
     first, second = _recorded(a), _recorded(b)

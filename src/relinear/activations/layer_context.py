@@ -35,7 +35,7 @@ def deref(reference: Any) -> Any:
     return reference() if isinstance(reference, weakref.ref) else reference
 
 
-def check_reaches_layers(model: nn.Module) -> None:
+def check_passes_to_layers(model: nn.Module) -> None:
     """Raise ValueError, saying why, if a value cannot be passed to every layer of ``model``; changes nothing."""
     for index, layer in enumerate(decoder_layers(model)):
         attention_of(index, layer)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from relinear.activations.layer_context import check_reaches_layers, deref, install_layer_context, weak_ref
+from relinear.activations.layer_context import check_passes_to_layers, deref, install_layer_context, weak_ref
 from relinear.contract.operator import Operator
 from relinear.hf.model_layout import decoder, decoder_layers, takes_keywords
 from relinear.hf.peft_models import unwrapped
@@ -25,8 +25,8 @@ _KEY = "relinear_context"
 class _Carrier(threading.local):
     """Hold, per thread, the context of the innermost ``context`` block and a weak reference to the running layer's."""
 
-    manual: Tensor | None = None
-    layer: Any = None
+    block_context: Tensor | None = None
+    running_context: Any = None
 
 
 _carrier = _Carrier()
@@ -60,12 +60,12 @@ class context:
         self._saved: list[tuple[Tensor | None, Any]] = []
 
     def __enter__(self) -> Tensor:
-        self._saved.append((_carrier.manual, _carrier.layer))
-        _carrier.manual, _carrier.layer = self._value, None
+        self._saved.append((_carrier.block_context, _carrier.running_context))
+        _carrier.block_context, _carrier.running_context = self._value, None
         return self._value
 
     def __exit__(self, *exception: object) -> None:
-        _carrier.manual, _carrier.layer = self._saved.pop()
+        _carrier.block_context, _carrier.running_context = self._saved.pop()
 
 
 def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
@@ -82,9 +82,9 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     Raises:
         ValueError: if there is no context, its width differs, or its tokens are not those of ``x``.
     """
-    value = deref(_carrier.layer)
+    value = deref(_carrier.running_context)
     if value is None:
-        value = _carrier.manual
+        value = _carrier.block_context
     if value is None:
         raise ValueError(
             f"{kind} needs a context and there is none: call relinear.attach_(model, "
@@ -105,7 +105,7 @@ def current_context(x: Tensor | None, context_dim: int, kind: str) -> Tensor:
     return value
 
 
-def check_conditioned(model: nn.Module, name: str, config: Any) -> None:
+def check_context_serves(model: nn.Module, name: str, config: Any) -> None:
     """Raise ValueError if the context owner of ``model`` cannot serve an operator of ``config`` at ``name``."""
     owner = context_owner(model)
     if owner is None or not config.conditioned:
@@ -146,7 +146,7 @@ def context_owner(model: Any) -> Any:
     return next((m._modules[OWNER_NAME] for m in model.modules() if OWNER_NAME in m._modules), None)
 
 
-def check_carries_context(model: Any) -> nn.Module:
+def decoder_for_context(model: Any) -> nn.Module:
     """Return the decoder of ``model``, on which an owner can be installed; changes nothing.
 
     Raises:
@@ -169,7 +169,7 @@ def check_carries_context(model: Any) -> nn.Module:
     if context_owner(model) is not None:
         raise ValueError(f"{name} has a context manager already; a model has one, shared by all conditioned layers")
     base = decoder(model)
-    check_reaches_layers(model)
+    check_passes_to_layers(model)
     if not hasattr(base, "get_input_embeddings"):
         raise ValueError(f"{type(base).__name__}, which runs the layers of {name}, has no get_input_embeddings")
     if not takes_keywords(base):
@@ -197,7 +197,7 @@ class ContextOwner(nn.Module):
         raise TypeError(f"{type(self).__name__} does not implement contexts")
 
     def install(self, base: nn.Module) -> None:
-        """Register this module and its hooks on ``base``, which ``check_carries_context`` returned."""
+        """Register this module and its hooks on ``base``, which ``decoder_for_context`` returned."""
         base.add_module(OWNER_NAME, self)
         install_layer_context(base, _KEY, self._context, _enter_layer)
 
@@ -209,4 +209,4 @@ class ContextOwner(nn.Module):
 
 
 def _enter_layer(index: int, value: Tensor | None) -> None:
-    _carrier.layer = None if value is None else weak_ref(value)
+    _carrier.running_context = None if value is None else weak_ref(value)

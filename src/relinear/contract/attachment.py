@@ -1,4 +1,4 @@
-"""Attachments: parts that belong to a model as a whole, such as context managers and residual methods.
+"""Attachments: parts of a model as a whole, such as ``ContextManager`` (it computes the context) and residual methods.
 
 An attachment's config changes a model in place. Checkpoints record the configs in order, and loading applies them again
 before the weights are loaded.
@@ -14,7 +14,7 @@ from relinear.contract.config import Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttachmentConfig(Config):
-    """Hold the settings of a model-level part; base class of context managers, residual methods and others.
+    """Hold the settings of a model-level part; base class of ``ContextManager``, residual methods and others.
 
     ``relinear.attach_`` adds the part to a model. Subclasses override ``check`` and ``attach``.
 

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.deprecated import RenamedHook
+from relinear.deprecated import RenamedAttribute
 
 
 class AuxiliaryLossMixin(nn.Module):
     """Record auxiliary losses and metrics per token; ``auxiliary_losses.loss_mask`` says which tokens are averaged."""
+
+    # earlier names, which work for one more version
+    note = RenamedAttribute("record_auxiliary")
+    over_tokens = RenamedAttribute("reduce_over_tokens")
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +75,6 @@ class AuxiliaryLossMixin(nn.Module):
             for name, value in values.items()
         }
 
-    note = RenamedHook("record_auxiliary")
-    over_tokens = RenamedHook("reduce_over_tokens")
-
     def record_auxiliary(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Record losses and metrics of this training forward, one value per token or scalars.
 
@@ -81,6 +82,7 @@ class AuxiliaryLossMixin(nn.Module):
         recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
         """
         # the model's forward clears the losses first, so if there are any, this runs within its backward pass
+        # (-1: no backward pass is running)
         recomputing = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if not recomputing:
             # nn.Module.__setattr__ would look for parameters
@@ -99,7 +101,7 @@ class AuxiliaryLossMixin(nn.Module):
             part._metrics = part._reduced(part._metrics, mask)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tensors with a graph can be neither copied nor pickled.
+        # deepcopy refuses tensors with a graph
         return super().__getstate__() | {"_aux_losses": {}, "_metrics": {}}
 
 

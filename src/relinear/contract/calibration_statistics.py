@@ -66,10 +66,10 @@ class CalibrationStatistics:
         return (self.weighted(difference) * difference).sum()
 
 
-def descend_(operator: Any, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
+def fit_by_lbfgs_(operator: Any, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
     """Fit ``operator``'s dense matrix to ``weight`` (O, I) by L-BFGS, in the precision of ``statistics``.
 
-    The parameters change only if the error falls.
+    The parameters stay if the error rises or is NaN.
     """
     high_precision = deepcopy(operator).to(statistics.inputs.dtype).train()
     bias = high_precision.bias

@@ -1,7 +1,8 @@
 """Frozen configs that are serialised by kind, with one registry for each family: operators, attachments, objectives.
 
 Only plain JSON values, tuples and nested configs are allowed as fields, so that a config can be written into a
-checkpoint's ``config.json`` and read back without running any code.
+checkpoint's ``config.json`` and read back without running any code. ``contract.settings`` is for the other kind of
+settings: what a user writes for a command.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ def register(cls: C) -> C:
         Mine(size=4)
     """
     if not (isinstance(cls, type) and issubclass(cls, Config)):
-        raise ValueError(f"register takes a class of settings (of an OperatorConfig, say), got {quoted(cls)}")
+        expected = "a subclass of OperatorConfig, AttachmentConfig or ObjectiveConfig"
+        raise ValueError(f"register takes {expected}, got {quoted(cls)}")
     for name in ("family", "kind"):
         if not isinstance(getattr(cls, name, None), str):
-            raise ValueError(f"register: {cls.__name__} has no {name}; it takes one as a class variable, a text")
+            raise ValueError(f"register: {cls.__name__} needs a class variable {name}, a string")
     if "__dataclass_fields__" not in vars(cls):
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     registry = _REGISTRY.setdefault(cls.family, {})
@@ -152,7 +154,8 @@ class Config:
         decoded = {key: _decode(value) for key, value in values.items()}
         first_version = {f.name for f in fields} - target.legacy_defaults.keys()
         settings = (dict(target.legacy_defaults) if first_version <= decoded.keys() else {}) | decoded
-        missing = [f.name for f in fields if f.name not in settings and f.default is f.default_factory]  # both MISSING
+        required = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+        missing = [name for name in required if name not in settings]
         if missing:
             raise ValueError(f"{kind}: the setting {' and '.join(missing)} is missing")
         return target(**settings)
@@ -206,6 +209,7 @@ def _decode(value: Any) -> Any:
         if not isinstance(family, str) or family not in _REGISTRY:
             raise ValueError(f"unknown config family {quoted(family)}; {did_you_mean(str(family), _REGISTRY)}")
         config_class = next(iter(_REGISTRY[family].values()))
+        # the family's base class, whose ``from_dict`` reads every kind of it
         base: Any = next(c for c in reversed(config_class.__mro__) if getattr(c, "family", None) == family)
         return base.from_dict(value)
     if isinstance(value, list):

@@ -11,10 +11,13 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from relinear.contract.input_checks import check_model
+
 Model = TypeVar("Model", bound=nn.Module)
 #: attribute of modules with activation hooks (``relinear.activations.hook_points``)
 ACTIVATION_HOOKS = "_activation_hooks"
-#: a decoder layer's class as "module.Class" -> function that returns a layer's fused forward, or None if unsupported
+#: a decoder layer's class as "module.Class" -> function that returns a layer's fused forward, or None if unsupported;
+#: ``operators.fused_decoder`` fills it
 FUSED_FORWARDS: dict[str, Callable[[nn.Module], Callable[..., Any] | None]] = {}
 
 
@@ -113,11 +116,11 @@ class CachingModule(nn.Module):
     parameter_cache: ParameterCache | None = None
     _comparing_cache: ComparingCache | None = None
 
-    def cache_parameters(self, cache: bool) -> None:
+    def set_caching(self, on: bool) -> None:
         """Start caching with an empty cache, if that ``is_usable``, or stop caching."""
         new_cache = ParameterCache(self)
         new_cache.rounds_inputs = self.parameter_cache is not None and self.parameter_cache.rounds_inputs
-        self.parameter_cache = new_cache if cache and new_cache.is_usable() else None
+        self.parameter_cache = new_cache if on and new_cache.is_usable() else None
         self._comparing_cache = None
         if self.parameter_cache is not None:
             self.build_kernels()
@@ -137,17 +140,17 @@ class CachingModule(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self.cache_parameters(self.parameter_cache is not None and not mode)
+        self.set_caching(self.parameter_cache is not None and not mode)
         return self
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self.cache_parameters(self.parameter_cache is not None)
+        self.set_caching(self.parameter_cache is not None)
         return self
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.cache_parameters(self.parameter_cache is not None)
+        self.set_caching(self.parameter_cache is not None)
 
     def _replicate_for_data_parallel(self):
         replica = super()._replicate_for_data_parallel()  # shares all attributes, on another device
@@ -192,19 +195,18 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
         >>> model.training
         False
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"for_inference_ expects a module, got {type(model).__name__}")
+    check_model(model, "for_inference_")
     if mode:
         model.eval()
     for module in _caching_modules(model):
-        module.cache_parameters(mode)
+        module.set_caching(mode)
         if module.parameter_cache is not None:
             module.parameter_cache.rounds_inputs = True
     for layer in model.modules() if mode else ():
         fuse = FUSED_FORWARDS.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
         forward = None if fuse is None else fuse(layer)
         if forward is not None:
-            layer.forward = forward
+            layer.forward = forward  # stays in place: without caches it calls the class's forward
     return model
 
 
@@ -213,12 +215,12 @@ def caching_for_inference(model: nn.Module) -> Iterator[None]:
     """Cache as ``for_inference_`` does within the block; leave modes and existing caches alone."""
     fresh = [module for module in _caching_modules(model) if module.parameter_cache is None]
     for module in fresh:
-        module.cache_parameters(True)
+        module.set_caching(True)
     try:
         yield
     finally:
         for module in fresh:
-            module.cache_parameters(False)
+            module.set_caching(False)
 
 
 def _caching_modules(model: nn.Module) -> list[CachingModule]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.contract.auxiliary_mixin import AuxiliaryLossMixin
-from relinear.contract.calibration_statistics import CalibrationStatistics, descend_
+from relinear.contract.calibration_statistics import CalibrationStatistics, fit_by_lbfgs_
 from relinear.contract.config import Config, Count, check_value
 from relinear.contract.inference import CachingModule
 from relinear.contract.input_checks import check_features, check_finite
@@ -30,7 +30,7 @@ from relinear.contract.linear_layers import (
 )
 from relinear.contract.module_tree import outermost
 from relinear.contract.parameter_roles import DeclaredFans, ParamRole
-from relinear.deprecated import RenamedHook, adopt_renamed_hooks
+from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
 
 Init = Literal["fresh", "from_weight"]
 
@@ -69,14 +69,15 @@ class OperatorConfig(Config):
     fits_weight: ClassVar[bool] = True
     #: advice in the error if it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
-    error_curve = RenamedHook("candidate_errors")
-    formerly = RenamedHook("legacy_defaults")
-    resized = RenamedHook("scaled")
-    sizes = RenamedHook("candidates")
+    # earlier names, which work for one more version
+    error_curve = RenamedAttribute("candidate_errors")
+    formerly = RenamedAttribute("legacy_defaults")
+    resized = RenamedAttribute("scaled")
+    sizes = RenamedAttribute("candidates")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        adopt_renamed_hooks(cls)
+        adopt_renamed_attributes(cls)
 
     def check_shape(self, in_features: int, out_features: int) -> None:
         """Raise ValueError, naming what would work, if a layer of this size cannot be built."""
@@ -119,6 +120,7 @@ class OperatorConfig(Config):
             operator.from_linear(source)
         operator.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
         operator.num_embeddings, operator.row_scale = getattr(source, "num_embeddings", None), row_scale(source)
+        # read only if ``num_embeddings`` is set
         operator.embedding_class = getattr(source, "embedding_class", type(source))
         return operator.train(source.training).requires_grad_(reference.requires_grad)
 
@@ -161,8 +163,12 @@ class Operator(AuxiliaryLossMixin, CachingModule):
 
     Subclasses register their parameters in ``create`` and implement ``reset_parameters``, ``forward`` and
     ``flops_per_token``; other methods are optional. ``forward`` returns a tensor, never a tuple. It is wrapped: an
-    input that is not a floating-point tensor (..., in_features) raises a ValueError that names the layer. A subclass
-    with an ``__init__`` instead of ``create`` creates the bias there and calls ``reset_parameters`` last.
+    input that is not a floating-point tensor (..., in_features) raises a ValueError that names the layer; token ids
+    give ``rows`` if the operator replaces an embedding. A subclass with an ``__init__`` instead of ``create`` creates
+    the bias there and calls ``reset_parameters`` last.
+
+    Two ways to fit: ``from_linear`` calls ``fit_``, ``fit_to_calibration`` calls ``fit_to_statistics_``, and both then
+    copy the bias. Override ``fit_`` and ``fit_to_statistics_``, or ``from_linear`` if the bias changes too.
 
     Examples:
         >>> layer = relinear.LowRank(rank=8).build(64, 32)
@@ -190,13 +196,14 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     embedding_class: type[nn.Module] = nn.Embedding
     #: name of the operator in its model, for messages; empty outside of a model
     name_in_model: str = ""
-    from_moments = RenamedHook("fit_to_calibration")
-    fit_moments_ = RenamedHook("fit_to_statistics_")
-    wrong_values = RenamedHook("problem_with_values")
+    # earlier names, which work for one more version
+    from_moments = RenamedAttribute("fit_to_calibration")
+    fit_moments_ = RenamedAttribute("fit_to_statistics_")
+    wrong_values = RenamedAttribute("problem_with_values")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        adopt_renamed_hooks(cls)
+        adopt_renamed_attributes(cls)
         # A forward hook would take every call through torch's slow path and could be removed.
         if "forward" in cls.__dict__:
             cls.forward = _checked(cls.forward)
@@ -237,6 +244,8 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """Initialise every parameter in place from torch's global generator; must also run on the meta device."""
         raise TypeError(f"{type(self).__name__} does not implement reset_parameters")
 
+    # Dense form
+
     def to_dense(self) -> Tensor:
         """Return the dense matrix (out_features, in_features) without the bias; one per token if conditioned.
 
@@ -268,6 +277,8 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         wide = self if dtype in (torch.float32, torch.float64) else deepcopy(self).float()
         weight, bias = wide.to_dense().to(dtype).contiguous(), wide.dense_bias()
         return weight, None if bias is None else bias.to(dtype)
+
+    # Fitting
 
     @torch.no_grad()
     def from_linear(self, linear: nn.Module) -> Self:
@@ -315,7 +326,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """Fit all parameters but the bias to ``weight`` under ``statistics``, in at most ``steps`` iterations."""
         if self.config.fits_weight:
             self.from_linear(linear_of(weight))
-        descend_(self, weight, statistics, steps)
+        fit_by_lbfgs_(self, weight, statistics, steps)
 
     def source_weight(self, linear: nn.Module) -> Tensor:
         """Return the weight of ``linear`` to fit; raise ValueError if shapes differ or a bias would be lost."""
@@ -341,6 +352,8 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         """Set the bias to zero, if this operator has one."""
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    # Cost, checkpoints, roles
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of the forward pass for one token (a multiply-add counts as two).
@@ -391,7 +404,10 @@ def is_replaceable(module: Any) -> bool:
 
 
 def _checked(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an operator's ``forward`` with a check of the input's type and width."""
+    """Wrap an operator's ``forward``: check the input's type and width.
+
+    For token ids, if the operator replaces an embedding, return ``rows`` instead.
+    """
 
     @functools.wraps(forward)
     def checked(self: Operator, x: Tensor) -> Tensor:

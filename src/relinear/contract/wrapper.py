@@ -97,13 +97,13 @@ class Wrapper(Operator):
         return self.base.bias  # type: ignore[return-value]
 
     @property
-    def _inner(self) -> list[Operator]:
+    def _inner_operators(self) -> list[Operator]:
         """Return the operators inside, also if PEFT has wrapped one in an adapter or trains a copy of it."""
         base = self._modules.get("base")
         return [] if base is None else [operator for _, operator in named_operators(base)]
 
     def _recorders(self) -> list[AuxiliaryLossMixin]:
-        return [part for operator in self._inner for part in operator._recorders()]
+        return [part for operator in self._inner_operators for part in operator._recorders()]
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it returns the wrapped layer's output unchanged.
@@ -140,12 +140,12 @@ class Wrapper(Operator):
 
     def base_flops_per_token(self) -> int:
         """Return the FLOPs of the wrapped layer for one token."""
-        if self._inner:
-            return self._inner[0].flops_per_token()
+        if self._inner_operators:
+            return self._inner_operators[0].flops_per_token()
         return 2 * self.in_features * self.out_features
 
     def param_roles(self) -> dict[str, ParamRole]:
-        roles, inner = super().param_roles(), self._inner
+        roles, inner = super().param_roles(), self._inner_operators
         for prefix, module in self.base.named_modules(prefix="base"):
             if isinstance(module, Operator) and any(module is operator for operator in inner):
                 roles |= {f"{prefix}.{name}": role for name, role in module.param_roles().items()}

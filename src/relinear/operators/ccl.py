@@ -42,6 +42,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
     # the LayerNorm needs all features of the basis, so the basis is split over the inputs
     tensor_parallel: ClassVar = {"basis": 1, "mix": 0, "output_gate": 0, "bias": 0}
 
+    # not ``create``, which registers the bias last: optimiser states of earlier runs have it third
     def __init__(self, config, in_features, out_features, *, bias=True, device=None, dtype=None):
         super().__init__(config, in_features, out_features)
         kw = {"device": device, "dtype": dtype}

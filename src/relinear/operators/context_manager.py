@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from relinear.activations.shared_context import ContextOwner, check_carries_context, conditioned_operators
+from relinear.activations.shared_context import ContextOwner, conditioned_operators, decoder_for_context
 from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.contract.input_checks import check_features
@@ -316,7 +316,7 @@ class ContextManager(AttachmentConfig):
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if the context cannot be right in ``model``, or a layer in it expects another width."""
-        check_carries_context(model)
+        decoder_for_context(model)
         for name, operator in conditioned_operators(model).items():
             if operator.config.context_dim != self.dim:
                 raise ValueError(
@@ -326,7 +326,7 @@ class ContextManager(AttachmentConfig):
 
     def attach(self, model: nn.Module) -> None:
         """Register ``relinear_context`` on the base model, on the embedding's device and in its dtype."""
-        base = check_carries_context(model)
+        base = decoder_for_context(model)
         table = base.get_input_embeddings()
         width = getattr(table, "embedding_dim", 0) or table.in_features
         owner = SharedContext(self, table.num_embeddings, width, **factory_kwargs_like(table))

@@ -15,7 +15,7 @@ class FusedInference(CachingModule):
     """Run a whole operator as one kernel after ``relinear.for_inference_``.
 
     A subclass returns the kernel from ``fused_kernel``; its ``forward`` returns ``fused_forward(x)`` unless that is
-    None. This must be the first base class.
+    None.
     """
 
     def fused_kernel(self, x: Tensor) -> Kernel | None:

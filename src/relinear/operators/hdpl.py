@@ -95,16 +95,18 @@ class HDPLLinear(FusedInference, LatentOperator):
         """
         if (y := self.fused_forward(x)) is not None:
             return y
-        mu_encoder, logvar_encoder, noise = self.mu(), (None, None), None
+        mu_encoder = self.mu()  # calling it returns (weight, bias)
+        logvar_encoder = None, None
+        noise = None
         if self.training and self.logvar is not None:
             dtype = torch.promote_types(x.dtype, torch.float32)  # where the generator is fastest
             noise = torch.randn(*x.shape[:-1], self.config.rank, device=x.device, dtype=dtype)
             logvar_encoder = self.logvar()
-        blocks, (decoder, _), bias = self.blocks, self.decoder(), self.bias
-        y, z, mu, logvar = hdpl(x, blocks, *mu_encoder, *logvar_encoder, decoder, bias, noise)
+        decoder, _ = self.decoder()
+        y, z, mu, logvar = hdpl(x, self.blocks, *mu_encoder, *logvar_encoder, decoder, self.bias, noise)
         if self._activation_hooks is not None and (hook := self._latent_hook) is not None:
             changed = hook(Latent(z, mu, self._log_variance(x, mu) if logvar is None else logvar))
-            y = y if changed is z else reference.hdpl_decode(x, changed, blocks, decoder, bias)
+            y = y if changed is z else reference.hdpl_decode(x, changed, self.blocks, decoder, self.bias)
         if logvar is not None:
             bound, free_nats = self.config.bound, self.config.free_nats
             loss, clamped, divergence = recomputed(reference.regulariser, mu, logvar, bound, free_nats)

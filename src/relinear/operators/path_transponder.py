@@ -10,7 +10,7 @@ from torch import nn
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, apply_to_output, factory_kwargs_like
 from relinear.contract.config import layer_indices, register
 from relinear.hf.sub_blocks import SubBlock, unnormalised_sub_blocks
-from relinear.operators.transponder import ModulatorSettings, build_modulator
+from relinear.operators.transponder import ModulatorConfig, build_modulator
 
 _NAME = "relinear_modulator"
 
@@ -21,7 +21,7 @@ def modulate_output(module: nn.Module, args: tuple, kwargs: dict[str, Any], outp
 
 
 @register
-class PathTransponder(ModulatorSettings, AttachmentConfig):
+class PathTransponder(ModulatorConfig, AttachmentConfig):
     """Modulate every self-attention and MLP of the decoder: Y_l = Y_{l-1} + F(Y_{l-1}) * G(Y_{l-1}).
 
     Each modulator is the submodule ``relinear_modulator`` of its sub-block, which PEFT's
@@ -34,7 +34,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
         reads: what the gates read: "stream", the residual stream Y_{l-1} (Eq. 7), whose norm grows with depth in a
             pre-norm model; or "normed", the sub-block's normalised input, as the projection-level modulators do. Models
             saved before this setting existed have "normed".
-        rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
+        rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorConfig``.
 
     Examples:
         >>> model = relinear.from_preset("tiny")
@@ -44,7 +44,7 @@ class PathTransponder(ModulatorSettings, AttachmentConfig):
     """
 
     kind: ClassVar[str] = "path_transponder"
-    legacy_defaults: ClassVar[Mapping[str, Any]] = {**ModulatorSettings.legacy_defaults, "reads": "normed"}
+    legacy_defaults: ClassVar[Mapping[str, Any]] = {**ModulatorConfig.legacy_defaults, "reads": "normed"}
 
     attention: bool = True
     mlp: bool = True

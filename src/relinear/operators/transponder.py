@@ -23,8 +23,10 @@ from relinear.functional.transponder import PHI, modulate, modulate_static, modu
 from relinear.kernels.transponder import modulated_linear, prepare_few_rows
 from relinear.operators.fused_inference import FusedInference
 
+_BIASES = ("down_bias", "scalar_down_bias", "channel_bias", "scalar_bias")
 
-class _Alphas(nn.Module):
+
+class _ModulatorBase(nn.Module):
     """Base of modulators, with learnt curvatures alpha = exp(log_alpha), so that alpha > 0 throughout training."""
 
     #: marks a module that the analyses read gates from
@@ -42,10 +44,7 @@ class _Alphas(nn.Module):
         return {name: float(self._alpha(f"{name}_log_alpha")) for name in names}
 
 
-_BIASES = ("down_bias", "scalar_down_bias", "channel_bias", "scalar_bias")
-
-
-class Modulator(HasHookPoints, CachingModule, _Alphas):
+class Modulator(HasHookPoints, CachingModule, _ModulatorBase):
     """Gates in (0, 2) that read the layer's input: z -> z * channel gate * scalar gate (Eq. 4, 5, 9, 10).
 
     A gate is 2 sigmoid(alpha (B phi(A x + a) + b)), see ``functional.transponder.modulator_gate``.
@@ -74,13 +73,13 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
     channel_log_alpha: nn.Parameter | None
     scalar_log_alpha: nn.Parameter | None
 
-    def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
+    def __init__(self, config: ModulatorConfig, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
-        rank, biases, learnt = settings.rank, settings.biases, settings.learnable_alpha
-        separate = settings.channel and settings.scalar and not settings.shared
+        rank, biases, learnt = config.rank, config.biases, config.learnable_alpha
+        separate = config.channel and config.scalar and not config.shared
         add_parameters(self, kw, down=(rank, in_features))
-        for name, enabled, size in (("channel", settings.channel, out_features), ("scalar", settings.scalar, 1)):
+        for name, enabled, size in (("channel", config.channel, out_features), ("scalar", config.scalar, 1)):
             shapes = {"up": (size, rank), "log_alpha": (1,) if learnt else None, "bias": (size,) if biases else None}
             add_parameters(self, kw, **{f"{name}_{part}": shape if enabled else None for part, shape in shapes.items()})
         add_parameters(
@@ -90,7 +89,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
             down_bias=(rank,) if biases else None,
             scalar_down_bias=(rank,) if separate and biases else None,
         )
-        self.init, self.phi = settings.init, settings.phi
+        self.init, self.phi = config.init, config.phi
         #: whether kernels compute the gates: they support sigmoids and a shared A without biases
         self.has_kernels = self.phi == "sigmoid" and not biases and not separate
         self.reset_parameters()
@@ -135,6 +134,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
             self._hooked_gates(x)
         weight, bias = linear.weight, linear.bias
         if x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # 1.0: these ups contain alpha already
             return modulated_linear(x, weight, bias, self.down, *self._cached_ups(), 1.0, 1.0)
         alphas = self._alpha("channel_log_alpha"), self._alpha("scalar_log_alpha")
         return modulated_linear(x, weight, bias, self.down, self.channel_up, self.scalar_up, *alphas)
@@ -194,7 +194,7 @@ class Modulator(HasHookPoints, CachingModule, _Alphas):
         return 2 * rank * (downs * in_features + ups) + 8 * (downs * rank + ups) + 2 * width + biases
 
 
-class StaticModulator(_Alphas):
+class StaticModulator(_ModulatorBase):
     """Gate without context, a baseline (Table 4): gate = 2 sigmoid(alpha beta_1 beta_2), the same for every token.
 
     Parameters: ``channel_beta`` beta_2 (O,), ``scalar_beta`` beta_1 (1,), ``static_log_alpha`` (1,). The paper does not
@@ -205,15 +205,15 @@ class StaticModulator(_Alphas):
     scalar_beta: nn.Parameter | None
     static_log_alpha: nn.Parameter | None
 
-    def __init__(self, settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None):
+    def __init__(self, config: ModulatorConfig, in_features: int, out_features: int, device=None, dtype=None):
         super().__init__()
         kw = {"device": device, "dtype": dtype}
         add_parameters(
             self,
             kw,
-            channel_beta=(out_features,) if settings.channel else None,
-            scalar_beta=(1,) if settings.scalar else None,
-            static_log_alpha=(1,) if settings.learnable_alpha else None,
+            channel_beta=(out_features,) if config.channel else None,
+            scalar_beta=(1,) if config.scalar else None,
+            static_log_alpha=(1,) if config.learnable_alpha else None,
         )
         self.reset_parameters()
 
@@ -248,7 +248,7 @@ class StaticModulator(_Alphas):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModulatorSettings(Config):
+class ModulatorConfig(Config):
     """Hold the settings of a modulator of any part of a model.
 
     Args:
@@ -287,11 +287,11 @@ class ModulatorSettings(Config):
 
 
 def build_modulator(
-    settings: ModulatorSettings, in_features: int, out_features: int, device=None, dtype=None
+    config: ModulatorConfig, in_features: int, out_features: int, device=None, dtype=None
 ) -> Modulator | StaticModulator:
-    """Return the modulator of these settings for a layer (in_features -> out_features)."""
-    cls = Modulator if settings.contextual else StaticModulator
-    return cls(settings, in_features, out_features, device=device, dtype=dtype)
+    """Return the modulator of ``config`` for a layer (in_features -> out_features)."""
+    cls = Modulator if config.contextual else StaticModulator
+    return cls(config, in_features, out_features, device=device, dtype=dtype)
 
 
 class TransponderLinear(FusedInference, Wrapper):
@@ -347,14 +347,14 @@ class TransponderLinear(FusedInference, Wrapper):
 
 
 @register
-class Transponder(ModulatorSettings, WrapperConfig):
+class Transponder(ModulatorConfig, WrapperConfig):
     """Modulate an existing projection, or another operator: multiply its output by gates computed from its input.
 
     ``Transponder()`` is the paper's default, Modulator-layer-channel-scalar. Its other projection-level variants are
     ``channel=False`` and ``scalar=False``; ``PathTransponder`` has the path-level ones.
 
     Args:
-        rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorSettings``.
+        rank, channel, scalar, contextual, learnable_alpha, init, phi, shared, biases: see ``ModulatorConfig``.
         base: operator inside, ``Transponder(base=HDPL(...))``; None wraps the existing layer.
 
     Examples:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part
-from relinear.deprecated import RenamedHook, adopt_renamed_hooks
+from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
 from relinear.hf.attachments import attachments
 from relinear.hf.replacing import swap_hooks
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
@@ -30,11 +30,11 @@ class ResidualConfig(AttachmentConfig):
             raise ValueError(f"the model already has the residual method {present[0]}; start from one without")
         sub_blocks(model)
 
-    site = RenamedHook("residual_part")
+    site = RenamedAttribute("residual_part")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        adopt_renamed_hooks(cls)
+        adopt_renamed_attributes(cls)
 
     def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
         """Return the module of sub-block ``index`` of ``count``: its ``forward(x, y)`` is added to the stream x."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.layer_context import check_reaches_layers, install_layer_context
+from relinear.activations.layer_context import check_passes_to_layers, install_layer_context
 from relinear.contract.attachment import ResidualHooks, add_part, apply_to_output, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
@@ -263,7 +263,7 @@ class LaurelPA(ResidualConfig):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        check_reaches_layers(model)
+        check_passes_to_layers(model)
         if self.rank is not None:
             _check_rank(self.rank, model)
 

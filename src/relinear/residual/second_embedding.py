@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import (
     ContextOwner,
-    check_carries_context,
     conditioned_operators,
     current_context,
+    decoder_for_context,
 )
 from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, NonNegative, register
@@ -87,7 +87,7 @@ class SecondEmbedding(AttachmentConfig):
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if the embedding cannot be passed to the MLPs of ``model``."""
-        check_carries_context(model)
+        decoder_for_context(model)
         sub_blocks(model)
         for name, operator in conditioned_operators(model).items():
             raise ValueError(
@@ -95,7 +95,7 @@ class SecondEmbedding(AttachmentConfig):
             )
 
     def attach(self, model: nn.Module) -> None:
-        base: Any = check_carries_context(model)
+        base: Any = decoder_for_context(model)
         table = base.get_input_embeddings()
         config: Any = model.config  # type: ignore[union-attr]
         width = config.get_text_config().hidden_size

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from relinear.activations.shared_context import check_conditioned
+from relinear.activations.shared_context import check_context_serves
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import check_choice
 from relinear.contract.input_checks import check_finite, check_model
@@ -179,7 +179,7 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shap
     except ValueError as error:
         raise ValueError(f"{target.name}: {error}") from error
     check_can_embed(config, target.module, target.name)
-    check_conditioned(model, target.name, config)
+    check_context_serves(model, target.name, config)
 
 
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:

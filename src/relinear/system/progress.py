@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Protocol
 
-from relinear.deprecated import RenamedHook
+from relinear.deprecated import RenamedAttribute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Progress:
     runs: int = 0
     seconds_left: float | None = None
 
-    step = RenamedHook("done")
-    steps = RenamedHook("total")
-    phase = RenamedHook("stage")
-    what = RenamedHook("text")
+    step = RenamedAttribute("done")
+    steps = RenamedAttribute("total")
+    phase = RenamedAttribute("stage")
+    what = RenamedAttribute("text")
 
 
 class ProgressCallback(Protocol):

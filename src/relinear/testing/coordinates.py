@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.deprecated import RenamedHook
+from relinear.deprecated import RenamedAttribute
 from relinear.hf.model_layout import decoder_layers
 from relinear.hf.modes import forward_hooks_on
 from relinear.hf.sub_blocks import unnormalised_sub_blocks
@@ -29,7 +29,7 @@ class Coordinates:
 
     scale: list[list[float | None]]
     change: list[list[float | None]]
-    spread = RenamedHook("ratio")
+    spread = RenamedAttribute("ratio")
 
     @property
     def ratio(self) -> float | None:
