@@ -178,16 +178,13 @@ class Corpus:
         if isinstance(self._single_document, Conversation):
             raise ValueError(f"{self.settings.data!r} is one conversation, which cannot be divided; read it whole")
         if self._single_document:
-            yield from (
-                text
-                for text in (_divide_document(self._single_document, self.settings.validation_fraction)[split],)
-                if text
-            )
+            if part := _divide_document(self._single_document, self.settings.validation_fraction)[split]:
+                yield part
             return
         excluded = self._excluded["validation"]
         for text in self._read(self._divided_split):
-            key = _digest(text)
-            if key not in excluded and (key in self._held_out) == (split == "validation"):
+            digest = _digest(text)
+            if digest not in excluded and (digest in self._held_out) == (split == "validation"):
                 yield text
 
     @property
@@ -205,9 +202,9 @@ class Corpus:
         excluded = self._excluded["validation"]
         sizes: dict[bytes, int] = {}
         for text in self._read(self._divided_split):
-            key = _digest(text)
-            if key not in excluded:
-                sizes[key] = sizes.get(key, 0) + len(text)
+            digest = _digest(text)
+            if digest not in excluded:
+                sizes[digest] = sizes.get(digest, 0) + len(text)
         if not sizes:
             raise ValueError(f"every training document of {self.settings.data!r} is also in its test split")
         return sizes
@@ -225,10 +222,10 @@ class Corpus:
         target = self.settings.validation_fraction * sum(self._sizes.values())
         chosen: set[bytes] = set()
         characters = 0
-        for key in order:
-            if characters + self._sizes[key] <= 1.1 * target:
-                chosen.add(key)
-                characters += self._sizes[key]
+        for digest in order:  # whole documents, until their share is within a tenth of the target
+            if characters + self._sizes[digest] <= 1.1 * target:
+                chosen.add(digest)
+                characters += self._sizes[digest]
             if characters >= 0.9 * target:
                 break
         return chosen or {min(order, key=self._sizes.__getitem__)}

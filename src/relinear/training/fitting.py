@@ -1,4 +1,8 @@
-"""Train a model in place (``fit``), with checkpoints, resuming, metrics and compilation."""
+"""Train a model in place (``fit``), with checkpoints, resuming, metrics and compilation.
+
+``train`` (run.py) and ``fit`` lock a folder and call ``fit_in_folder``, which sets up the model, resumes, evaluates and
+calls ``RelinearTrainer.train``.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,7 @@ FILES = ("metrics.jsonl", "checkpoints", BLOCK_LOSSES, "latent_moments.json")
 #: settings that a continued run may change: they alter neither the weights nor the rows that are logged
 MAY_DIFFER: tuple[str, ...] = ("threads", "save_every", "save_model", "keep_checkpoint", "report_to")
 
-# transformers' Trainer takes seconds to import, so the functions that need it import it: ``relinear.training`` imports
-# this module at once.
+# trainer.py takes seconds to import and imports this module, so functions import it.
 
 
 class NonFiniteLossError(ValueError):
@@ -260,8 +263,9 @@ def fit(
         >>> relinear.fit(relinear.from_preset("tiny"), samples, FitSettings(steps=2, batch_size=4)).steps
         2
     """
-    settings, overwrite = settings or FitSettings(), overwriting(overwrite, resume)
-    _datasets(data)
+    settings = settings or FitSettings()
+    overwrite = overwriting(overwrite, resume)
+    _datasets(data)  # raises before the folder is touched
     run_context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     folder: RunFolder | None = None
     if out_dir is not None and is_first_rank():

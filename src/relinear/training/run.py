@@ -44,6 +44,150 @@ from relinear.training.settings import TrainSettings
 RUN = "run.json"
 #: advice in errors about a damaged record
 _ADVICE = "choose another directory, or overwrite this one"
+#: training sequences, spread over the text, for the gradient moments that rounding uses
+_SAMPLES = 64
+
+
+def train(
+    settings: TrainSettings | Mapping[str, Any],
+    out_dir: str | Path,
+    *,
+    overwrite: bool = False,
+    resume: bool | None = None,
+    callbacks: Iterable[TrainerCallback] = (),
+    on_progress: ProgressCallback = no_progress,
+) -> TrainResult:
+    """Train one model from its settings and write the results to ``out_dir``.
+
+    ``out_dir`` gets ``run.json`` (settings, machine, model, data, status, result), ``metrics.jsonl``,
+    ``block_losses.npy`` (the loss of every validation block at the end), the trained model with its tokenizer in
+    ``model/``, and checkpoints during the run. Called again with the same settings, it resumes a killed run from its
+    last checkpoint and reaches exactly the same result (on one thread, to the last bit). A finished run returns its
+    result at once.
+
+    Args:
+        settings: ``TrainSettings`` or a mapping of them.
+        out_dir: directory of the run, created if it does not exist.
+        overwrite: start over; earlier results in ``out_dir`` are renamed: ``model`` becomes ``model.<time>``.
+        resume: deprecated; ``resume=False`` is ``overwrite=True``.
+        callbacks: further transformers callbacks.
+        on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
+
+    Returns:
+        The run's result: losses in nats per token, tokens per second, memory in bytes.
+
+    Raises:
+        ValueError: for wrong settings, before anything is written; if ``out_dir`` has another run, or other programs'
+            files under the run's names, or if another process works in it; ``NonFiniteLossError`` if the loss becomes
+            NaN or explodes.
+        OSError: if ``out_dir`` cannot be written.
+
+    Examples:
+        >>> settings = {"model": "tiny", "operators": {"all-linear": "low_rank:rank=8"}, "steps": 2}
+        >>> settings["data"] = {"max_validation_tokens": 2048}
+        >>> relinear.train(settings, "run").steps
+        2
+    """
+    settings, out_dir = TrainSettings.load(settings), Path(out_dir)
+    overwrite = overwriting(overwrite, resume)
+    folder = run_folder(out_dir, settings, overwrite)
+    values = settings.model_dump(mode="json")
+    if overwrite and os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
+        raise ValueError(f"{settings.model}, which the run starts from, would be renamed; choose another directory")
+    if folder.check(values, overwrite=overwrite) and (finished := read_result(out_dir)):
+        return finished
+    open_corpus(settings.data)  # raises if there is no such corpus
+    if settings.minimised is not None:
+        settings.minimised.check()
+    if settings.bits is not None and rank_count() > 1:
+        raise ValueError("bits needs a run of one process: train on one, or use save_pretrained(bits=) afterwards")
+    if locate_model(settings.model) == "preset":  # checked before reading the data, which may take long
+        with torch.device("meta"):
+            _check_memory(build_model(settings))
+    data = prepare_data(settings.data)
+    model = build_model(settings, data.vocab_size)
+    objective = None if settings.minimised is None else settings.minimised.prepare(model)
+
+    def run() -> TrainResult:
+        return fit_in_folder(
+            model,
+            data,
+            settings,
+            objective=objective,
+            out_dir=out_dir,
+            resume=not overwrite,
+            callbacks=callbacks,
+            on_progress=on_progress,
+        )
+
+    if not is_first_rank():  # the first rank locks the folder and writes the record; the others only train
+        return run()
+    with folder.open(values, overwrite=overwrite) as record:
+        if record and (finished := read_result(out_dir)):  # another process finished it meanwhile
+            return finished
+        facts = run_facts(model, data)
+        folder.write(**facts)
+        try:
+            result = run()
+        except ValueError as error:
+            diverged = isinstance(error, NonFiniteLossError)
+            folder.write(**facts | {"status": "failed", "error": str(error), "diverged": diverged})
+            raise
+        if settings.bits is not None:
+            with tempfile.TemporaryDirectory() as temporary:
+                target = folder.take("model") if settings.save_model else Path(temporary)
+                result = _store_in_bits(model, data, settings, result, target)
+        elif settings.save_model:
+            checkpoint.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
+        folder.write(**facts | {"status": "done", "result": result.to_dict()})
+        if not settings.keep_checkpoint:
+            remove_checkpoints(out_dir / "checkpoints")
+        return result
+
+
+def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult, target: Path) -> TrainResult:
+    """Save the model in ``settings.bits`` bits to ``target``; return ``result`` with the loss of the stored model."""
+    indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
+    samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in indices)
+    with on_threads(settings.threads):
+        moments = gradient_moments(model, samples)
+        checkpoint.save_pretrained(model, target, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    loss = evaluate(checkpoint.from_pretrained(target), data, settings, Path(str(result.out_dir)))
+    stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
+    return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
+
+
+def run_facts(model: Any, data: Any) -> dict[str, Any]:
+    """Return what ``run.json`` records besides the settings: facts of the initial model and its data."""
+    table = summary(model)
+    counts = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
+    return {
+        "status": "running",
+        "ranks": rank_count(),
+        "model": counts | {"initial_sha256": tensor_digest(model.state_dict())},
+        "data": data.description,
+    }
+
+
+def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = False) -> RunFolder:
+    """Return the folder of a run; a resumed run may have another number of ranks.
+
+    Raises ValueError if the number of sequences per step would change.
+    """
+    folder = RunFolder(
+        out_dir,
+        task="train",
+        record=RUN,
+        names=("model", *FILES),
+        earlier_records={RUN: ("status", "settings", "machine", "model", "data")},
+        may_differ=MAY_DIFFER,
+        settings_of=lambda record: TrainSettings.upgraded(record.get("settings")),
+    )
+    record = None if overwrite else folder.read()
+    if record is not None and record.get("status") != "done":
+        allow_other_ranks_(folder, record, settings.model_dump())
+    return folder
 
 
 def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
@@ -160,149 +304,4 @@ def _read_record(out_dir: Path) -> dict[str, Any] | None:
         return None
     with damaged_file_errors(path, "not a record of a run", _ADVICE):
         record = read_json(path)
-        return record | {"settings": dict(**record["settings"])}
-
-
-def run_folder(out_dir: str | Path, settings: TrainSettings, overwrite: bool = False) -> RunFolder:
-    """Return the folder of a run, which a resumed run may share among another number of ranks.
-
-    Raises ValueError if the number of sequences per step would change.
-    """
-    folder = RunFolder(
-        out_dir,
-        task="train",
-        record=RUN,
-        names=("model", *FILES),
-        earlier_records={RUN: ("status", "settings", "machine", "model", "data")},
-        may_differ=MAY_DIFFER,
-        settings_of=lambda record: TrainSettings.upgraded(record.get("settings")),
-    )
-    record = None if overwrite else folder.read()
-    if record is not None and record.get("status") != "done":
-        allow_other_ranks_(folder, record, settings.model_dump())
-    return folder
-
-
-def train(
-    settings: TrainSettings | Mapping[str, Any],
-    out_dir: str | Path,
-    *,
-    overwrite: bool = False,
-    resume: bool | None = None,
-    callbacks: Iterable[TrainerCallback] = (),
-    on_progress: ProgressCallback = no_progress,
-) -> TrainResult:
-    """Train one model from its settings and write the results to ``out_dir``.
-
-    ``out_dir`` gets ``run.json`` (settings, machine, model, data, status, result), ``metrics.jsonl``,
-    ``block_losses.npy`` (the loss of every validation block at the end), the trained model with its tokenizer in
-    ``model/``, and checkpoints during the run. Called again with the same settings, it resumes a killed run from its
-    last checkpoint and reaches exactly the same result (on one thread, to the last bit). A finished run returns its
-    result at once.
-
-    Args:
-        settings: ``TrainSettings`` or a mapping of them.
-        out_dir: directory of the run, created if it does not exist.
-        overwrite: start over; earlier results in ``out_dir`` are renamed: ``model`` becomes ``model.<time>``.
-        resume: deprecated; ``resume=False`` is ``overwrite=True``.
-        callbacks: further transformers callbacks.
-        on_progress: called with a ``Progress`` after every step, evaluation and checkpoint.
-
-    Returns:
-        The run's result: losses in nats per token, tokens per second, memory in bytes.
-
-    Raises:
-        ValueError: for wrong settings, before anything is written; if ``out_dir`` has another run, or other programs'
-            files under the run's names, or if another process works in it; ``NonFiniteLossError`` if the loss becomes
-            NaN or explodes.
-        OSError: if ``out_dir`` cannot be written.
-
-    Examples:
-        >>> settings = {"model": "tiny", "operators": {"all-linear": "low_rank:rank=8"}, "steps": 2}
-        >>> settings["data"] = {"max_validation_tokens": 2048}
-        >>> relinear.train(settings, "run").steps
-        2
-    """
-    settings, out_dir = TrainSettings.load(settings), Path(out_dir)
-    overwrite, first = overwriting(overwrite, resume), is_first_rank()
-    folder, values = run_folder(out_dir, settings, overwrite), settings.model_dump(mode="json")
-    if overwrite and os.path.exists(settings.model) and out_dir.resolve() in Path(settings.model).resolve().parents:
-        raise ValueError(f"{settings.model}, which the run starts from, would be renamed; choose another directory")
-    if folder.check(values, overwrite=overwrite) and (finished := read_result(out_dir)):
-        return finished
-    open_corpus(settings.data)
-    if settings.minimised is not None:
-        settings.minimised.check()
-    if settings.bits is not None and rank_count() > 1:
-        raise ValueError("bits needs a run of one process: train on one, or use save_pretrained(bits=) afterwards")
-    if locate_model(settings.model) == "preset":  # checked before reading the data, which may take long
-        with torch.device("meta"):
-            _check_memory(build_model(settings))
-    data = prepare_data(settings.data)
-    model = build_model(settings, data.vocab_size)
-    objective = None if settings.minimised is None else settings.minimised.prepare(model)
-
-    def run() -> TrainResult:
-        return fit_in_folder(
-            model,
-            data,
-            settings,
-            objective=objective,
-            out_dir=out_dir,
-            resume=not overwrite,
-            callbacks=callbacks,
-            on_progress=on_progress,
-        )
-
-    if not first:
-        return run()
-    with folder.open(values, overwrite=overwrite) as record:
-        if record and (finished := read_result(out_dir)):  # another process finished it meanwhile
-            return finished
-        facts = run_facts(model, data)
-        folder.write(**facts)
-        try:
-            result = run()
-        except ValueError as error:
-            diverged = isinstance(error, NonFiniteLossError)
-            folder.write(**facts | {"status": "failed", "error": str(error), "diverged": diverged})
-            raise
-        if settings.bits is not None:
-            with tempfile.TemporaryDirectory() as temporary:
-                target = folder.take("model") if settings.save_model else Path(temporary)
-                result = _store_in_bits(model, data, settings, result, target)
-        elif settings.save_model:
-            checkpoint.save_pretrained(model, folder.take("model"), tokenizer=data.tokenizer)
-        folder.write(**facts | {"status": "done", "result": result.to_dict()})
-        if not settings.keep_checkpoint:
-            remove_checkpoints(out_dir / "checkpoints")
-        return result
-
-
-#: training sequences, spread over the text, for the gradient moments that rounding uses
-_SAMPLES = 64
-
-
-def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: TrainResult, target: Path) -> TrainResult:
-    """Save the model in ``settings.bits`` bits to ``target``; return ``result`` with the loss of the stored model."""
-    indices = range(0, len(data.train), max(1, len(data.train) // _SAMPLES))[:_SAMPLES]
-    samples = ({key: value[None].to(model.device) for key, value in data.train[i].items()} for i in indices)
-    with on_threads(settings.threads):
-        moments = gradient_moments(model, samples)
-        checkpoint.save_pretrained(model, target, tokenizer=data.tokenizer, bits=settings.bits, moments=moments)
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
-    loss = evaluate(checkpoint.from_pretrained(target), data, settings, Path(str(result.out_dir)))
-    stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
-    return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
-
-
-def run_facts(model: Any, data: Any) -> dict[str, Any]:
-    """Return what ``run.json`` records besides the settings: facts of the initial model and its data."""
-    table = summary(model)
-    counts = {"parameters": table.parameters, "flops_per_token": table.flops_per_token}
-    return {
-        "status": "running",
-        "ranks": rank_count(),
-        "model": counts | {"initial_sha256": tensor_digest(model.state_dict())},
-        "data": data.description,
-    }
+        return record | {"settings": dict(**record["settings"])}  # raises unless they are an object
