@@ -107,7 +107,7 @@ def by_hand(layer, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
 )
 def test_each_arm_of_table_4_is_the_equations(entry, basis_gate, output_gate, gate_bias) -> None:
     """Eq. 1 to 4 and Figure 3 in numpy, with the gates left out that the recipe's entry leaves out."""
-    (config,) = {*CompareSettings.load(read_recipe("ccl")).settings_of(entry).mapping.values()}
+    (config,) = {*CompareSettings.load(read_recipe("ccl")).settings_of(entry).operator_configs.values()}
     layer = config.replace(rank=6, context_dim=5, gate_bias=gate_bias).build(7, 9, dtype=torch.float64)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
@@ -240,10 +240,10 @@ def test_the_papers_recipe_has_its_models_and_its_budget() -> None:
         assert (run.schedule, run.optimizer) == ("onecycle", "adamw")
         with torch.device("meta"):
             model = relinear.from_preset(run.model, **run.model_overrides)
-            for attachment in run.attached:
+            for attachment in run.attachment_configs:
                 relinear.attach_(model, attachment)
-            if run.mapping:
-                relinear.replace_(model, run.mapping)
+            if run.operator_configs:
+                relinear.replace_(model, run.operator_configs)
         counts[name] = sum(p.numel() for p in model.parameters())
     assert (counts["base-64"], counts["base-256"], counts["base-512"]) == (6_787_281, 30_537_297, 70_461_521)
     assert counts["base-64-spread"] == counts["base-64"]

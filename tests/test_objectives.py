@@ -150,7 +150,7 @@ def test_objectives_are_settings_like_any_other():
     for setting in ("cgt:eta=0.25,splits=[2,4]", "distill:teacher=there"):
         config = ObjectiveConfig.read(setting)
         assert ObjectiveConfig.read(config.to_dict()) == config
-        assert TrainSettings(objective=setting).minimised == config
+        assert TrainSettings(objective=setting).objective_config == config
 
 
 class Before(Settings):

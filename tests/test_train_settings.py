@@ -92,4 +92,4 @@ def test_train_settings_survive_json():
     settings = TrainSettings.load({"operators": {"q_proj": "low_rank:rank=3", "o_proj": None}, "layers": [0, 2]})
     assert settings.operators["q_proj"] == {"kind": "low_rank", "rank": 3}
     assert TrainSettings.load(json.loads(json.dumps(settings.model_dump(mode="json")))) == settings
-    assert settings.mapping == {"q_proj": LowRank(rank=3), "o_proj": None}
+    assert settings.operator_configs == {"q_proj": LowRank(rank=3), "o_proj": None}

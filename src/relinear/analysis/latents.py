@@ -1,4 +1,4 @@
-"""``latents``: the active dimensions of every operator's latent, and its divergence from the prior (HDPL, Section 2.1)."""
+"""``latents``: active dimensions of each operator's latent, and its divergence from the prior (HDPL, Section 2.1)."""
 
 # Legend: N sequences, T tokens of all sequences, R latent dimensions
 

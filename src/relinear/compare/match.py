@@ -130,7 +130,7 @@ def _operator_sizes(
 
     def at(scale: float) -> float:
         scaled_operators = {
-            pattern: _scaled(settings.mapping[pattern], shape_list, scale, name).to_dict()  # type: ignore[arg-type]
+            pattern: _scaled(settings.operator_configs[pattern], shape_list, scale, name).to_dict()  # type: ignore[arg-type]
             for pattern, shape_list in shapes.items()
         }
         return measure(settings.updated(operators=settings.operators | scaled_operators))
@@ -149,7 +149,7 @@ def _shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[t
     """Return the distinct (in, out) shapes of the layers that each pattern replaces."""
     replacements = plan(
         skeleton(settings.updated(operators={}), vocab_size),
-        settings.mapping,
+        settings.operator_configs,
         layers=settings.layers,
         exclude=settings.exclude or None,
     ).replacements
@@ -166,7 +166,7 @@ def scaled_operators(settings: TrainSettings, vocab_size: int | None, scale: flo
     """Return ``settings.operators`` at ``scale`` times their sizes; an operator without a size stays unchanged."""
     operators: dict[str, Any] = dict(settings.operators)
     for pattern, shape_list in _shapes(settings, vocab_size).items():
-        config = settings.mapping[pattern]
+        config = settings.operator_configs[pattern]
         if config is not None and all(config.scaled(*shape, scale) is not None for shape in shape_list):
             operators[pattern] = _scaled(config, shape_list, scale, pattern).to_dict()
     return operators

@@ -44,9 +44,9 @@ def entry_result(
         dense: whether nothing of relinear is in it.
         gap: to the reference.
     """
-    mapping = planned.settings.mapping
+    mapping = planned.settings.operator_configs
     stated = [f"{pattern}: {_stated(config) if config else 'left dense'}" for pattern, config in mapping.items()]
-    stated += [_stated(config) for config in planned.settings.attached]
+    stated += [_stated(config) for config in planned.settings.attachment_configs]
     return {
         "name": planned.name,
         "operators": "; ".join(stated) or "dense",

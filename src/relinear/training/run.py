@@ -97,8 +97,8 @@ def train(
     if folder.check(values, overwrite=overwrite) and (finished := read_result(out_dir)):
         return finished
     open_corpus(settings.data)  # raises if there is no such corpus
-    if settings.minimised is not None:
-        settings.minimised.check()
+    if settings.objective_config is not None:
+        settings.objective_config.check()
     if settings.bits is not None and rank_count() > 1:
         raise ValueError("bits needs a run of one process: train on one, or use save_pretrained(bits=) afterwards")
     if locate_model(settings.model) == "preset":  # checked before reading the data, which may take long
@@ -106,7 +106,7 @@ def train(
             _check_memory(build_model(settings))
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
-    objective = None if settings.minimised is None else settings.minimised.prepare(model)
+    objective = None if settings.objective_config is None else settings.objective_config.prepare(model)
 
     def run() -> TrainResult:
         return fit_in_folder(
@@ -210,11 +210,15 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     if ratio != 1:
         check_readout(model, ratio)
     stock: set[torch.Tensor] = set(model.parameters())
-    for attachment in settings.attached:
+    for attachment in settings.attachment_configs:
         attach_(model, attachment)
     if settings.operators:
         plan(
-            model, settings.mapping, layers=settings.layers, exclude=settings.exclude or None, init=settings.init
+            model,
+            settings.operator_configs,
+            layers=settings.layers,
+            exclude=settings.exclude or None,
+            init=settings.init,
         ).apply_()
     scale_added_(model, ratio, stock, fitted=settings.init == "from_weight")
     check_context_is_there(model)

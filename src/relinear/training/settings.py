@@ -182,12 +182,12 @@ class TrainSettings(FitSettings):
     data: DataSettings = DataSettings()
 
     @property
-    def mapping(self) -> dict[str, OperatorConfig | None]:
+    def operator_configs(self) -> dict[str, OperatorConfig | None]:
         """Return ``operators`` as configs, for ``relinear.replace_``."""
         return {p: None if s is None else OperatorConfig.from_dict(s) for p, s in self.operators.items()}
 
     @property
-    def attached(self) -> tuple[AttachmentConfig, ...]:
+    def attachment_configs(self) -> tuple[AttachmentConfig, ...]:
         """Return ``attachments`` as configs."""
         return tuple(AttachmentConfig.from_dict(setting) for setting in self.attachments)
 
@@ -197,6 +197,6 @@ class TrainSettings(FitSettings):
         return self.batch_size * self.accumulation * self.data.sequence_length
 
     @property
-    def minimised(self) -> ObjectiveConfig | None:
+    def objective_config(self) -> ObjectiveConfig | None:
         """Return ``objective`` as a config."""
         return None if self.objective is None else ObjectiveConfig.from_dict(self.objective)
