@@ -268,6 +268,18 @@ def test_tune_on_the_command_line_keeps_how_a_recipe_tunes(tmp_path, monkeypatch
     capsys.readouterr()
     assert seen[0].tune.learning_rates == (0.003, 0.006)
     assert math.isclose(seen[0].tune.fraction, 0.25)
+    assert not seen[0].tune.check_full_length
+
+
+def test_tune_on_the_command_line_checks_rates_at_full_length(tmp_path, monkeypatch, capsys):
+    """A quarter of 150 steps chose a rate for dense that is worse at full length than the untuned one."""
+    seen = []
+    monkeypatch.setattr("relinear.compare.run.compare", lambda settings, *_, **__: seen.append(settings) or exit(0))
+    with pytest.raises(SystemExit):
+        main(["compare", "-o", "dense", "--tune", "--set", "tune.fraction=0.5", "--out", str(tmp_path / "out")])
+    capsys.readouterr()
+    assert seen[0].tune.check_full_length
+    assert math.isclose(seen[0].tune.fraction, 0.5)
 
 
 def test_columns_of_0_2_are_read_under_their_new_names_and_what_a_user_wrote_is_left() -> None:

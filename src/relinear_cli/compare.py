@@ -33,7 +33,7 @@ def command(
         None, min=1, help="Optimiser steps, in place of the recipe's budget.", show_default="1000"
     ),
     seeds: str | None = typer.Option(None, help="Every entry runs once per seed.", show_default="0"),
-    tune: bool = typer.Option(False, "--tune", help="Give each entry its own learning rate."),
+    tune: bool = typer.Option(False, "--tune", help="Tune each entry's learning rate: short runs, then full length."),
     out: Path = typer.Option(Path("runs/compare"), help="Directory of the comparison."),
     overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False,
@@ -98,7 +98,7 @@ def command(
         named = changes.get("entries") or values.get("entries", {})
         named |= {name: {"resize": "width"} for name, setting in named.items() if setting == "dense"}
     if tune and not values.get("tune"):  # otherwise the recipe's tuning stays
-        changes = {"tune": True} | changes
+        changes = {"tune": {"check_full_length": True}} | changes  # short runs alone choose rates that are too high
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
     options.prepare_process()
