@@ -7,7 +7,7 @@ to show.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from relinear.compare.schema import AXES, EntryResult, Ngram, SeriesRow, Statistic, Trial, Tuning
 from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
@@ -153,7 +153,11 @@ def _chosen_trials(record: Tuning) -> list[Trial]:
 
 
 def series(
-    entries: Sequence[Entry], palette: Colours, rows: Sequence[SeriesRow], axis: str, reference: str | None = None
+    entries: Sequence[Entry],
+    palette: Colours,
+    rows: Sequence[SeriesRow],
+    axis: Literal["tokens", "bytes"],
+    reference: str | None = None,
 ) -> list[Panel]:
     """Return a panel by budget or file size, none for a single one; an entry has a line if it has two points.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
@@ -390,7 +390,7 @@ def gap_text(gap: Gap | None) -> str:
     return mean if gap["low"] is None else f"{mean} [{gap['low']:+z.3f}, {gap['high']:+z.3f}]"
 
 
-def _series(results: Results) -> tuple[str, str, list[Any]]:
+def _series(results: Results) -> tuple[str, Literal["tokens", "bytes"], list[Any]]:
     """Return the series' key in results, its axis, and its rows, which are none for one comparison."""
     by_size = results.get("sizes")
     return ("sizes", "bytes", by_size) if by_size else ("budgets", "tokens", results.get("budgets") or [])

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -153,7 +153,7 @@ def _match_text(recipe: CompareSettings, planned: list[Planned]) -> schema.Match
     if match.by == "width":
         return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
     if match.by == "bytes":
-        target = match.to
+        target = cast(int, match.to)  # of a part: one file size
         text = (
             f"Every entry is a file of weights of {target:,} bytes, within {match.tolerance:.1%}. Short runs chose its "
             f"bits, of {', '.join(map(str, match.bits))} where a width fits, and with them its width; losses are of "
