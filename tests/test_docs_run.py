@@ -81,7 +81,6 @@ SMALLER = {
     "2048x2048": "32x32",
     "1,4096": "1",
     "--tokens 4096": "--tokens 4",
-    "rank=148": "rank=4",
     "rank=128,blocks=8": "rank=4,blocks=8",
     "llama-60m": "tiny",
     "--for llama.cpp --size 90MB": "--size 0.5",  # its tokenizer has bytes alone

@@ -401,7 +401,7 @@ def test_perplexity_keeps_and_forgets() -> None:
 
 
 def test_only_modules() -> None:
-    with pytest.raises(ValueError, match="expects a module, got dict"):
+    with pytest.raises(ValueError, match="takes a model"):
         relinear.for_inference_({})
 
 
