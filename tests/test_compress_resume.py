@@ -145,6 +145,8 @@ def test_integers_killed_in_every_stage(stage: str, whole_integers, tmp_path, mo
             integers(tmp_path / "killed", killing(stage))
     # the report states the size of the file, so the model is there by then
     assert (tmp_path / "killed" / "model").exists() == (stage == "report")
+    if stage in ("judging", "report"):
+        assert list((tmp_path / "killed" / "calibration").glob("fit-*")), "fits are kept until the report is written"
     assert integers(tmp_path / "killed") == whole_integers
 
 

@@ -247,7 +247,6 @@ class _Job:
             place.replace(self.folder / "plan.json")
         if not plan_only and run_folder is not None:
             file_bytes = self._save()
-            calibration.release()
         report = CompressReport(
             plan,
             calibration.tokens,
@@ -271,6 +270,8 @@ class _Job:
         where = partial(proposal, self.folder) if plan_only else self.folder.joinpath
         write_json(where("report.json"), values)
         write_page(where("report.html"), values)
+        if file_bytes is not None:  # not earlier: killed before this point, the command goes on from its statistics
+            calibration.release()
         return report
 
     def _rename_others(self, run_folder: RunFolder, plan_file: Path) -> None:
