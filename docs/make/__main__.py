@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "results" / "distributed"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import budgets

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from estimate import MODELS, llama
 
 from measured import read, table
 from relinear.compression import CompressSettings
@@ -17,32 +16,10 @@ from relinear.surgery.summary import summary
 
 __all__ = ["in_page"]
 
-#: as published: vocabulary, width, width of the MLP, layers, heads, heads of keys and values
-_SHAPES = {
-    "Llama-2-7B": (32_000, 4096, 11_008, 32, 32, 32),
-    "Llama-2-70B": (32_000, 8192, 28_672, 80, 64, 8),
-}
-#: of the models in the record
-_SMOLLM2, _SMALL = (49_152, 576, 1536, 30, 9, 3), "models/unrounded/model"
+#: of the models in the record: vocabulary and shape as in ``MODELS``, and a name
+_VOCABULARY, _SMOLLM2, _SMALL = 49_152, (576, 1536, 30, 9, 3), "models/unrounded/model"
 #: matrices in double precision: moments of two kinds of text and their mean, and what factors of the widest take
 _SUMS, _FACTORS = 3, 3
-
-
-@functools.cache
-def _model(shape: tuple[int, ...], tied: bool = False) -> Any:
-    """A Llama without memory for its weights, which are stored in half precision."""
-    vocabulary, width, inner, layers, heads, shared = shape
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        tie_word_embeddings=tied,
-    )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config).half()
 
 
 @functools.cache
@@ -56,14 +33,13 @@ def _rate() -> float:
     """FLOPs per second, of passes forward, by the larger model of the record."""
     row = _measured()["models/smollm2"]
     settings = CompressSettings(tokens=row["tokens"], evaluate=False)
-    return (
-        passes(settings) * summary(_model(_SMOLLM2, tied=True)).flops_per_token / sum(row["seconds_by_phase"].values())
-    )
+    flops = summary(llama(_SMOLLM2, _VOCABULARY, tied=True)).flops_per_token
+    return passes(settings) * flops / sum(row["seconds_by_phase"].values())
 
 
 def _moments(shape: tuple[int, ...]) -> int:
     """Bytes of the moments of one decoder layer: inputs of attention, of its output, of the MLP, of its last layer."""
-    _, width, inner, *_ = shape
+    width, inner, *_ = shape
     return 8 * (_SUMS * (3 * width**2 + inner**2) + _FACTORS * inner**2)
 
 
@@ -72,7 +48,7 @@ def _working() -> float:
     """Bytes for each weight of the largest matrix, by what the larger model took beside its weights."""
     large = _measured()["models/smollm2"]
     beside = large["memory_bytes"] - 2 * large["bytes_before"] - _moments(_SMOLLM2)  # they ran in single precision
-    return (beside - _base()) / (_SMOLLM2[0] * _SMOLLM2[1])
+    return (beside - _base()) / (_VOCABULARY * _SMOLLM2[0])
 
 
 def _base() -> float:
@@ -82,15 +58,15 @@ def _base() -> float:
 
 
 def _row(name: str) -> list[str]:
-    model, settings = _model(_SHAPES[name]), CompressSettings()
+    model, settings = llama(MODELS[name]).half(), CompressSettings()  # weights are stored in half precision
     modules = linear_layers(model) | tables_of(model)
     file = budget_of(model, modules, settings).limit + READERS["relinear"].remainder(model, None, modules)
     most, original = disk_bytes(model, settings)
     largest = max(module.weight.numel() for module in modules.values())
-    memory = _base() + original + _working() * largest + _moments(_SHAPES[name])
+    memory = _base() + original + _working() * largest + _moments(MODELS[name])
     hours = passes(settings) * summary(model).flops_per_token / _rate() / 3600
     return [
-        name,
+        f"Llama-2-{name}",
         *(f"{size / 1e9:,.1f}" for size in (original, file)),
         *(f"{n:,.0f}" for n in (most / 1e9, memory / 1e9, hours)),
     ]
@@ -99,4 +75,4 @@ def _row(name: str) -> list[str]:
 def in_page() -> str:
     """The table."""
     head = ["model", "original (GB)", "file (GB)", "disk, most (GB)", "memory (GB)", "hours on two cores"]
-    return table(head, [_row(name) for name in _SHAPES])
+    return table(head, [_row(name) for name in MODELS])

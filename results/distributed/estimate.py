@@ -92,13 +92,20 @@ def size_of(model: str, operator: OperatorConfig | None) -> Size:
     return Size(*(a + (layers - 1) * (b - a) for a, b in zip(one, two, strict=True)))
 
 
+def llama(shape: tuple[int, ...], vocabulary: int = VOCABULARY, tied: bool = False) -> LlamaForCausalLM:
+    """A Llama of a shape as in ``MODELS``, without memory for its weights."""
+    width, inner, layers, heads, shared = shape
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+                         num_attention_heads=heads, num_key_value_heads=shared, tie_word_embeddings=tied)  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
 def _built(model: str, operator: OperatorConfig | None, layers: int) -> tuple[int, ...]:
-    width, inner, _, heads, shared = MODELS[model]
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
-                         num_attention_heads=heads, num_key_value_heads=shared)  # fmt: skip
+    width, inner, _, *heads = MODELS[model]
+    built = llama((width, inner, layers, *heads))
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the head, which all-linear leaves
-        built = LlamaForCausalLM(config)
         if operator is not None:
             if operator.conditioned:
                 relinear.attach_(built, relinear.ContextManager(dim=CONTEXT))
