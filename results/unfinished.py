@@ -149,7 +149,7 @@ def main(out_dir: Path, reference: str, later: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {key: started[key] for key in ("recipe", "command", "machine")} | {"reference": reference}
     found["tokens"] = tokens_of(place)
     found["budgets"] = [
-        series_row("tokens", f"budgets/{at.name}", read_json(at / "results.json"))
+        series_row("tokens", int(at.name), "budgets", read_json(at / "results.json"))
         for at in places_of(out_dir)[:-1]
         if (at / "results.json").is_file()
     ]

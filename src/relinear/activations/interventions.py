@@ -186,8 +186,9 @@ def _broadcastable(value: Values, z: Tensor) -> Tensor:
     value = _like(value, z)
     extra = value.ndim > z.ndim
     if extra or any(v not in (1, s) for v, s in zip(reversed(value.shape), reversed(z.shape))):
-        shapes = f"{tuple(value.shape)} do not broadcast to an activation of shape {tuple(z.shape)}"
-        raise ValueError(f"values of shape {shapes}")
+        raise ValueError(
+            f"values of shape {tuple(value.shape)} do not broadcast to an activation of shape {tuple(z.shape)}"
+        )
     return value
 
 

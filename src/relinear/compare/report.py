@@ -96,7 +96,7 @@ def results_section(directory: str | Path) -> Section:
     results = read_results(directory)
     entries = results["entries"]
     palette = _palette(results)
-    key, axis, rows = _series(results)
+    key, axis, rows = series_of(results)
     panels = {
         "curves": figures.curves(entries, palette, results.get("ngram")),
         "pareto": figures.pareto(entries, palette),
@@ -216,11 +216,12 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
     if panels:
         save_panels(panels, stem)
     image, inline = picture_of(stem), len(panels) > 1
-    return [
-        Chart(text.format(panel.x.title) + front * _FRONT, panel, image if index == 0 else None, height, inline)
-        for index, panel in enumerate(panels)
-        for front in [any(isinstance(series, Series) and series.mode == "steps" for series in panel.shown)]
-    ]
+    charts = []
+    for index, panel in enumerate(panels):
+        has_front = any(isinstance(series, Series) and series.mode == "steps" for series in panel.shown)
+        caption = text.format(panel.x.title) + (_FRONT if has_front else "")
+        charts.append(Chart(caption, panel, image if index == 0 else None, height, inline))
+    return charts
 
 
 def results_table(results: Results) -> Table:
@@ -390,7 +391,7 @@ def gap_text(gap: Gap | None) -> str:
     return mean if gap["low"] is None else f"{mean} [{gap['low']:+z.3f}, {gap['high']:+z.3f}]"
 
 
-def _series(results: Results) -> tuple[str, Literal["tokens", "bytes"], list[Any]]:
+def series_of(results: Results) -> tuple[str, Literal["tokens", "bytes"], list[Any]]:
     """Return the series' key in results, its axis, and its rows, which are none for one comparison."""
     by_size = results.get("sizes")
     return ("sizes", "bytes", by_size) if by_size else ("budgets", "tokens", results.get("budgets") or [])
@@ -406,7 +407,7 @@ def series_table(results: Results) -> Table | None:
 
     By sizes of the file, losses of what was stored, and its bits.
     """
-    _, axis, series = _series(results)
+    _, axis, series = series_of(results)
     if not series:
         return None
 

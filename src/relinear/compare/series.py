@@ -56,14 +56,14 @@ def comparison_at(
 def series_results(recipe: CompareSettings, results: Sequence[Results], provenance: Provenance) -> Results:
     """Return the results of the last comparison, with a row for each in ``budgets`` or ``sizes``."""
     axis, key, values = recipe.series
-    rows = [series_row(axis, f"{key}/{value}", each) for value, each in zip(values, results, strict=True)]
+    rows = [series_row(axis, value, key, each) for value, each in zip(values, results, strict=True)]
     notes = results[-1]["notes"] + (_budget_notes(recipe, rows) if recipe.budgets else [])
     whole: Any = {**results[-1], **provenance, "name": recipe.name, key: rows, "notes": notes, "finished": now()}
     return whole
 
 
-def series_row(axis: str, folder: str, results: Results) -> SeriesRow:
-    """Return one value's row of the whole results: ``results`` are its own, in ``folder``."""
+def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
+    """Return one value's row of the whole results: ``results`` are its own, in the folder KEY/VALUE."""
     entries: list[Any] = [
         {
             **{key: entry[key] for key in ("name", "learning_rate", "tuning", "validation_loss", "gap")},
@@ -74,7 +74,7 @@ def series_row(axis: str, folder: str, results: Results) -> SeriesRow:
         }
         for entry in results["entries"]
     ]
-    row: Any = {axis: int(folder.rpartition("/")[2]), "folder": folder, "ngram": results["ngram"], "entries": entries}
+    row: Any = {axis: value, "folder": f"{key}/{value}", "ngram": results["ngram"], "entries": entries}
     return row
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from relinear.compare.report import results_table, series_table
+from relinear.compare.report import results_table, series_of, series_table
 from relinear.compare.schema import EntryResult, Results
 from relinear.pages.blocks import Table
 
@@ -34,7 +34,7 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 def table_rows(results: Results) -> Iterable[dict[str, Any]]:
     """Yield numbers by column for every entry at every budget; losses in nats, gaps with their intervals of 95 %."""
     whole = {entry["name"]: entry for entry in results["entries"]}
-    series: list[Any] = [*results.get("budgets", ()), *results.get("sizes", ())]
+    _, _, series = series_of(results)
     for row in series or [results]:
         for at_value in row["entries"]:
             entry: EntryResult = whole[at_value["name"]]
