@@ -160,9 +160,9 @@ def _here(family: str, name: str, folder: Path) -> dict[str, Any]:
 
 
 def _status(step: str, error: Exception) -> str:
-    """Refused is what relinear itself turns down in words before it changes the model; the rest failed."""
+    """Refused is what relinear itself turns down in words when it replaces or at the first pass; the rest failed."""
     source = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    in_words = step == "replace" and isinstance(error, ValueError) and source.is_relative_to(_PACKAGE)
+    in_words = step in ("replace", "forward") and isinstance(error, ValueError) and source.is_relative_to(_PACKAGE)
     return REFUSED if in_words else FAILED
 
 
@@ -277,7 +277,7 @@ def page(record: Mapping[str, Any]) -> str:
         "",
         "- **works**: the model trains one step and generates four tokens, with a cache and without. Saved and loaded",
         f"  in another process, it gives the same tokens, and the same logits within {record['tolerance']:.0e}.",
-        "- **refused**: `attach_` or `replace_` raises an error before anything runs.",
+        "- **refused**: `attach_`, `replace_` or the first pass raises an error that says why.",
         "",
         'Experts stored as one tensor become layers by `relinear.attach_(model, "separate_experts")`;',
         "`relinear.compress` does this for you.",
