@@ -309,7 +309,7 @@ def test_gaps_of_runs_without_blocks_are_over_seeds_alone():
 def finished(text, tmp_path_factory):
     """A comparison with tuning and speeds, in this process."""
     out = tmp_path_factory.mktemp("finished") / "out"
-    tune = {"learning_rates": [1e-3, 4e-3], "fraction": 0.5, "extensions": 0}
+    tune = {"learning_rates": [1e-3, 4e-3], "fraction": 0.5, "extensions": 0, "check_full_length": False}
     recipe = small(text, tune=tune, speed={"seconds": 0.1, "rounds": 3})
     events = []
     results = compare(recipe, out, workers=0, on_progress=events.append)
@@ -601,6 +601,7 @@ def over_budgets(text, tmp_path_factory):
     """Three budgets with a warm-up, tuned at the smallest."""
     out = tmp_path_factory.mktemp("budgets") / "out"
     tune = {"learning_rates": [1e-3, 4e-3], "initializer_range": [0.02, 0.1], "fraction": 1, "extensions": 0}
+    tune["check_full_length"] = False  # at the second budget alone
     recipe = small(text, entries={"dense": "dense", "low_rank": "low_rank:rank=4"}, match="width", seeds=[0])
     recipe |= {"budgets": ["0.512k", 128, 256], "reference": "dense", "tune": tune}
     recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
@@ -632,7 +633,8 @@ def test_warm_up_is_tuned_with_the_rate_and_handed_on(text, tmp_path):
     tune = {"learning_rates": [1e-3, 4e-3], "warmup_ratio": [0.25, 0.5]}
     entries = {"low_rank": "low_rank:rank=4", "own": {"set": {"warmup_steps": 2}}}
     recipe = small(text, entries=entries, match="width", seeds=[0], speed={"seconds": 0})
-    recipe |= {"budgets": [256, 512], "reference": "own", "tune": tune | {"fraction": 1, "extensions": 0}}
+    tune |= {"fraction": 1, "extensions": 0, "check_full_length": False}
+    recipe |= {"budgets": [256, 512], "reference": "own", "tune": tune}
     recipe["train"] = {key: value for key, value in recipe["train"].items() if key != "steps"}
     recipe["train"] |= {"eval_every": 0, "save_model": False}
     results = compare(recipe, tmp_path / "out", workers=0)

@@ -110,7 +110,7 @@ def test_speeds_are_of_tokens_where_batches_differ():
 
 
 def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edges():
-    tune = {"learning_rates": [0.001, 0.002]}
+    tune = {"learning_rates": [0.001, 0.002], "check_full_length": False}
     series = {"budgets": [1000, 2000, 4000], "reference": "dense"}
     chosen = [{"entries": [{"name": n, "learning_rate": 0.002, "tuning": None} for n in ("dense", "low_rank")]}]
     assert comparison_at(recipe(**series, tune=tune), 2, 258, chosen).tune is None
@@ -189,6 +189,7 @@ def test_an_entry_that_diverges_wherever_it_is_tuned_keeps_nobody_from_the_rest(
 def test_where_a_final_run_diverges_all_seeds_take_the_next_lower_rate(begun, tmp_path, monkeypatch):
     values, _ = begun
     values |= {"tune": {"learning_rates": [0.001, 0.002, 0.004], "fraction": 1.0, "extensions": 0}, "seeds": [0, 1, 2]}
+    values["tune"]["check_full_length"] = False  # so that all seeds meet the rate that diverges
     whole, diverged = engine.run_once, []
 
     def run(settings, folder):
@@ -268,7 +269,7 @@ def test_tune_on_the_command_line_keeps_how_a_recipe_tunes(tmp_path, monkeypatch
     capsys.readouterr()
     assert seen[0].tune.learning_rates == (0.003, 0.006)
     assert math.isclose(seen[0].tune.fraction, 0.25)
-    assert not seen[0].tune.check_full_length
+    assert seen[0].tune.check_full_length
 
 
 def test_tune_on_the_command_line_checks_rates_at_full_length(tmp_path, monkeypatch, capsys):

@@ -98,7 +98,7 @@ def command(
         named = changes.get("entries") or values.get("entries", {})
         named |= {name: {"resize": "width"} for name, setting in named.items() if setting == "dense"}
     if tune and not values.get("tune"):  # otherwise the recipe's tuning stays
-        changes = {"tune": {"check_full_length": True}} | changes  # short runs alone choose rates that are too high
+        changes = {"tune": {}} | changes
     values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
     settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
     options.prepare_process()

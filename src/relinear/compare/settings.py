@@ -165,9 +165,10 @@ class Tune(Settings):
         seed: of the short runs; not one of the final seeds, so that none is favoured.
         extensions: how often each grid grows by one value where the best is at its edge.
         check_full_length: hold the rate that was chosen (or that the entry brings) against its two neighbours in runs
-            of full length, and take the better one; at most ``extensions`` further steps follow.
+            of full length, and take the better one; at most ``extensions`` further steps follow. False trusts short
+            runs, which choose rates that are too high.
         at: where a comparison has several budgets: "smallest" tunes at the first and holds the rate against its
-            neighbours at the second, "each" tunes at all of them.
+            neighbours at the second and, with ``check_full_length``, at all others; "each" tunes at all of them.
     """
 
     learning_rates: _Grid = (5e-4, 1e-3, 2e-3, 4e-3)
@@ -176,7 +177,7 @@ class Tune(Settings):
     fraction: float = Field(default=0.25, gt=0, le=1)
     seed: Seed = 1000
     extensions: int = Field(default=2, ge=0)
-    check_full_length: bool = False
+    check_full_length: bool = True
     at: Literal["smallest", "each"] = "smallest"
 
 
