@@ -33,23 +33,22 @@ def _products_unsupported(call: Call) -> str:
     return "products in bfloat16 take longer than in float32" if call.emulated and not call.autocast else ""
 
 
-def _products(
-    x, features, basis, mix, bias, norm_gain, norm_offset, gate, offset, output_gate, output_offset, gate_bias, eps
-) -> Tensor:
+def _products(x, features, basis, mix, bias, norm_gain, norm_offset, *gates) -> Tensor:
     """Compute the reference in the input's dtype.
 
     The gate network's last layer is two products, one per gate, so that no gate is a strided slice; the product that
     is gated adds the bias. If possible, the sigmoid of the output gate and its product are one pass over memory, and
     neither gates nor ungated outputs are saved for the backward pass.
     """
+    basis_gate, basis_gate_bias, output_gate, output_gate_bias, gate_bias, eps = gates
     h = F.linear(x, basis)
     if norm_gain is not None:
         h = F.layer_norm(h, h.shape[-1:], norm_gain, norm_offset, eps)
-    if gate is not None:
-        h = h * F.linear(features, gate, offset).sigmoid_()
+    if basis_gate is not None:
+        h = h * F.linear(features, basis_gate, basis_gate_bias).sigmoid_()
     if output_gate is None:
         return F.linear(h, mix, bias)
-    y = _gated_linear(h, mix, bias if gate_bias else None, features, output_gate, output_offset)
+    y = _gated_linear(h, mix, bias if gate_bias else None, features, output_gate, output_gate_bias)
     return y if gate_bias or bias is None else y + bias
 
 
@@ -95,29 +94,29 @@ def _gates_unsupported(call: Call) -> str:
     return native.unsupported_reason(call, fewest, size=call.rows * call.arguments[1].shape[0])
 
 
-def _gated(h, mix, bias, features, weight, gate_bias) -> Tensor:
+def _gated(h, mix, bias, features, weight, offset) -> Tensor:
     rows, feature_rows = h.reshape(-1, h.shape[-1]), features.reshape(-1, features.shape[-1])
-    tensors = autocasted(rows, mix, bias, feature_rows, weight, gate_bias)
+    tensors = autocasted(rows, mix, bias, feature_rows, weight, offset)
     with without_autocast(h):
         return (_GatedLinear.apply if torch.is_grad_enabled() else _forward)(*tensors).view(*h.shape[:-1], mix.shape[0])
 
 
 def _gated_product(
-    h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, gate_bias: Tensor
+    h: Tensor, mix: Tensor, bias: Tensor | None, features: Tensor, weight: Tensor, offset: Tensor
 ) -> Tensor:
-    """Return (mix h + bias) * sigmoid(weight features + gate_bias)."""
-    return F.linear(h, mix, bias) * F.linear(features, weight, gate_bias).sigmoid()
+    """Return (mix h + bias) * sigmoid(weight features + offset)."""
+    return F.linear(h, mix, bias) * F.linear(features, weight, offset).sigmoid()
 
 
 _gated_linear = dispatch(Implementation("gates in C++", _gates_unsupported, _gated))(_gated_product)
 
 
-def _forward(h, mix, bias, features, weight, gate_bias) -> Tensor:
+def _forward(h, mix, bias, features, weight, offset) -> Tensor:
     """Compute ``_gated_product`` of matrices without a graph, few enough tokens at a time to stay in cache."""
     y = h.new_empty(h.shape[0], mix.shape[0])
-    gate_bias = gate_bias.contiguous()
+    offset = offset.contiguous()
     for rows in row_portions(y):
-        native.kernels().gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), gate_bias)
+        native.kernels().gate(y[rows], F.linear(h[rows], mix, bias), F.linear(features[rows], weight), offset)
     return y
 
 
@@ -133,8 +132,8 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_as(_gated_product)
     def backward(ctx, grad):
-        h, mix, bias, features, weight, gate_bias, y = ctx.saved_tensors
-        y = _forward(h, mix, bias, features, weight, gate_bias) if was_changed(ctx) else y
+        h, mix, bias, features, weight, offset, y = ctx.saved_tensors
+        y = _forward(h, mix, bias, features, weight, offset) if was_changed(ctx) else y
         to_h, to_features = torch.empty_like(h), torch.empty_like(features)
         to_mix, to_weight = (torch.empty_like(one, dtype=torch.float32) for one in (mix, weight))
         to_biases = torch.zeros(2, mix.shape[0])
@@ -143,7 +142,7 @@ class _GatedLinear(torch.autograd.Function):
             upstream, to_logits = grad[rows].contiguous(), F.linear(features[rows], weight)
             to_value = torch.empty_like(upstream)
             # gradients overwrite the logits
-            native.kernels().gate_backward(to_value, to_logits, to_biases, y[rows], upstream, gate_bias.contiguous())
+            native.kernels().gate_backward(to_value, to_logits, to_biases, y[rows], upstream, offset.contiguous())
             torch.mm(to_value, mix, out=to_h[rows])
             torch.mm(to_logits, weight, out=to_features[rows])
             add_product(to_mix, to_value.T, h[rows], rows.start == 0)
@@ -151,6 +150,6 @@ class _GatedLinear(torch.autograd.Function):
 
         for rows in row_portions(y, autograd.BACKWARD_PORTION):
             add(rows)
-        to_bias, to_gate_bias = to_biases.to(mix.dtype)
+        to_bias, to_offset = to_biases.to(mix.dtype)
         grads = to_h, to_mix.to(mix.dtype), None if bias is None else to_bias
-        return *grads, to_features, to_weight.to(weight.dtype), to_gate_bias.to(gate_bias.dtype)
+        return *grads, to_features, to_weight.to(weight.dtype), to_offset.to(offset.dtype)

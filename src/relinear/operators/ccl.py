@@ -17,6 +17,7 @@ from relinear.activations.shared_context import current_context
 from relinear.contract.config import MAX_LAYERS, Count, IntRange, NonNegative, check_divides, register
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine_parameters
+from relinear.deprecated import RenamedAttribute
 from relinear.functional.ccl import ccl_dense, ccl_gated, gate, largest_shares, template_shares
 from relinear.functional.low_rank import low_rank_factors
 from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
@@ -53,7 +54,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         self.norm = AffineParameters(rank, **kw) if config.norm else None
         layers = itertools.pairwise(sizes) if config.conditioned else ()
         self.trunk = nn.ModuleList([AffineParameters(b, a, **kw) for a, b in layers])
-        self.basis_gate = AffineParameters(config.basis_gates, sizes[-1], **kw) if config.basis_gate else None
+        self.basis_gate = AffineParameters(config.basis_gate_count, sizes[-1], **kw) if config.basis_gate else None
         self.output_gate = AffineParameters(out_features, sizes[-1], **kw) if config.output_gate else None
         self.reset_parameters()
 
@@ -99,9 +100,9 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         factors = self.basis, self.mix, self.bias, *_affine(self.norm)
         templates = self.config.composition != "gates"
         if features is not None and (templates or self._activation_hooks is not None):
-            basis_gates, output_gates = self._hooked_gates(x, features)
+            g_basis, g_out = self._hooked_gates(x, features)
             if templates or self._is_intervened:
-                return ccl_gated(x, self._per_feature(basis_gates), output_gates, *factors, self.config.gate_bias)
+                return ccl_gated(x, self._per_feature(g_basis), g_out, *factors, self.config.gate_bias)
         gates = *_affine(self.basis_gate), *_affine(self.output_gate)
         return ccl(x, features, *factors, *gates, self.config.gate_bias, EPS)
 
@@ -109,32 +110,32 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return current_context(x, self.config.context_dim, "ccl") if self.config.conditioned else None
 
     def hook_sizes(self) -> dict[str, int]:
-        sizes = {"basis_gate": self.config.basis_gates, "output_gate": self.out_features}
+        sizes = {"basis_gate": self.config.basis_gate_count, "output_gate": self.out_features}
         return {name: size for name, size in sizes.items() if getattr(self, name) is not None}
 
     def _hooked_gates(self, x: Tensor, features: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return ``_gates`` for the tokens of x, after passing them through activation hooks."""
-        basis_gates, output_gates = self._gates(features, self.training)
+        g_basis, g_out = self._gates(features, self.training)
         if self._activation_hooks is None:
-            return basis_gates, output_gates
+            return g_basis, g_out
         sizes = *x.shape[:-1], -1
-        basis_gates = None if basis_gates is None else self._hooked("basis_gate", basis_gates.expand(sizes))
-        return basis_gates, None if output_gates is None else self._hooked("output_gate", output_gates.expand(sizes))
+        g_basis = None if g_basis is None else self._hooked("basis_gate", g_basis.expand(sizes))
+        return g_basis, None if g_out is None else self._hooked("output_gate", g_out.expand(sizes))
 
     def _gates(self, features: Tensor, record: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """Return the basis gates (..., R), or the templates' weights (..., E), and the output gates (..., O)."""
-        basis_gates, output_gates = None, None
+        g_basis, g_out = None, None
         if self.config.composition != "gates":
-            basis_gates = self._template_weights(features, record)
+            g_basis = self._template_weights(features, record)
         elif self.basis_gate is not None:
-            basis_gates = gate(features, *self.basis_gate())
+            g_basis = gate(features, *self.basis_gate())
         if self.output_gate is not None:
-            output_gates = gate(features, *self.output_gate())
-        return basis_gates, output_gates
+            g_out = gate(features, *self.output_gate())
+        return g_basis, g_out
 
     def _per_feature(self, gates: Tensor | None) -> Tensor | None:
         """Return one gate per basis feature (..., R): a template's weight is repeated for all its features."""
-        return None if gates is None else gates.repeat_interleave(self.config.rank // self.config.basis_gates, -1)
+        return None if gates is None else gates.repeat_interleave(self.config.rank // self.config.basis_gate_count, -1)
 
     def _template_weights(self, features: Tensor, record: bool) -> Tensor:
         """Return each token's template weights (..., E): probabilities, zero for templates that are not selected.
@@ -185,8 +186,8 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
             return {}
         if context is None:
             context = current_context(None, self.config.context_dim, "ccl")
-        basis_gates, output_gates = self._gates(self._features(context))
-        gates = {"basis": self._per_feature(basis_gates), "output": output_gates}
+        g_basis, g_out = self._gates(self._features(context))
+        gates = {"basis": self._per_feature(g_basis), "output": g_out}
         return {name: value for name, value in gates.items() if value is not None}
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -232,28 +233,26 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         fitted = min(self.config.rank, self.in_features, self.out_features)
         down, up = low_rank_factors(self.source_weight(linear), fitted)
         open_gate = 1 / (1 + math.exp(-_OPEN_LOGIT))
-        basis_gates = 1.0 if self.basis_gate is None else open_gate
+        g_basis = 1.0 if self.basis_gate is None else open_gate
         if self.config.composition != "gates":
-            basis_gates = 1 / self.config.templates
-        output_gates = open_gate if self.output_gate is not None else 1.0
+            g_basis = 1 / self.config.templates
+        g_out = open_gate if self.output_gate is not None else 1.0
         self.mix.zero_()  # if the rank exceeds the layer's sizes, further basis rows are not used yet
         self.basis[:fitted].copy_(down)
-        self.mix[:, :fitted].copy_(up / (basis_gates * output_gates))
+        self.mix[:, :fitted].copy_(up / (g_basis * g_out))
         for last in (self.basis_gate, self.output_gate):
             if last is not None:
                 last.weight.zero_()
                 last.bias.fill_(_OPEN_LOGIT)
         self.copy_bias_(linear)
         if self.bias is not None and self.config.gate_bias:
-            self.bias.div_(output_gates)
+            self.bias.div_(g_out)
         return self
 
     def flops_per_token(self) -> int:
         rank, out = self.config.rank, self.out_features
         hidden = sum(a * b for a, b in itertools.pairwise(self.config.gate_sizes())) if self.config.conditioned else 0
-        gates = (self.config.basis_gates if self.basis_gate is not None else 0) + (
-            out if self.output_gate is not None else 0
-        )
+        gates = sum(self.hook_sizes().values())
         network = 2 * (hidden + self.config.gate_sizes()[-1] * gates)
         return 2 * rank * (self.in_features + out) + network + gates
 
@@ -333,9 +332,12 @@ class CCL(OperatorConfig):
             raise ValueError(f"selected={self.selected} exceeds templates={self.templates}")
 
     @property
-    def basis_gates(self) -> int:
+    def basis_gate_count(self) -> int:
         """Return the number of basis gates: one per feature, or one per template."""
         return self.rank if self.composition == "gates" else self.templates
+
+    # an earlier name, which works for one more version
+    basis_gates = RenamedAttribute("basis_gate_count")
 
     @property
     def conditioned(self) -> bool:  # type: ignore[override]
