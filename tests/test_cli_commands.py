@@ -145,6 +145,8 @@ def test_list_names_everything(capfd):
     printed = capfd.readouterr().out
     for said in (r"operators: .*block_hadamard, .*, transponder", r"recipes: ccl-claims, .*quick", r"presets: .*tiny"):
         assert re.search(said, printed)
+    assert main(["list", "analyses"]) == 0
+    assert re.search(r"^gates +How open", capfd.readouterr().out, re.MULTILINE)
 
 
 def test_version(capfd):

@@ -102,7 +102,7 @@ def listed(topic: str) -> dict[str, Any]:
 
 def _line(thing: Any) -> str:
     text = thing if isinstance(thing, str) else thing.__doc__ or ""
-    return re.split(r"(?<!Eq)\. ", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".").replace("``", "")
+    return re.split(r"(?<!Eq)(?<!\.)\. ", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".").replace("``", "")
 
 
 def _package(thing: Any) -> str:

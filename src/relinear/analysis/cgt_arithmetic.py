@@ -1,4 +1,4 @@
-"""``cgt_arithmetic``: accuracy of arithmetic answers with y computed and with y frozen (CGT, Table 1)."""
+"""Accuracy of arithmetic answers with y computed and with y frozen (CGT, Table 1)."""
 
 # Legend: B samples, T tokens, E width of y, K tasks of a sample
 

@@ -1,4 +1,4 @@
-"""``cgt_context``: how y of a Contextually Guided Transformer changes along texts, and which texts have similar y."""
+"""How y of a Contextually Guided Transformer changes along texts, and which texts have similar y."""
 
 # Legend: N texts, T tokens, E width of y
 

@@ -1,4 +1,4 @@
-"""``cgt_regression``: errors of in-context regression by number of examples, y computed or frozen (CGT, Figure 4)."""
+"""Errors of in-context regression by number of examples, y computed or frozen (CGT, Figure 4)."""
 
 # Legend: B samples, N pairs
 

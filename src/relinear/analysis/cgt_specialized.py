@@ -1,4 +1,4 @@
-"""``cgt_specialized``: loss on the second half of a text with y frozen, from another text, or constant."""
+"""Loss on the second half of a text with y frozen, from another text, or constant."""
 
 # Legend: N texts, H tokens of the rest, E width of y
 

@@ -1,4 +1,4 @@
-"""``effective_rank``: effective rank of the matrices that a layer applies along a sequence (CCL, Section 4.4).
+"""The effective rank of the matrices that a layer applies along a sequence (CCL, Section 4.4).
 
 "Rank" may refer to three spaces. With W_t (O, I) the matrix of token t:
 

@@ -1,4 +1,4 @@
-"""``fingerprints``: the contexts of several inputs, compared (CCL, Figure 7)."""
+"""The contexts of several inputs, compared (CCL, Figure 7)."""
 
 # Legend: N inputs, T tokens, C context_dim
 

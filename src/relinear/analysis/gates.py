@@ -1,4 +1,4 @@
-"""``gates``: how open every layer's gates are, and how much they vary (CCL, Sections 4.5 and 4.6)."""
+"""How open every layer's gates are, and how much they vary (CCL, Sections 4.5 and 4.6)."""
 
 # Legend: N sequences, T tokens, K gates
 

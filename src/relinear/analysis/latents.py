@@ -1,4 +1,4 @@
-"""``latents``: active dimensions of each operator's latent, and its divergence from the prior (HDPL, Section 2.1)."""
+"""Active dimensions of each operator's latent, and its divergence from the prior (HDPL, Section 2.1)."""
 
 # Legend: N sequences, T tokens of all sequences, R latent dimensions
 

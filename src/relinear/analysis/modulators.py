@@ -1,4 +1,4 @@
-"""``modulators``: gates of modulators by depth, module and token (Transponder, Figures 2 and 3), and how they vary.
+"""Gates of modulators by depth, module and token (Transponder, Figures 2 and 3), and how they vary.
 
 A modulator is any module with ``is_modulator``, ``gates_of(x)`` and ``alphas()``, such as the gates of a
 ``Transponder`` or a ``PathTransponder``.

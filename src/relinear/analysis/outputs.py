@@ -1,4 +1,4 @@
-"""``outputs``: the rank of any operator's outputs, how linear it is, and how far training moved its parameters."""
+"""The rank of any operator's outputs, how linear it is, and how far training moved its parameters."""
 
 # Legend: N sequences, T tokens of all sequences, I in_features, O out_features
 

@@ -1,4 +1,4 @@
-"""``planes``: the angles by which every layer's rotors rotate their planes (rotor paper, Section 3.2)."""
+"""The angles by which every layer's rotors rotate their planes (rotor paper, Section 3.2)."""
 
 # Legend: W terms, o output windows, i input windows, P bivector coordinates, n vectors of the algebra
 

@@ -1,4 +1,4 @@
-"""``top_tokens``: the tokens that open every basis gate, and how pure the gates are (CCL, Section 4.6)."""
+"""The tokens that open every basis gate, and how pure the gates are (CCL, Section 4.6)."""
 
 # Legend: N sequences, T tokens, K gates
 
