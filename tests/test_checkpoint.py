@@ -265,6 +265,14 @@ def test_a_folder_of_weights_alone_still_takes_the_callers_config(tmp_path):
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
+def test_a_config_with_nan_is_refused(tmp_path):
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": float("nan")}))
+    with pytest.raises(ValueError, match=r"config\.json: rms_norm_eps is NaN"):
+        relinear.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("settings", [BitsAndBytesConfig(load_in_8bit=True), QuantoConfig(weights="int8")])
 def test_a_second_quantization_is_refused(saved, settings):
     for load in (AutoModelForCausalLM.from_pretrained, relinear.from_pretrained):

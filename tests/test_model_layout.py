@@ -164,7 +164,7 @@ def test_a_context_on_a_peft_model_is_that_of_the_model_inside() -> None:
 
 
 def test_state_space_layers_get_no_context_and_that_is_said_at_once() -> None:
-    with pytest.raises(ValueError, match=r"MambaBlock.*no attention"):
+    with pytest.raises(ValueError, match=r"MambaBlock.*must have one attention, .*; it has 0"):
         relinear.attach_(make_family("mamba"), MANAGER)
 
 

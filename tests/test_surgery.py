@@ -112,8 +112,19 @@ def test_a_tied_head_is_refused_and_stays_tied_otherwise():
 
 
 def test_a_root_that_is_a_linear_layer_is_refused():
-    with pytest.raises(ValueError, match=r"model itself is a linear layer.*convert"):
-        relinear.replace_(nn.Linear(8, 8), {".*": LOW})
+    with pytest.raises(
+        ValueError, match=r"call Transponder\(rank=2, .*init='identity'\)\.convert\(linear, init='fresh'\)"
+    ):
+        relinear.replace_(nn.Linear(8, 8), {".*": relinear.Transponder(rank=2, init="identity")})
+
+
+def test_a_warning_names_the_line_that_asked():
+    model, large = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), relinear.LowRank(rank=8)
+    with pytest.warns(UserWarning, match="times as many") as of_plan:
+        relinear.plan(model, {"0": large}).apply_()
+    with pytest.warns(UserWarning, match="times as many") as of_replace:
+        relinear.replace_(model, {"1": large})
+    assert of_plan[0].filename == of_replace[0].filename == __file__
 
 
 def test_every_alias_is_rewritten_and_counted_once():

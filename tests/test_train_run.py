@@ -88,7 +88,7 @@ def test_wrong_settings_leave_nothing_behind(tmp_path, corpus, changes, message)
     assert not (tmp_path / "run").exists()
 
 
-def test_model_of_a_run_is_trained_on(tmp_path, corpus):
+def test_model_of_a_run_is_trained_on(tmp_path, corpus, monkeypatch):
     first = train(run_settings(corpus, steps=30, learning_rate=1e-2), tmp_path / "one")
     assert first.perplexity < 0.7 * first.initial_perplexity
     model = from_pretrained(tmp_path / "one" / "model")
@@ -97,6 +97,7 @@ def test_model_of_a_run_is_trained_on(tmp_path, corpus):
     further = run_settings(corpus, model=str(tmp_path / "one" / "model"), model_overrides={}, operators={}, steps=2)
     second = train(further, tmp_path / "two")
     assert second.initial_perplexity == pytest.approx(first.perplexity, rel=1e-3)
+    monkeypatch.setattr("relinear.training.run.prepare_data", lambda settings: pytest.fail("read the data first"))
     with pytest.raises(ValueError, match="model_overrides needs a preset"):
         train(further.updated(model_overrides={"hidden_size": 8}), tmp_path / "three")
 

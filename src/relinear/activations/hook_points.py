@@ -9,10 +9,12 @@ A hook point has at most one ``ActivationHook``: the module passes the value to 
 
 # Legend: R size of the hook point
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,12 +56,12 @@ def as_latent(value: Tensor) -> Latent:
 Observer = Callable[[Latent], None]
 
 
+@dataclasses.dataclass(eq=False)
 class ActivationHook:
     """Apply interventions to an activation and show it to observers, as a ``Latent`` even if it is a gate or output."""
 
-    def __init__(self) -> None:
-        self.interventions: list[Intervention] = []
-        self.observers: list[Observer] = []
+    interventions: Sequence[Intervention] = ()
+    observers: Sequence[Observer] = ()
 
     def __call__(self, latent: Latent) -> Tensor:
         """Return the value after all interventions, applied in order, and show it to the observers."""
@@ -204,7 +206,11 @@ def hook_points(model: nn.Module, *, outputs: bool = False) -> dict[str, HookPoi
 
 @contextlib.contextmanager
 def with_hooks(
-    points: Mapping[str, HookPoint], interventions=(), observers=(), yielded=None, intervened_model: Any = None
+    points: Mapping[str, HookPoint],
+    interventions: Mapping[str, Sequence[Intervention]] | None = None,
+    observers: Mapping[str, Sequence[Observer]] | None = None,
+    yielded: Any = None,
+    intervened_model: Any = None,
 ) -> Iterator[Any]:
     """Add interventions and observers, by name of hook point, within the block; ``with`` yields ``yielded``.
 
@@ -219,12 +225,10 @@ def with_hooks(
     for name, point in points.items():
         previous = point.hook()
         outer = previous or ActivationHook()
-        # a new hook object, so that a compiled forward sees the change
-        hook = ActivationHook()
-        hook.interventions = [*outer.interventions, *dict(interventions).get(name, ())]
-        hook.observers = [*outer.observers, *dict(observers).get(name, ())]
         added.append((point, previous))
-        point.set_hook(hook)
+        # a new hook object, so that a compiled forward sees the change
+        all_interventions = (*outer.interventions, *(interventions or {}).get(name, ()))
+        point.set_hook(ActivationHook(all_interventions, (*outer.observers, *(observers or {}).get(name, ()))))
     try:
         yield yielded
     finally:

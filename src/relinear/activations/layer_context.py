@@ -97,7 +97,7 @@ class _LayerHooks:
             keywords = getattr(getattr(layer, "_gradient_checkpointing_func", None), "keywords", {})
             if keywords.get("use_reentrant") is True:  # ``is``: a mock of the function returns any value
                 raise ValueError(
-                    f"reentrant gradient checkpointing gives wrong gradients with a {self.label}; use "
+                    f"reentrant gradient checkpointing gives wrong gradients for the {self.label}; use "
                     'model.gradient_checkpointing_enable({"use_reentrant": False})'
                 )
         kwargs = dict(kwargs)
@@ -118,6 +118,6 @@ class _LayerHooks:
         elif self.layer.training and getattr(self.layer, "gradient_checkpointing", False):
             raise ValueError(
                 f"{type(self.layer).__name__} does not pass keyword arguments on to its attention, so it cannot be "
-                f"checkpointed with a {self.label}; call model.gradient_checkpointing_disable()"
+                f"checkpointed with the {self.label}; call model.gradient_checkpointing_disable()"
             )
         return args, kwargs

@@ -1,6 +1,5 @@
 """Build results.json: statistics over seeds, the n-gram baseline, and notes."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, cast
@@ -14,6 +13,7 @@ from relinear.compare.match import Planned
 from relinear.compare.settings import CompareSettings
 from relinear.contract.config import Config
 from relinear.evaluate import KneserNey
+from relinear.evaluate.losses import perplexity_of
 from relinear.training.settings import TrainSettings
 from relinear.training.trainer import SteadySampler
 
@@ -283,4 +283,4 @@ def count_ngrams(recipe: CompareSettings, data: Any) -> schema.Ngram:
         order -= 1
     held_out = np.asarray(validation.tokens[: len(validation) * length]).reshape(-1, length)
     loss = float(KneserNey(blocks, data.vocab_size, order).losses(held_out).mean())
-    return {"order": order, "tokens": int(blocks.size), "validation_loss": loss, "perplexity": math.exp(loss)}
+    return {"order": order, "tokens": int(blocks.size), "validation_loss": loss, "perplexity": perplexity_of(loss)}

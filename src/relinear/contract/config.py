@@ -184,7 +184,8 @@ class Config:
         """Show the integer settings (ranks, blocks), which define the size, and all that differ from their defaults."""
         values = {f: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields = [f for f, v in values.items() if (type(v) is int and f.name != "seed") or _is_changed(self, f)]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in fields)})"
+        shown = (f"{f.name}={values[f] if isinstance(values[f], Config) else repr(values[f])}" for f in fields)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def _is_changed(config: Config, field: dataclasses.Field) -> bool:

@@ -202,11 +202,11 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
         module.set_caching(mode)
         if module.parameter_cache is not None:
             module.parameter_cache.rounds_inputs = True
-    for layer in model.modules() if mode else ():
-        fuse = FUSED_FORWARDS.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
-        forward = None if fuse is None else fuse(layer)
-        if forward is not None:
-            layer.forward = forward  # stays in place: without caches it calls the class's forward
+    if mode:
+        for layer in model.modules():
+            fuse = FUSED_FORWARDS.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
+            if fuse is not None and (forward := fuse(layer)) is not None:
+                layer.forward = forward  # stays in place: without caches it calls the class's forward
     return model
 
 

@@ -1,8 +1,10 @@
-"""Format messages about wrong settings: shortened values, suggested names, and pydantic's errors, one per line."""
+"""Format messages: shortened values, suggested names, pydantic's errors, one per line; warn on behalf of the caller."""
 
 import difflib
 import re
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,3 +74,11 @@ def validation_message(error: ValidationError, name: str = "") -> str:
     if len(errors) > _MAX_ERRORS:
         lines.append(f"and {len(errors) - _MAX_ERRORS} more")
     return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(errors)} errors", *lines])
+
+
+def warn_user(message: str) -> None:
+    """Warn with the line of the first caller outside of relinear."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "relinear":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, level)

@@ -147,7 +147,7 @@ class OperatorConfig(Config):
         By default each is fitted (``fit_to_calibration``). Override this if one decomposition gives all the errors, as
         an SVD does for ranks. Only ``configs`` of the ``candidates`` are asked for; None for all.
         """
-        configs = configs or self.candidates(*linear_features(linear))
+        configs = self.candidates(*linear_features(linear)) if configs is None else configs
         return [(config, config.fit_error(linear, statistics)) for config in configs]
 
     def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:

@@ -7,12 +7,12 @@ import glob
 import hashlib
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from relinear.contract.messages import warn_user
 from relinear.data.chat import Conversation, encodable
 from relinear.data.settings import DataSettings
 from relinear.data.sources import Source, hub_sources, local_sources, stdlib_source
@@ -53,7 +53,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
     else:
         raise _missing_data(data, path)
     if unread:
-        warnings.warn(f"ignored in {data}: {shorten(', '.join(unread))}", UserWarning, stacklevel=1)
+        warn_user(f"ignored in {data}: {shorten(', '.join(unread))}")
     return Corpus(settings, sources, unread)
 
 

@@ -7,8 +7,6 @@ import copy
 import dataclasses
 import hashlib
 import itertools
-import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.config import to_legacy_dict
+from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
-from relinear.evaluate.losses import token_losses
+from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.model_layout import layer_finder, model_name
 from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_predicts_next_token
@@ -154,11 +153,10 @@ def _fit_remaining(
         after = run.perplexity("after")
     report = DistillReport(tuple(fit for fits in done for fit in fits), run.settings.loss, before, after)
     if bad := [fit for fit in report.layers if fit.worse_than_zeros]:
-        warnings.warn(
+        warn_user(
             f"{len(bad)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
             f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in bad[:5])}{' ...' if len(bad) > 5 else ''}. Try "
-            "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'",
-            stacklevel=3,
+            "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'"
         )
     return report
 
@@ -232,7 +230,7 @@ class _Run:
             total += float(token_losses(logits, ids).double().sum())
             report(min(start + batch, len(blocks)), len(blocks))
         loss = total / blocks[:, 1:].numel()
-        return math.exp(loss) if loss < 700 else math.inf
+        return perplexity_of(loss)
 
     # State on disk
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from relinear.contract.config import Count, IntRange, check_value
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.input_checks import check_model
 from relinear.data.tokenizers import encode, text_start
-from relinear.evaluate.losses import token_losses
+from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_no_nan, check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
@@ -115,7 +114,7 @@ def perplexity(
     if not count:
         raise ValueError("there is no token to predict: the text has fewer than two tokens")
     loss = total / count
-    return Perplexity(loss, math.exp(loss) if loss < 700 else math.inf, count)
+    return Perplexity(loss, perplexity_of(loss), count)
 
 
 def lambada(
@@ -174,7 +173,7 @@ def lambada(
                 target = torch.tensor(tokens[-word:], device=device)
                 correct += bool((scores.argmax(-1) == target).all())
                 total += F.cross_entropy(scores, target, reduction="sum").item()
-    return Lambada(correct / len(examples), math.exp(min(total / len(examples), 700)), len(examples))
+    return Lambada(correct / len(examples), perplexity_of(total / len(examples)), len(examples))
 
 
 def lm_eval(

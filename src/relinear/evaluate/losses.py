@@ -1,6 +1,8 @@
-"""Compute the loss of every token; perplexity, validation, distillation and compression share this function."""
+"""Compute token losses and perplexity, for evaluation, validation, distillation and compression alike."""
 
 # Legend: B batch, T tokens, V vocabulary
+
+import math
 
 import torch
 from torch import Tensor
@@ -20,3 +22,8 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     rows = zip(logits[:, :-1], labels[:, 1:], strict=True)
     losses = [F.cross_entropy(row.float(), label, reduction="none", ignore_index=IGNORED_LABEL) for row, label in rows]
     return torch.stack(losses)
+
+
+def perplexity_of(loss: float) -> float:
+    """Return exp(loss), for a mean loss in nats; at most exp(700), as larger numbers do not fit a float."""
+    return math.exp(min(loss, 700.0))

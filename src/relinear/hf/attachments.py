@@ -43,6 +43,6 @@ def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     return tuple(config for config in configs if config is not None)
 
 
-def remove_setting_(model: nn.Module, config: AttachmentConfig) -> None:
+def forget_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
     """Remove ``config`` from the record on ``model``, after its part was removed."""
     vars(unwrapped(model))[_ATTRIBUTE].remove(config)

@@ -92,11 +92,12 @@ def _decoder_stacks(model: Any) -> list[_Stack]:
 def _decoder_stack(model: nn.Module) -> _Stack:
     model = unwrapped(model)
     if getattr(model, "config", None) is None:
-        raise ValueError(f"{type(model).__name__} has no config; expected a Hugging Face decoder")
+        raise ValueError(f"{type(model).__name__} has no config; give a Hugging Face decoder")
     stacks = _decoder_stacks(model)
     if len(stacks) != 1:
         raise ValueError(
-            f"{type(model).__name__}: {len(stacks)} lists of {_layer_count(model)} decoder layers, expected one"
+            f"{type(model).__name__} must hold one list of {_layer_count(model)} decoder layers, as its config says; "
+            f"it holds {len(stacks)}"
         )
     return stacks[0]
 
@@ -160,7 +161,7 @@ def attention_of(index: int, layer: nn.Module) -> nn.Module:
     attentions = [child for name, child in layer.named_children() if name in ATTENTION_NAMES]
     if len(attentions) != 1:
         raise ValueError(
-            f"layer {index} ({type(layer).__name__}) has no attention block by one of the names "
-            f"{', '.join(ATTENTION_NAMES)}, or several"
+            f"layer {index} ({type(layer).__name__}) must have one attention, called {', '.join(ATTENTION_NAMES[:-1])} "
+            f"or {ATTENTION_NAMES[-1]}; it has {len(attentions)}"
         )
     return attentions[0]

@@ -1,9 +1,10 @@
 """Handle PEFT models: find the wrapped model, strip wrappers from names, warn about adapter checkpoints."""
 
-import warnings
 from typing import Any
 
 from torch import nn
+
+from relinear.contract.messages import warn_user
 
 #: PEFT's name for the layer inside an adapter
 BASE_LAYER = "base_layer"
@@ -24,13 +25,11 @@ def stock_name(name: str) -> str:
 def warn_adapters_omit(added: str, module_names: list[str]) -> None:
     """Warn that PEFT's adapter checkpoint will not contain ``added``, parts that were added; say what to do."""
     parts = sorted({stock_name(name).rpartition(".")[2] for name in module_names})
-    warnings.warn(
+    warn_user(
         f"{added} in a PEFT model: new parameters train, but the adapter's checkpoint (model.save_pretrained) does not "
         "hold them, and layers inside an adapter cannot be merged with it. To save them, do this before "
         "peft.get_peft_model, save that model with relinear.save_pretrained, and name its new parts in "
-        f"modules_to_save={parts}",
-        UserWarning,
-        stacklevel=4,
+        f"modules_to_save={parts}"
     )
 
 

@@ -108,7 +108,7 @@ class RankConfig(OperatorConfig):
         weight = dense_weight(linear).detach()
         energies = weighted_spectrum(weight, statistics.inputs, statistics.outputs).energies
         errors = energies.flip(0).cumsum(0).flip(0).tolist()
-        configs = configs or self.candidates(*linear_features(linear))
+        configs = self.candidates(*linear_features(linear)) if configs is None else configs
         return [(config, errors[config.rank]) for config in configs]  # type: ignore[attr-defined]
 
 

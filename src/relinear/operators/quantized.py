@@ -319,7 +319,7 @@ class Quantized(OperatorConfig):
             row_weights = statistics.outputs if statistics.outputs.ndim == 1 else statistics.outputs.diagonal()
         costs, row_weights = costs.to(weight), row_weights.to(weight)
         errors = list[tuple[OperatorConfig, float]]()
-        for config in configs or self.candidates(*reversed(weight.shape)):
+        for config in self.candidates(*reversed(weight.shape)) if configs is None else configs:
             assert isinstance(config, Quantized)
             grid = config.grid(weight[rows], statistics)
             errors.append((config, float(expected_error(weight, rows, grid, config.group, costs, row_weights))))

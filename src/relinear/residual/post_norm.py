@@ -2,7 +2,6 @@
 
 # Legend: D width of the residual stream, L decoder layers
 
-import warnings
 from typing import ClassVar
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from relinear.contract.config import register
 from relinear.contract.linear_layers import is_conv1d
+from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
 from relinear.hf.model_layout import decoder
@@ -120,9 +120,8 @@ class DeepNorm(PostLN):
                 elif isinstance(module, nn.Linear) or is_conv1d(module):
                     _xavier_(module, name, beta)
         if skipped:
-            warnings.warn(
-                f"DeepNorm's initialisation knows plain projections only; {', '.join(sorted(skipped))} keep their own",
-                stacklevel=2,
+            warn_user(
+                f"DeepNorm's initialisation knows plain projections only; {', '.join(sorted(skipped))} keep their own"
             )
 
 

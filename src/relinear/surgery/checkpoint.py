@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -128,6 +129,8 @@ def check_files(directory: Path) -> None:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object, got {quoted(config)}")
+    if wrong := [key for key, value in config.items() if isinstance(value, float) and math.isnan(value)]:
+        raise ValueError(f"{path}: {wrong[0]} is NaN; restore it from a copy")
     if (stored := parse_record(config.get("quantization_config"))) is not None:
         check_record(stored)
     tensors, layers = stored_specs([directory / name for name in weights]), config.get("num_hidden_layers")

@@ -1,13 +1,13 @@
 """Coverage: the share of a model's linear parameters that operators replaced, and why the others were not replaced."""
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from relinear.contract.linear_layers import embeds, linear_features
+from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_added_by_peft, reader_of_weight
 
@@ -154,9 +154,7 @@ def warn_of_gaps(report: Coverage) -> None:
     missing = sum(entry.parameters for entry in gaps)
     if missing > _WARN_ABOVE_SHARE * (report.total - head):
         described = "; ".join(entry.describe() for entry in gaps)
-        warnings.warn(
+        warn_user(
             f'"all-linear" leaves {missing / (report.total - head):.0%} of the linear parameters (embeddings and '
-            f"output head not counted) as they were: {described}",
-            UserWarning,
-            stacklevel=4,
+            f"output head not counted) as they were: {described}"
         )

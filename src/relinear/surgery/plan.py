@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -13,10 +12,10 @@ from torch import nn
 
 from relinear.activations.shared_context import check_context_serves
 from relinear.contract.attachment import AttachmentConfig
-from relinear.contract.config import check_choice
+from relinear.contract.config import check_value
 from relinear.contract.input_checks import check_finite, check_model
 from relinear.contract.linear_layers import linear_features
-from relinear.contract.messages import quoted
+from relinear.contract.messages import quoted, warn_user
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.attachments import apply_attachment_
@@ -90,7 +89,7 @@ class Plan:
                 unfreeze_new_parameters_(self.model, old_parameters)
             warn_adapters_omit(f"{len(operators)} operators", [r.name for r in self.replacements])
         for note in self.notes:
-            warnings.warn(note, UserWarning, stacklevel=3)
+            warn_user(note)
         result = dataclasses.replace(summary(self.model, before=before, left=self.left), notes=self.notes)
         if any(r.target.pattern == ALL_LINEAR for r in self.replacements):
             warn_of_gaps(result.coverage)
@@ -134,7 +133,7 @@ def plan(
         4
     """
     check_model(model, "surgery (plan, replace_)")
-    check_choice("init", init, ("fresh", "from_weight"))
+    check_value("init", init, Init)
     if not isinstance(mapping, Mapping) or not mapping:
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {quoted(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
@@ -155,7 +154,7 @@ def plan(
 def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shape: tuple[int, int], init: Init) -> None:
     """Raise ValueError if an operator of ``config`` cannot replace ``target``."""
     if not target.name:
-        raise ValueError(f"the model itself is a linear layer; call {type(config).__name__}().convert(linear, {init=})")
+        raise ValueError(f"the model itself is a linear layer; call {config}.convert(linear, {init=})")
     head = tied_head(model, target.module)
     names = [target.name, *(name for name, module in model.named_modules() if module is head)]
     reader = next(filter(None, (reader_of_weight(model, name) for name in names)), None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import register
 from relinear.contract.linear_layers import linear_of
-from relinear.hf.attachments import remove_setting_
+from relinear.hf.attachments import forget_attachment_
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.replacing import swap_module
 from relinear.surgery.plan import attach_
@@ -104,7 +104,7 @@ def fuse_experts_(model: nn.Module) -> None:
     if modules and all(type(layer) is nn.Linear for layer in layers):
         for name, module in modules:
             swap_module(model, [name], module, module.fuse())
-        remove_setting_(model, SeparateExperts())
+        forget_attachment_(model, SeparateExperts())
         finish_surgery_(model)
 
 

@@ -16,11 +16,12 @@ from relinear.contract.messages import did_you_mean
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tasks import RegressionTask, task_of
+from relinear.evaluate.losses import perplexity_of
 from relinear.hf.vocabulary import check_length_fits
 from relinear.models import draw_as_torch_, from_preset, locate_model, preset_names
 from relinear.surgery import checkpoint
 from relinear.surgery.packed import gradient_moments
-from relinear.surgery.plan import attach_, plan
+from relinear.surgery.plan import attach_, replace_
 from relinear.surgery.summary import summary
 from relinear.system.files import damaged_file_errors, read_json, tensor_digest
 from relinear.system.machine import is_first_rank, on_threads
@@ -104,6 +105,8 @@ def train(
     if locate_model(settings.model) == "preset":  # checked before reading the data, which may take long
         with torch.device("meta"):
             _check_memory(build_model(settings))
+    else:
+        _check_pretrained(settings)
     data = prepare_data(settings.data)
     model = build_model(settings, data.vocab_size)
     objective = None if settings.objective_config is None else settings.objective_config.prepare(model)
@@ -155,7 +158,7 @@ def _store_in_bits(model: Any, data: Any, settings: TrainSettings, result: Train
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     loss = evaluate(checkpoint.from_pretrained(target), data, settings, Path(str(result.out_dir)))
     stored = {"bits": settings.bits, "bytes": size, "loss_before": result.validation_loss}
-    return dataclasses.replace(result, validation_loss=loss, perplexity=math.exp(min(loss, 700)), stored=stored)
+    return dataclasses.replace(result, validation_loss=loss, perplexity=perplexity_of(loss), stored=stored)
 
 
 def run_facts(model: Any, data: Any) -> dict[str, Any]:
@@ -213,13 +216,7 @@ def build_model(settings: TrainSettings, vocab_size: int | None = None) -> Any:
     for attachment in settings.attachment_configs:
         attach_(model, attachment)
     if settings.operators:
-        plan(
-            model,
-            settings.operator_configs,
-            layers=settings.layers,
-            exclude=settings.exclude or None,
-            init=settings.init,
-        ).apply_()
+        replace_(model, settings.operator_configs, layers=settings.layers, exclude=settings.exclude, init=settings.init)
     scale_added_(model, ratio, stock, fitted=settings.init == "from_weight")
     check_context_is_there(model)
     return model
@@ -233,11 +230,17 @@ def _stock_model(settings: TrainSettings, vocab_size: int | None) -> Any:
         if settings.model_init == "torch":
             draw_as_torch_(model)
         return model
-    if settings.model_overrides or settings.model_init != "config":
-        setting = "model_overrides" if settings.model_overrides else f"model_init={settings.model_init!r}"
-        raise ValueError(f"{setting} needs a preset, and {name!r} is none; {did_you_mean(name, preset_names())}")
+    _check_pretrained(settings)
     model = checkpoint.from_pretrained(name)
     return model if settings.dtype == "pure_bfloat16" else model.float()
+
+
+def _check_pretrained(settings: TrainSettings) -> None:
+    """Raise ValueError if the settings initialise a model that is not a preset."""
+    if settings.model_overrides or settings.model_init != "config":
+        setting = "model_overrides" if settings.model_overrides else f"model_init={settings.model_init!r}"
+        suggestion = did_you_mean(settings.model, preset_names())
+        raise ValueError(f"{setting} needs a preset, and {settings.model!r} is none; {suggestion}")
 
 
 def _check_memory(model: Any) -> None:
@@ -257,7 +260,8 @@ def _check_model_matches_data(model: Any, settings: TrainSettings, vocab_size: i
     embedding = model.get_input_embeddings()  # None if a model reads vectors
     entries = 0 if embedding is None else embedding.num_embeddings
     if (task := task_of(settings.data.data)) is not None and isinstance(task, RegressionTask) != (embedding is None):
-        raise ValueError(f"{settings.data.data!r} and model {settings.model!r}: one has tokens, the other vectors")
+        given, read = ("tokens", "vectors") if embedding is None else ("vectors", "tokens")
+        raise ValueError(f"data={settings.data.data!r} are {given}, but model={settings.model!r} reads {read}")
     if vocab_size is not None and vocab_size > entries:
         raise ValueError(
             f"the tokenizer {settings.data.tokenizer!r} has {vocab_size} entries, model {settings.model!r} embeds "

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from relinear.contract.attachment import AttachmentConfig
 from relinear.contract.config import Config
 from relinear.contract.objective import ObjectiveConfig
-from relinear.contract.operator import OperatorConfig
+from relinear.contract.operator import Init, OperatorConfig
 from relinear.contract.settings import Batch, Patterns, PositiveInt, Seed, Settings, Threads
 from relinear.data import DataSettings
 
@@ -175,7 +175,7 @@ class TrainSettings(FitSettings):
     operators: dict[str, Annotated[dict[str, Any] | None, _parsed_as(OperatorConfig)]] = Field(default_factory=dict)
     layers: tuple[int, ...] | None = None
     exclude: Patterns = ()
-    init: Literal["fresh", "from_weight"] = "fresh"
+    init: Init = "fresh"
     attachments: tuple[Annotated[dict[str, Any], _parsed_as(AttachmentConfig)], ...] = ()
     objective: Annotated[dict[str, Any] | None, _parsed_as(ObjectiveConfig)] = None
     bits: Annotated[int, Field(ge=2, le=8)] | None = None

@@ -6,7 +6,6 @@ import contextlib
 import math
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from transformers.trainer_callback import PrinterCallback
 
 from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
 from relinear.contract.inference import caching_for_inference
+from relinear.contract.messages import warn_user
 from relinear.contract.objective import GuidedTraining
-from relinear.evaluate.losses import token_losses
+from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.modes import eval_mode
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
@@ -90,7 +90,7 @@ def check_checkpoint(checkpoint: Path) -> None:
         missing = [names[0] for names in _REQUIRED_PARTS if not any(list(checkpoint.glob(name)) for name in names)]
         if missing:
             raise ValueError(f"cannot resume from {checkpoint}: it lacks {', '.join(missing)}; restore it, {advice}")
-        warnings.warn(f"{checkpoint} has no manifest, so its parts cannot be checked for damage", stacklevel=2)
+        warn_user(f"{checkpoint} has no manifest, so its parts cannot be checked for damage")
 
 
 def last_checkpoint(out_dir: str | Path) -> Path | None:
@@ -354,7 +354,7 @@ class RelinearTrainer(Trainer):
             write_block_losses(self._block_losses, blocks, value)
         metrics = {
             f"{metric_key_prefix}_loss": value,
-            f"{metric_key_prefix}_perplexity": math.exp(min(value, 700.0)),
+            f"{metric_key_prefix}_perplexity": perplexity_of(value),
             f"{metric_key_prefix}_seconds": time.perf_counter() - start,
         }
         self.log(metrics)
