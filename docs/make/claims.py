@@ -129,10 +129,10 @@ def in_readme() -> str:
     """How many claims got which verdict, and what that takes."""
     every = _counts([claim for paper in papers() for claim in paper["claims"]])
     return (
-        f"**Why trust it?** We re-tested {sum(every[verdict] for verdict in VERDICTS)} claims of five papers: "
-        f"**{every['held']} held, {every['partly']} held in part, {every['did not hold']} did not, "
-        f"{every['inconclusive']} are inconclusive**. A gap counts only if its 95 % interval over seeds excludes zero. "
-        "Where our small runs cannot tell, we write *inconclusive*. "
+        f"**Why trust it?** We re-tested {sum(every[verdict] for verdict in VERDICTS)} claims of five papers, "
+        f"in small runs: **{every['held']} held, {every['partly']} held in part, {every['did not hold']} did not, "
+        f"{every['inconclusive']} are inconclusive**. Another {every['not run']} were not run. "
+        "A gap counts only if its 95 % interval over seeds excludes zero. "
         "Each claim has its [command, interval and verdict](docs/claims.md)."
     )
 
