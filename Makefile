@@ -103,7 +103,7 @@ families: $(STAMP) ## every operator in tiny models of every family, anew: docs/
 	OMP_NUM_THREADS=1 $(BIN)/python tests/families.py --out docs/families.md --json results/families.json
 
 docs: $(STAMP) ## the pages and the reference of the API as a site, strictly: site/index.html
-	REPOSITORY_URL=$(REPOSITORY_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	REPOSITORY_URL=$(REPOSITORY_URL) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 docs-cli: $(STAMP) ## the page of all commands, anew: docs/cli.md
 	$(BIN)/python docs/make/commands.py

@@ -32,6 +32,8 @@ PICTURE = re.compile(
     r'<picture>\s*<source[^>]* srcset="([^"]*)"[^>]*>\s*(<img[^>]* src=")([^"]*)("[^>]*>)\s*</picture>'
 )
 CODE = re.compile("<code>.*?</code>", flags=re.S)
+#: a path, which narrow columns break behind its folders
+PATH = re.compile(r"(?<=<code>)\w[\w.-]*(?:/[\w.-]+)+(?=</code>)")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 ROW = re.compile(r"<tr>(.*?)</tr>", flags=re.S)
 #: words of a cell; a table with a longer one is shown as a list
@@ -93,6 +95,7 @@ def on_page_content(content, page, config, files):
     content = re.sub(r"<table>.*?</table>", labelled, content, flags=re.S)
     if page.file.src_uri.startswith("reference/"):
         content = NAMED.sub(lambda found: linked(found, files), content)
+    content = PATH.sub(lambda path: path[0].replace("/", "/<wbr>"), content)
     content = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), content)
     # the site has a switch of its own between light and dark, which a <picture> would not follow
     content = PICTURE.sub(r"\2\3#only-light\4\2\1#only-dark\4", content)

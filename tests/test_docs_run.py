@@ -242,7 +242,7 @@ def test_the_site_is_built_without_a_warning(tmp_path) -> None:
     pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
     pytest.importorskip("latex2mathml", reason="the extra `docs` is not installed")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=REPOSITORY,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,

@@ -116,9 +116,9 @@ def settings_page(name: str) -> str:
     fields = {key: field for key, field in made()[name].items() if not key.startswith("train.")}
     items = []
     for key, field in fields.items():
-        choices = " One of " + ", ".join(f"`{choice}`" for choice in field["choices"]) + "." if field["choices"] else ""
+        choices = " One of " + ", ".join(f"`{choice}`" for choice in field["choices"]) + "."
         default = "" if field["default"] in (None, "") else f" Default: `{field['default']}`."
-        items.append(f"- **`{key}`**<br>{field['help']}{choices}{default}")
+        items.append(f"- **`{key}`**<br>{field['help']}{choices if field['choices'][1:] else ''}{default}")
     said = "Given as `--set NAME=VALUE`, in a recipe, or to the settings' class in Python."
     run = " Those of every run, `train.NAME`, are [those of training](train.md)." if name == "compare" else ""
     return f"# Settings of {name}\n\n{said}{run}\n\n" + "\n".join(items) + "\n"

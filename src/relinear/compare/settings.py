@@ -125,7 +125,7 @@ class Match(Settings):
     """Set the size at which all entries are compared.
 
     Attributes:
-        by: ``width`` keeps every entry as written, ``parameters`` and ``flops`` resize them to be equal. With "width"
+        by: ``width`` keeps every entry as written; ``parameters``, ``flops`` or ``bytes`` are made equal. With "width"
             all models have the same width; "flops" are those of the forward pass for a token; "bytes" are those of the
             file of weights, in which every entry is stored, read back and evaluated.
         to: the entry whose size is the target, or a number; by default the first entry with operators
