@@ -116,7 +116,7 @@ def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
     assert main(arguments) == 0
     page = (tmp_path / "runs" / "hdpl" / "report.html").read_text()
     for said in (
-        "Loss of hybrid less baseline: -0.037 nats per token in the paper",
+        "Loss of hybrid minus that of baseline: -0.037 nats per token in the paper",
         "256.02",
         "here: Min Val Loss",
         "fineweb-edu",
@@ -162,7 +162,7 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
     assert main(["replicate", "rotor", "--data", "text", "--budget", "0.001", "--seeds", "0,1"]) == 0
     page = (tmp_path / "runs" / "rotor" / "report.html").read_text()
     for said in (
-        "Loss of rotor less lr1: -0.979 nats per token in the paper",
+        "Loss of rotor minus that of lr1: -0.979 nats per token in the paper",
         "tiny, trained here",
         "PyTorch&#39;s documentation",
     ):

@@ -69,8 +69,8 @@ class Claim(Settings):
     def __str__(self) -> str:
         if self.measure:
             ours, other = (each.replace("_", " ") for each in (self.measure, self.than))
-            return f"{ours} of {self.entry} less {other} of {self.against}"
-        return f"loss of {self.entry} less {self.against}"
+            return f"{ours} of {self.entry} minus {other} of {self.against}"
+        return f"loss of {self.entry} minus that of {self.against}"
 
 
 class Method(Settings):
@@ -186,17 +186,18 @@ def paper_blocks(
     cell: Callable[[str, str], Cell],
     gap_of: Callable[[Claim], Gap | None],
     palette: Mapping[str, str],
+    unit: str,
     differences: Sequence[Block] = (),
     reading: Sequence[str] = (),
 ) -> list[Block]:
     """Return the page on a paper: verdict, tables, claims, what differs, how to read it.
 
     Args:
-        paper: which. scale: what was run, in a sentence. palette: colour by entry.
+        paper: which. scale: what was run, in a sentence. palette: colour by entry. unit: of our losses.
         cell, gap_of: as for ``paper_table`` and ``claims_table``.
         differences, reading: shown before those of the paper.
     """
-    claims, lead = claims_table(paper.claims, gap_of)
+    claims, lead = claims_table(paper.claims, gap_of, unit)
     blocks: list[Block] = [Text(lead, lead=True), Text(scale)]
     for table in paper.tables:
         blocks += [Text(table.title, heading=True), paper_table(table, cell, palette)]
@@ -205,7 +206,7 @@ def paper_blocks(
     return [*blocks, *map(Text, [*reading, *paper.reading])]
 
 
-def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> tuple[Table, str]:
+def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None], unit: str) -> tuple[Table, str]:
     """Return the table of gaps, and the first of them as a sentence; a gap is None if there are no results."""
     rows, lead = [], ""
     for claim in claims:
@@ -214,6 +215,9 @@ def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None]) -> 
         rows.append(Row([*cells, Cell.of(here and here["standard_error"], ".4f")], claim.entry))
         measured = "no figure" if here is None else gap_text(here)
         seeds = " (one seed)" if here and here["low"] is None else ""
-        paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}{'' if claim.measure else ' nats per token'}"
-        lead = lead or f"{str(claim).capitalize()}: {paper} in the paper, {measured} here{seeds}."
-    return Table(["difference (losses: nats per token)", "in the paper", "here", "error of the evaluation"], rows), lead
+        paper = "no figure" if claim.gap is None else f"{claim.gap:+.3f}"
+        units = ("", "") if claim.measure else (" nats per token", f" {unit}")
+        sentence = f"{str(claim).capitalize()}: {paper}{units[0]} in the paper, {measured}{units[1]} here{seeds}."
+        lead = lead or sentence
+    head = ["difference", "in the paper (losses: nats per token)", f"here (losses: {unit})", "error of the evaluation"]
+    return Table(head, rows), lead

@@ -16,6 +16,7 @@ import numpy as np
 
 from relinear.analysis.report import analyses_blocks
 from relinear.compare import papers
+from relinear.compare.figures import loss_unit
 from relinear.compare.folder import RUNS
 from relinear.compare.gaps import gap, gap_of_means
 from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
@@ -98,8 +99,9 @@ class Replication:
             ours, other = cell(claim.entry, claim.measure).value, cell(claim.against, claim.than).value
             return None if ours is None or other is None else gap_of_means([ours], [other])
 
+        unit = loss_unit(results["entries"][0]["settings"])
         more: Any = {"differences": [_differences(self, results)], "reading": _reading(self)}
-        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, below.entries, **more)
+        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, below.entries, unit, **more)
         blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
         blocks += analyses_blocks(folder / papers.COMPARISON)
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
@@ -321,7 +323,7 @@ def _operators(recipe: CompareSettings) -> list[str]:
 
 
 def _reading(plan: Replication) -> list[str]:
-    notes = ["A gap below zero means that the first of the two has the lower loss; losses are in nats per token."]
+    notes = ["A gap below zero means that the first of the two has the lower loss."]
     if len(plan.recipe.seeds) == 1:
         notes.append("One seed says little: --seeds 0,1,2 gives intervals.")
     if plan.share < 1:

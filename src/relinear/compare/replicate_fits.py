@@ -15,6 +15,7 @@ import torch
 from relinear.compare import papers
 from relinear.compare.engine import Engine, Run
 from relinear.compare.executors import executor_at
+from relinear.compare.figures import loss_unit
 from relinear.compare.gaps import gap_of_means
 from relinear.compare.match import measure_size
 from relinear.compare.report import number
@@ -191,7 +192,8 @@ class FitReplication:
 
         palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
         reading = ["What is claimed is the mean over q, k and v, replaced alone, on the first text."]
-        blocks = papers.paper_blocks(self.paper, self._scale(texts), cell, gap_of, palette, reading=reading)
+        unit = "nats per token" if self.decoder is None else loss_unit({"data": self.decoder.data.model_dump()})
+        blocks = papers.paper_blocks(self.paper, self._scale(texts), cell, gap_of, palette, unit, reading=reading)
         blocks += what_ran(read_values(folder / "replicate.json"), {"model": self._shown})
         note = " · ".join([self._shown, *texts])
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, palette, note)

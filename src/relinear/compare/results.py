@@ -234,7 +234,7 @@ def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> lis
     if not gaps:
         return []
     notes = [
-        f"Gaps are validation losses less that of {recipe.reference}, on the same seeds and blocks, "
+        f"Gaps are validation losses minus that of {recipe.reference}, on the same seeds and blocks, "
         + (
             "with 95 % intervals over seeds (Student's t), widened by the error of the validation blocks."
             if len(recipe.seeds) > 1
