@@ -51,7 +51,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     for name, module in linear_layers(model).items():
         if (index := find(name)) is not None and (given.layers is None or index in given.layers):
             modules[name] = module
-    task, path = Task(model, modules, counted, given.out, lambda phase, done, total: None), given.out / "atlas.json"
+    task, path = Task(model, modules, counted, given.out), given.out / "atlas.json"
     settings = {name: getattr(given, name) for name in ("layers", "shares", "steps", "tokens", "sequence_length")}
     stated = {"operators": [config.to_dict() for config in menu], "settings": settings}
     record = {"model": model_name(model), **stated, **provenance(), "layers": {}}

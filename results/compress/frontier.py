@@ -221,7 +221,7 @@ def main() -> None:
     corpus = read_corpus(corpora, {}, tokenizer, settings, plan_only=True)
     blocks = corpus.blocks
     state.mkdir(parents=True, exist_ok=True)
-    task = Task(model, linear_layers(model), settings, state, lambda *_: None)
+    task = Task(model, linear_layers(model), settings, state)
     unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, *ALONE) for row in given.rows)
     calibration = None if unseen else KeptMoments.of(task.calibrate(blocks, corpus.kinds), state / "moments")
     names = list(task.modules)

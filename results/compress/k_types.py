@@ -70,7 +70,7 @@ def main() -> None:
     blocks = read_corpus(corpora, {}, load_tokenizer(given.model), settings, plan_only=True).blocks
     layers, errors = linear_layers(model), defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
-        task = Task(model, layers, settings, Path(folder), lambda *_: None)
+        task = Task(model, layers, settings, Path(folder))
         moments = KeptMoments.of(task.calibrate(blocks), Path(folder) / "moments")
         known = {name: CalibrationStatistics(moments.moments(name).inputs) for name in layers}
     for name, layer in layers.items():

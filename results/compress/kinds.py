@@ -44,7 +44,7 @@ BITS, ROWS = 4.25, 48
 
 def measure(model, blocks: dict[str, Tensor], settings: CompressSettings, work: Path) -> None:
     """Write A and G of every layer under each kind of text."""
-    task = Task(model, linear_layers(model, exclude="embed_tokens"), settings, work, lambda *progress: None)
+    task = Task(model, linear_layers(model, exclude="embed_tokens"), settings, work)
     for kind, ids in blocks.items():
         calibration = Calibration(model, ids, task.by_layer, work / f"calibration-{kind}", batch=2)
 

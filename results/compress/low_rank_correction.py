@@ -126,7 +126,7 @@ def main() -> None:
         blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
         state = given.state / Path(given.model).name / f"seed-{seed}"
         state.mkdir(parents=True, exist_ok=True)
-        task = Task(model, linear_layers(model), settings, state, lambda *_: None)
+        task = Task(model, linear_layers(model), settings, state)
         draws.append(KeptMoments.of(task.calibrate(blocks), state / "moments"))
     calibration, judge = draws
     layers, weights = {}, {}

@@ -240,7 +240,7 @@ def main() -> None:
     model = fresh()
     row("dense", None, time.monotonic(), model, machine=describe_machine(), tokens=given.tokens)
     state.mkdir(parents=True, exist_ok=True)
-    task = Task(model, linear_layers(model), settings, state, lambda *_: None)
+    task = Task(model, linear_layers(model), settings, state)
     calibration = KeptMoments.of(task.calibrate(blocks), state / "moments")
     for method in given.methods:
         start = time.monotonic()

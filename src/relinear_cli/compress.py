@@ -56,11 +56,9 @@ def command(
 
     **Example:** `relinear compress models/smollm2 --for llama.cpp --size 90MB --data stdlib --out runs/compress`
     """
-    from relinear.compression import CompressSettings, compress
-    from relinear.compression.plan import read_layers
+    from relinear.compression import CompressSettings
     from relinear.compression.requirements import compress_requirements
     from relinear.compression.run import check_folder, prepared
-    from relinear.compression.task import fitted_window
     from relinear.models import model_folder
     from relinear_cli.progress import watch
     from relinear_cli.terminal import print_requirements
@@ -68,37 +66,19 @@ def command(
     values = options.options_among(locals(), CompressSettings)
     settings = CompressSettings.load(options.chosen_settings(values, overrides), "settings")
     corpora, evaluation_corpora = _corpora(data or ["stdlib"], evaluate_on or [], split, text_column)
-    check_folder(out, None, model_folder(model), overwrite=overwrite)
-    if plan is not None:
-        read_layers(plan)
+    folder = check_folder(out, None, model_folder(model), overwrite=overwrite)
     options.prepare_process(
         threads, models=[model], texts=[text for text, _ in (*corpora.values(), *evaluation_corpora.values())]
     )
     text_reader = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
-    settings = fitted_window(settings, loaded)
-    folder = check_folder(out, settings, model_folder(model), overwrite=overwrite)
-    with prepared(loaded, settings, text_reader, target or "all-linear", exclude, plan):
-        pass  # what is refused is refused before anything is said
-    if dry_run or overwrite or folder.read() is None:
-        print_requirements(compress_requirements(loaded, settings))
-    if dry_run:
-        return
-    with watch(resumable=True) as on_progress:
-        report = compress(
-            loaded,
-            _read(corpora),
-            tokenizer=text_reader,
-            evaluate_on=_read(evaluation_corpora),
-            targets=target or "all-linear",
-            exclude=exclude,
-            settings=settings,
-            plan_file=plan,
-            plan_only=plan_only,
-            out_dir=out,
-            overwrite=overwrite,
-            on_progress=on_progress,
-        )
+    with prepared(loaded, settings, text_reader, target or "all-linear", exclude, plan, out, overwrite) as job:
+        if dry_run or overwrite or folder.read() is None:
+            print_requirements(compress_requirements(loaded, job.settings))
+        if dry_run:
+            return
+        with watch(resumable=True) as on_progress:
+            report = job.run(_read(corpora), _read(evaluation_corpora), plan_only, on_progress)
     print(report)
     _print_paths(out, proposed=plan_only)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
 from relinear.compression.task import (
+    OnProgress,
     Task,
     check_compressible,
     check_ids,
@@ -116,34 +118,9 @@ def compress(
     by_name = settings.model_dump(exclude_unset=True) if isinstance(settings, CompressSettings) else settings
     options = dict(by_name or {})
     options |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
-    resolved = fitted_window(CompressSettings.load(options, "compress settings"), model)
-    reader = READERS[resolved.reader]
-    if reader.file is not None and out_dir is None:
-        raise ValueError(f"reader={resolved.reader}: {reader.file} is written into out_dir, and none is given: give it")
-    source = getattr(model, "name_or_path", "")
-    run_folder = None if out_dir is None else check_folder(out_dir, resolved, source, overwrite=overwrite)
-
-    def report_progress(stage: str, done: int, total: int) -> None:
-        on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
-
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()) if run_folder is None else run_folder.path)
-        arguments = (model, resolved, tokenizer, targets, exclude, plan_file, folder, report_progress)
-        job = stack.enter_context(prepared(*arguments))
-        if run_folder is not None:
-            stack.enter_context(run_folder.open(resolved.measured, overwrite=overwrite))
-        stack.enter_context(os_errors_named(folder))
-        stack.enter_context(eval_mode(model))
-        elsewhere = read_elsewhere(evaluate_on or {}, tokenizer, resolved)
-        corpus = read_corpus(texts, elsewhere, tokenizer, resolved, plan_only)
-        corpus_ids = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
-        for name, ids in {"the corpus": corpus_ids, **elsewhere}.items():
-            check_ids(ids, model, name)
-        # texts of several kinds calibrate well without samples of the model
-        adds_samples = resolved.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1
-        if adds_samples:
-            corpus = with_sampled_text(corpus, model, folder / "calibration", resolved.seed)
-        return job.run(corpus, run_folder, plan_only)
+    resolved = CompressSettings.load(options, "compress settings")
+    with prepared(model, resolved, tokenizer, targets, exclude, plan_file, out_dir, overwrite) as job:
+        return job.run(texts, evaluate_on or {}, plan_only, on_progress)
 
 
 @contextmanager
@@ -154,23 +131,31 @@ def prepared(
     targets: str | Iterable[str] = ALL_LINEAR,
     exclude: str | Iterable[str] | None = None,
     plan_file: str | Path | None = None,
-    folder: Path = Path(),
-    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    out_dir: str | Path | None = None,
+    overwrite: bool = False,
 ) -> Iterator[_Job]:
     """Separate the experts of ``model`` within the block, and give its compression; arguments of ``compress``.
 
     Raises:
         ValueError: for all that can be refused before texts are read.
     """
-    READERS[settings.reader].check(model, tokenizer)
+    settings = fitted_window(settings, model)
+    reader = READERS[settings.reader]
+    if reader.file is not None and out_dir is None:
+        raise ValueError(f"reader={settings.reader}: {reader.file} is written into out_dir, and none is given: give it")
+    source = getattr(model, "name_or_path", "")
+    run_folder = None if out_dir is None else check_folder(out_dir, settings, source, overwrite=overwrite)
+    reader.check(model, tokenizer)
     check_compressible(model, settings.sequence_length)
-    with separate_experts(model):
-        out_of_reach = unreached(model, targets)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory()) if run_folder is None else run_folder.path
+        stack.enter_context(separate_experts(model))
+        left = unreached(model, targets)
         modules = linear_layers(model, targets, exclude)
-        if settings.by_bytes and READERS[settings.reader].tables and targets == ALL_LINEAR:
+        if settings.by_bytes and reader.tables and targets == ALL_LINEAR:
             modules |= tables_of(model, exclude)
-        task = Task(model, modules, settings, folder, on_progress)
-        yield _Job(task, tokenizer, out_of_reach, plan_file)
+        task = Task(model, modules, settings, Path(folder), left)
+        yield _Job(task, tokenizer, plan_file, run_folder, overwrite)
 
 
 def check_folder(
@@ -206,15 +191,22 @@ def proposal(folder: Path, name: str) -> Path:
     return folder / (f"proposed-{name}" if (folder / MODEL).is_dir() else name)
 
 
+@dataclasses.dataclass
 class _Job:
     """Run one compression: its search space and the steps. Raises ValueError if no choice meets the budget."""
 
-    def __init__(self, task: Task, tokenizer: Any, out_of_reach: tuple[str, ...], plan_file: str | Path | None) -> None:
-        self.task, self.tokenizer, self.out_of_reach = task, tokenizer, out_of_reach
+    task: Task
+    tokenizer: Any
+    plan_file: str | Path | None
+    run_folder: RunFolder | None
+    overwrite: bool
+
+    def __post_init__(self) -> None:
+        task = self.task
         self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
         self.space = SearchSpace(task)
-        self.budget = budget_of(self.model, self.modules, self.settings, tokenizer)
-        self.given_plan = None if plan_file is None else self.space.load_plan(plan_file, self.budget)
+        self.budget = budget_of(self.model, self.modules, self.settings, self.tokenizer)
+        self.given_plan = None if self.plan_file is None else self.space.load_plan(self.plan_file, self.budget)
         if self.given_plan is None:
             self.space.check(self.budget)
         #: when each phase ended
@@ -223,13 +215,31 @@ class _Job:
     def _lap(self, phase: str) -> None:
         self.ends[phase] = time.monotonic()
 
-    def run(self, corpus: Corpus, run_folder: RunFolder | None, plan_only: bool) -> CompressReport:
-        """Calibrate, plan and, unless ``plan_only``, apply the plan; write each result to the folder at once."""
+    def run(self, texts: Any, evaluate_on: Any, plan_only: bool, on_progress: ProgressCallback) -> CompressReport:
+        """Read texts, calibrate, plan and, unless ``plan_only``, apply the plan; arguments of ``compress``."""
+
+        def report(stage: str, done: int, total: int) -> None:
+            on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
+
+        opened = self.run_folder and self.run_folder.open(self.settings.measured, overwrite=self.overwrite)
+        with opened or nullcontext(), os_errors_named(self.folder), eval_mode(self.model):
+            elsewhere = read_elsewhere(evaluate_on, self.tokenizer, self.settings)
+            corpus = read_corpus(texts, elsewhere, self.tokenizer, self.settings, plan_only)
+            corpus_ids = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
+            for name, ids in {"the corpus": corpus_ids, **elsewhere}.items():
+                check_ids(ids, self.model, name)
+            # texts of several kinds calibrate well without samples of the model
+            if self.settings.self_sampled and len(corpus.blocks) > 1 and len(set(corpus.kinds)) == 1:
+                corpus = with_sampled_text(corpus, self.model, self.folder / "calibration", self.settings.seed)
+            return self._run(corpus, plan_only, report)
+
+    def _run(self, corpus: Corpus, plan_only: bool, on_progress: OnProgress) -> CompressReport:
+        """Carry out the steps; write each result to the folder at once."""
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.reset()
         self._lap("")
         bytes_before = stored_bytes(self.model)
-        calibration = self.task.calibrate(corpus.blocks, corpus.kinds)
+        calibration = self.task.calibrate(corpus.blocks, corpus.kinds, on_progress)
         loss = calibration.loss
         self._lap("calibration")
         budget = self.budget if self.given_plan is None else None
@@ -240,12 +250,12 @@ class _Job:
         self._lap("plan")
         healing, evaluation, file_bytes = None, None, None
         if not plan_only and plan.replaced:
-            healing, evaluation = self._make(corpus, calibration, plan)
+            healing, evaluation = self._make(corpus, calibration, plan, on_progress)
         if not plan_only:  # not earlier: if killed before this point, an existing model must keep its own plan
-            if run_folder is not None:
-                self._rename_others(run_folder, place)
+            if self.run_folder is not None:
+                self._rename_others(self.run_folder, place)
             place.replace(self.folder / "plan.json")
-        if not plan_only and run_folder is not None:
+        if not plan_only and self.run_folder is not None:
             file_bytes = self._save()
         report = CompressReport(
             plan,
@@ -264,7 +274,7 @@ class _Job:
             evaluation=evaluation,
             peak_memory_bytes=memory.read(),
             settings=self.settings.model_dump(mode="json"),
-            left=self.out_of_reach,
+            left=self.task.left,
         )
         values = report.to_dict()
         where = partial(proposal, self.folder) if plan_only else self.folder.joinpath
@@ -293,12 +303,12 @@ class _Job:
         return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
     def _make(
-        self, corpus: Corpus, calibration: Calibration, plan: CompressPlan
+        self, corpus: Corpus, calibration: Calibration, plan: CompressPlan, on_progress: OnProgress
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Apply the plan and heal; compare the result with the original if the settings say so."""
-        settings, progress = self.settings, self.task.on_progress
+        settings = self.settings
         observed = partial(observe, self.model, corpus.evaluation, corpus.elsewhere, settings.passages)
-        original = observed(partial(progress, "original")) if settings.evaluate else None
+        original = observed(partial(on_progress, "original")) if settings.evaluate else None
         self._lap("original")
         teacher = original_copy(self.model) if settings.heal_tokens else None
         fit_layers_(self.task, plan, calibration)
@@ -306,13 +316,13 @@ class _Job:
         healing = None
         if teacher is not None:
             healing = heal(
-                self.model, teacher, corpus.further, settings=settings, folder=self.folder, on_progress=progress
+                self.model, teacher, corpus.further, settings=settings, folder=self.folder, on_progress=on_progress
             )
             self._lap("heal")
         if settings.by_bytes:
             round_to_half_(self.model)  # what is evaluated is what is saved
         if original is None:
             return healing, None
-        compressed = observed(partial(progress, "evaluation"))
+        compressed = observed(partial(on_progress, "evaluation"))
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen)

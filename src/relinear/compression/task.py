@@ -50,7 +50,8 @@ class Task:
     modules: Mapping[str, nn.Module]
     settings: CompressSettings
     folder: Path
-    on_progress: OnProgress
+    #: what no target can name, in words
+    left: tuple[str, ...] = ()
     #: the layers by decoder layer; embedding and head, where they take part, as -1
     by_layer: dict[int, dict[str, nn.Module]] = dataclasses.field(init=False, default_factory=dict)
 
@@ -64,7 +65,7 @@ class Task:
             inside = [name for name, index in layer_of.items() if index is not None]
             more = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
             raise ValueError(
-                f"{outside[0]}{more} outside of the decoder layers: exclude={patterns_of(outside, inside)}"
+                f"{outside[0]}{more} outside of the decoder layers: leave out by exclude={patterns_of(outside, inside)}"
             )
         for name, index in layer_of.items():
             assert index is not None
@@ -77,7 +78,9 @@ class Task:
                 f"{calibration_tokens:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
             )
 
-    def calibrate(self, blocks: Tensor, kinds: Sequence[int] = ()) -> Calibration:
+    def calibrate(
+        self, blocks: Tensor, kinds: Sequence[int] = (), on_progress: OnProgress = lambda phase, done, total: None
+    ) -> Calibration:
         """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
         return Calibration(
             self.model,
@@ -87,7 +90,7 @@ class Task:
             batch=self.settings.batch_size,
             kinds=kinds,
             seed=self.settings.seed,
-            on_layer=self.on_progress,
+            on_layer=on_progress,
         )
 
 
@@ -156,7 +159,6 @@ def check_compressible(model: Any, sequence_length: int) -> None:
     if getattr(model, "peft_config", None):
         problem = "holds adapters of PEFT, which would be saved in the place of the compressed model"
         raise ValueError(f"{kind} {problem}: merge them first (merge_and_unload), or compress the model without them")
-    check_length_fits(sequence_length, model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{kind}: {name} has no values (it is on the meta device, or off-loaded); load the model")
