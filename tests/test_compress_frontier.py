@@ -89,7 +89,12 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
         (-0.001, 0.0004, ", -0.001 nats on text like yours, "),
         (0.018, None, ", +0.02 nats on text like yours, "),
         (-0.001, 0.003, ", no difference in loss detected on text like yours (95 % interval -0.004 to +0.002 nats), "),
-        (0.0003, None, ", no difference in loss detected on text like yours, "),
+        (0.0003, 0.0001, ", less than 0.001 nats on text like yours, "),
+        (
+            0.0003,
+            0.0004,
+            ", no difference in loss detected on text like yours (95 % interval -0.0001 to +0.0007 nats), ",
+        ),
     ):
         measured = found | {"nats": nats, "interval": interval}
         assert said in dataclasses.replace(report, evaluation=measured).verdict
@@ -98,8 +103,8 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     assert "off by more than half" in " ".join(
         dataclasses.replace(report, evaluation=found | {"nats": 3.0, "interval": 0.1}).remarks
     )
-    monkeypatch.setattr(type(report.plan), "nats", 0.0001)  # both are +0.000 in print
-    alike = dataclasses.replace(report, evaluation=found | {"nats": 0.0004, "interval": None})
+    monkeypatch.setattr(type(report.plan), "nats", 0.0001)  # it is +0.000 in print, and the other +0.001
+    alike = dataclasses.replace(report, evaluation=found | {"nats": 0.0014, "interval": None})
     assert "off by more than half" not in " ".join(alike.remarks)
     page = (tmp_path / "report.html").read_text()
     assert "&lt;other&gt; text" in page
@@ -121,14 +126,15 @@ def test_integers_are_chosen_and_fitted(tmp_path) -> None:
 @pytest.mark.parametrize("integers", [True, False])
 def test_a_report_counts_integers_in_bits_and_all_else_in_parameters(integers: bool, tmp_path) -> None:
     model = tiny()
-    report = compress(model, tokens(), settings=SETTINGS | ({"bits": 5.0} if integers else LOW | {"keep": 0.7}))
+    report = compress(model, tokens(), settings=SETTINGS | ({"bits": 5.0} if integers else {"keep": 0.7}))
     each = {name: layer.bits for name, layer in report.plan.layers.items()}
     found = {name: 8 * stored_bytes(m) / (m.in_features * m.out_features) for name, m in modules(model).items()}
     assert {name: bits for name, bits in each.items() if name in found} == pytest.approx(found)
-    told, page = str(report), write_page(tmp_path / "page.html", report.to_dict()).read_text(encoding="utf-8")
+    told, values = str(report), report.to_dict()
+    page = write_page(tmp_path / "page.html", values).read_text(encoding="utf-8")
     assert ("bits  predicted" in told, "kept  predicted" in told) == (integers, not integers)
     assert ("-> " in told and " parameters (" in told) == (not integers)
-    assert ("numbers are bits per weight" in page) == ("<th>bits per weight</th>" in page) == integers
-    assert ("percentage of parameters" in page) == (not integers)
-    name, bits = next((name, bits) for name, bits in each.items() if report.plan.layers[name].operator is not None)
-    assert (f", {bits:.2f} bits per weight, predicted" in page) == integers, name
+    assert (page.count("<th>bits per weight</th>"), page.count("<th>kept</th>")) == ((2, 0) if integers else (0, 2))
+    for name, layer in report.plan.layers.items():
+        share = f"{layer.bits:.2f}" if integers else f"{layer.parameters / layer.parameters_before:.3f}"
+        assert f"<td>{name}</td><td>{layer.operator or 'dense'}</td>\n<td>{share}</td>" in page

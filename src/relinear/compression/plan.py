@@ -45,24 +45,9 @@ class LayerPlan:
         return dataclasses.asdict(self) | {"operator": None if self.operator is None else self.operator.to_dict()}
 
 
-def read_layers(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Return the layers in a plan's file, for any model. Raises ValueError if it is not a plan."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
-    with damaged_file_errors(path, "not a compression plan", "give the file, such as DIR/plan.json"):
-        values = read_json(path)
-        layers = dict(values["layers"])
-        rows = {name: dict(layer) for name, layer in layers.items()}
-    if values.get("format", FORMAT) != FORMAT or not rows:
-        what = f"format {FORMAT} is read, got {quoted(values.get('format'))}" if rows else "it names no layer"
-        raise ValueError(f"{path} is not a compression plan that can be applied: {what}")
-    return rows
-
-
 @dataclasses.dataclass(frozen=True)
 class CompressPlan:
-    """Hold the operator of every replaceable layer. ``str`` shows it by type of layer.
+    """Hold the operator of every replaceable layer.
 
     layers: by name, in the model's order. others: parameters of the model outside of them.
     """
@@ -121,7 +106,14 @@ class CompressPlan:
         """
         modules = dict(model.named_modules())
         plans = {}
-        rows = read_layers(path)
+        if not Path(path).is_file():
+            raise ValueError(f"there is no plan {path}: give the file, such as DIR/plan.json")
+        with damaged_file_errors(path, "not a compression plan", "give the file, such as DIR/plan.json"):
+            values = read_json(path)
+            rows = {name: dict(layer) for name, layer in dict(values["layers"]).items()}
+        if values.get("format", FORMAT) != FORMAT or not rows:
+            what = f"format {FORMAT} is read, got {quoted(values.get('format'))}" if rows else "it names no layer"
+            raise ValueError(f"{path} is not a compression plan that can be applied: {what}")
         for name, layer in rows.items():
             module = modules.get(name)
             if not (is_replaceable(module) or is_embedding(module)) or isinstance(module, Operator):
@@ -140,8 +132,8 @@ class CompressPlan:
                 raise ValueError(f"{path}: {name}: {error}") from error
         return cls.of(model, plans)
 
-    def __str__(self) -> str:
-        in_bits = holds_integers(self.rows)
+    def table(self, in_bits: bool) -> str:
+        """Return a text table by type of layer, of bits per weight or of the share of parameters kept."""
         rows = [("layers", "count", "dense", "bits" if in_bits else "kept", "predicted nats")]
         for row in by_type(self.rows):
             nats = "" if row["nats"] is None else f"{row['nats']:.4f}"
@@ -164,12 +156,6 @@ def by_type(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["bits"] = sum(layer["parameters_before"] * (layer.get("bits") or 0) for layer in group) / row["before"]
         rows.append(row)
     return rows
-
-
-def holds_integers(layers: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether some of ``layers`` are stored as integers, so that bits describe them better than parameters."""
-    sizes = ((layer.get("bits"), layer["parameters"] / layer["parameters_before"]) for layer in layers.values())
-    return any(bits is not None and abs(bits - 16 * share) > 0.1 for bits, share in sizes)
 
 
 def layer_type(name: str) -> str:

@@ -8,11 +8,10 @@ from typing import Any
 from relinear.compression.budget import Budget
 from relinear.compression.corpus import Corpus
 from relinear.compression.healing import HealReport
-from relinear.compression.plan import CompressPlan, by_type, holds_integers, layer_type
+from relinear.compression.plan import CompressPlan, by_type
 from relinear.contract.operator import OperatorConfig
 from relinear.pages import page as pages
 from relinear.pages.blocks import Part, Section
-from relinear.pages.figures import blend
 from relinear.pages.records import about, what_ran
 from relinear.system.files import damaged_file_errors
 from relinear.system.machine import provenance
@@ -87,7 +86,7 @@ class CompressReport:
         if self.evaluation is None:
             return []
         remarks, predicted = [] if self.corpus is None else self.corpus.remarks, self.plan.nats
-        nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 5e-4)  # less is not printed
+        nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 2e-3)  # less may be rounding
         if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
             remarks.append(
                 f"the plan's prediction of {predicted:+z.3f} nats is off by more than half: {nats:+z.3f} were measured"
@@ -99,11 +98,11 @@ class CompressReport:
         copied = ["parameters", "parameters_before", "remarks", "model", "verdict", "bytes", "bytes_before"]
         copied += ["file", "file_bytes"]
         copied += ["evaluation", "peak_memory_bytes", "left", "seconds", "settings"]
-        parts = {"budget": self.budget, "healing": self.healing}
         corpus = {} if self.corpus is None else self.corpus.to_dict()
         return {
             **{name: getattr(self, name) for name in copied},
-            **{name: None if part is None else part.to_dict() for name, part in parts.items()},
+            "budget": self.budget and self.budget.to_dict(),
+            "healing": self.healing and dataclasses.asdict(self.healing),
             "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss} | corpus,
             "predicted_nats": self.plan.nats,
             "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
@@ -113,8 +112,9 @@ class CompressReport:
 
     def __str__(self) -> str:
         share = self.parameters / self.parameters_before
-        lines = [f"{self.verdict}.", str(self.plan)]
-        if not holds_integers(self.plan.rows):
+        in_bits = self.settings.get("keep") is None
+        lines = [f"{self.verdict}.", self.plan.table(in_bits)]
+        if not in_bits:
             lines += [f"whole model: {self.parameters_before:,} -> {self.parameters:,} parameters ({share:.3f})"]
         else:
             lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB of weights"]
@@ -131,8 +131,9 @@ class CompressReport:
 def _loss_change(evaluation: Mapping[str, Any], where: str) -> str:
     """Return by how much the loss on ``where`` rose, or that no rise or fall was detected."""
     nats, margin = evaluation["nats"], evaluation["interval"]
-    if abs(nats) > (margin or 0.0) and abs(nats) >= 5e-4:
-        return f"{nats:+.{2 if abs(nats) >= 5e-3 else 3}f} nats on {where}"
+    if abs(nats) > (margin or 0.0):
+        change = f"{nats:+.{2 if abs(nats) >= 5e-3 else 3}f}" if abs(nats) >= 5e-4 else "less than 0.001"
+        return f"{change} nats on {where}"
     ends = "" if margin is None else f" (95 % interval {nats - margin:+.2g} to {nats + margin:+.2g} nats)"
     return f"no difference in loss detected on {where}{ends}"
 
@@ -152,8 +153,6 @@ def _evaluation_table(evaluation: Mapping[str, Any]) -> str:
 
 
 TEMPLATE = "compression/report.html"
-#: colours of the smallest and the largest share kept
-_DARK, _LIGHT = (18, 60, 120), (196, 219, 246)
 
 
 def write_page(path: str | Path, report: Mapping[str, Any]) -> Path:
@@ -170,35 +169,12 @@ def report_section(report: Mapping[str, Any]) -> Section:
     with damaged_file_errors("this", "not a report of a compression", "run the compression again"):
         values = {
             "report": report,
-            "picture": _picture(report["layers"]),
             "types": by_type(report["layers"]),
+            "operators": {name: _operator(layer["operator"]) for name, layer in report["layers"].items()},
         }
     note = about(report, report.get("model"))
     return Section("Compression", "compress", [Part(TEMPLATE, values), *what_ran(report)], note=note)
 
 
-def _depth(name: str) -> tuple[int, str]:
-    """Return the first number in a layer's name, the index of its decoder layer, and the name after it."""
-    parts = name.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return (0, name) if at is None else (int(parts[at]), ".".join(parts[at + 1 :]))
-
-
-def _picture(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plan's heat map: rows (type of layer), columns (decoder layer), and cells."""
-    places = list(dict.fromkeys(_depth(name)[1] for name in layers))
-    cells, in_bits = [], holds_integers(layers)
-    for name, layer in layers.items():
-        depth, place = _depth(name)
-        share = layer["bits"] / 8 if in_bits else layer["parameters"] / layer["parameters_before"]
-        size = f"{layer['bits']:.2f} bits per weight" if in_bits else f"{share:.0%} kept"
-        operator = None if layer["operator"] is None else OperatorConfig.from_dict(layer["operator"])
-        nats = "" if layer["nats"] is None else f", predicted {layer['nats']:+z.4f} nats"
-        title = f"{name}: {'stays dense' if operator is None else operator}, {size}{nats}"
-        fill = None if operator is None else blend(_DARK, _LIGHT, share)
-        number = "" if fill is None else f"{layer['bits'] if in_bits else 100 * share:.0f}"
-        at = {"column": depth, "row": places.index(place)}
-        cells.append(at | {"title": title, "kept": share, "fill": fill, "number": number})
-    columns = 1 + max((_depth(name)[0] for name in layers), default=0)
-    named = {place: layer_type(place) or place for place in places}
-    return {"cells": cells, "places": named, "columns": columns, "in_bits": in_bits}
+def _operator(values: Mapping[str, Any] | None) -> str:
+    return "dense" if values is None else str(OperatorConfig.from_dict(values))
