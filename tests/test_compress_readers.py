@@ -159,6 +159,13 @@ def test_a_size_that_all_else_exceeds_is_refused_before_any_work(tmp_path) -> No
     assert not (tmp_path / "calibration").exists()
 
 
+def test_a_size_that_needs_no_compression_is_refused_before_any_work(tmp_path) -> None:
+    for reader in ("relinear", "llama.cpp"):
+        with pytest.raises(ValueError, match=r"size=9MB is met by the model as it is, size=0\.\d+MB: ask for less"):
+            carried_out(reader, tmp_path, small(), size="9MB")
+    assert not (tmp_path / "calibration").exists()
+
+
 def test_a_plan_that_is_given_is_counted_in_the_readers_bytes(tmp_path) -> None:
     """Q4_1 takes 5 bits, where relinear stores the same integers in 4.75."""
     asked = {"candidates": ["quantized:group=32"], "bits": 5.1}

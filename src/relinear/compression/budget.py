@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import OperatorConfig
@@ -121,24 +121,35 @@ def _built(config: OperatorConfig, in_features: int, out_features: int, bias: bo
 class Budget:
     """Hold the budget for the replaceable layers, and the cost of each.
 
-    what: in words, with its setting. unit: of costs. limit: the largest total cost. whole: the cost of the unchanged
-    layers. cost: of a layer by name with an operator, or unchanged for None; None if it does not fit. setting: gives
-    the setting for a cost, rounded up.
+    what: in words, with its setting. unit: of costs. limit: the largest total cost. cost: of a layer by name with an
+    operator, or unchanged for None; None if it does not fit. setting: gives the setting for a cost, rounded up.
     """
 
     what: str
     unit: str
     limit: float
-    whole: float
     cost: Callable[[str, OperatorConfig | None], float | None]
     setting: Callable[[float], str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {"what": self.what, "unit": self.unit, "limit": self.limit, "whole": self.whole}
+        return {"what": self.what, "unit": self.unit, "limit": self.limit}
 
 
 # At half precision
+
+
+@contextlib.contextmanager
+def in_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Hold ``tensors`` in ``dtype`` within the block; afterwards they have their own again, perhaps rounded."""
+    before = {tensor: tensor.dtype for tensor in tensors}
+    for tensor in before:
+        tensor.data = tensor.data.to(dtype)
+    try:
+        yield
+    finally:
+        for tensor, own in before.items():
+            tensor.data = tensor.data.to(own)
 
 
 @contextlib.contextmanager
@@ -147,15 +158,12 @@ def at_half_precision(model: Any) -> Iterator[None]:
 
     In bfloat16, for it has the range of what was trained in it or in single precision.
     """
-    wide = {p: p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 2}
     config_dtype = model.config.dtype
-    for parameter in wide:
-        parameter.data = parameter.data.bfloat16()
+    wide = [p for p in model.parameters() if p.is_floating_point() and p.element_size() > 2]
     try:
-        yield
+        with in_dtype(wide, torch.bfloat16):
+            yield
     finally:
-        for parameter, dtype in wide.items():
-            parameter.data = parameter.data.to(dtype)
         model.config.dtype = config_dtype
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,7 @@ class MomentSums:
         self.inputs: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.shared: dict[str, str] = {}
-        self.counts: dict[str, int] = {}
-        self.of_kind: dict[tuple[str, int], int] = {}
+        self.counts = Counter[tuple[str, int]]()
         self._seen: list[tuple[Tensor, str]] = []
 
     def new_pass(self) -> None:
@@ -80,9 +80,8 @@ class MomentSums:
         """Add inputs (..., I) of the layer ``name``."""
         owner = next((key for tensor, key in self._seen if tensor is x), name)
         self.shared[name] = owner
-        self.counts[name] = self.counts.get(name, 0) + x[..., 0].numel()
         if owner == name:
-            self.of_kind[name, self.kind] = self.of_kind.get((name, self.kind), 0) + x[..., 0].numel()
+            self.counts[name, self.kind] += x[..., 0].numel()
             self._seen.append((x, name))
             _add(self.inputs, (name, self.kind), x)
 
@@ -96,22 +95,22 @@ class MomentSums:
         Those of inputs are means over the tokens that a layer saw, those of gradients over all ``tokens``: where one
         does not reach an expert its gradient is zero. Kinds are pooled if an expert saw too few tokens of them.
         """
-        of_kind = self.of_kind
         sums = grouped((name, total) for (name, _), total in self.inputs.items())
-        means = {name: torch.stack(totals).sum(0) / self.counts[name] for name, totals in sums.items()}
+        seen = grouped((name, count) for (name, _), count in self.counts.items())
+        counts = {name: sum(of_kinds) for name, of_kinds in seen.items()}
+        means = {name: torch.stack(totals).sum(0) / counts[name] for name, totals in sums.items()}
         kinds = grouped(
-            (key[0], total.div_(of_kind[key]))
+            (key[0], total.div_(self.counts[key]))
             for key, total in self.inputs.items()
-            if self.counts[key[0]] == tokens or of_kind[key] >= len(total)
+            if counts[key[0]] == tokens or self.counts[key] >= len(total)
         )
         statistics = {}
         for name, module in modules.items():
-            if name not in self.counts:  # an expert may have seen no token
+            if (owner := self.shared.get(name)) is None:  # an expert may have seen no token
                 statistics[name] = CalibrationStatistics.identity(linear_features(module)[0], tokens=0)
                 continue
-            outputs, owner = self.outputs[name].div_(tokens), self.shared[name]
-            of_kinds = tuple(kinds.get(owner, ()))
-            statistics[name] = CalibrationStatistics(means[owner], outputs, self.counts[name], of_kinds)
+            outputs, of_kinds = self.outputs[name].div_(tokens), tuple(kinds.get(owner, ()))
+            statistics[name] = CalibrationStatistics(means[owner], outputs, counts[owner], of_kinds)
         return drawn_to_peers(statistics)
 
 
@@ -230,7 +229,6 @@ class Calibration:
         phase: str,
         key: str,
         make: Callable[[Statistics], Mapping[str, Tensor]],
-        last: bool = False,
         diagonal: bool = False,
     ) -> dict:
         """Apply ``make`` to the moments of every decoder layer; return all tensors in one mapping.
@@ -240,14 +238,13 @@ class Calibration:
         Args:
             phase: reported with the progress. key: of all that ``make`` depends on.
             make: moments by name -> tensors by names that are unique.
-            last: whether nothing more will be asked for, so that states may go from the disk.
             diagonal: whether of the moments of gradients ``make`` needs the diagonal alone.
         """
         folder = self.folder / f"{phase}-{key}"
         files = {index: folder / f"{index:04d}.safetensors" for index in self.targets}
         if not all(path.is_file() for path in files.values()):
             used = {index for index, path in files.items() if path.is_file()}
-            for index, statistics in self._backward(phase, f"gradient-{key}", last, used, diagonal):
+            for index, statistics in self._backward(phase, f"gradient-{key}", used, diagonal):
                 folder.mkdir(exist_ok=True)
                 save_tensors(files[index], make(statistics))
         return {name: value for path in files.values() for name, value in load_tensors(path).items()}
@@ -340,7 +337,7 @@ class Calibration:
         save_tensors(self.folder / "head.safetensors", moments)
 
     def _backward(
-        self, phase: str, kind: str, last: bool, used: Container[int], diagonal: bool
+        self, phase: str, kind: str, used: Container[int], diagonal: bool
     ) -> Iterator[tuple[int, Statistics]]:
         """Yield every decoder layer of the targets, the last one first, and the moments of its linear layers.
 
@@ -361,7 +358,7 @@ class Calibration:
             if group:
                 yield index, sums.statistics(group, self.tokens)
             self.streams.remove(kind, index + 1)
-            if last or index not in self._kept:
+            if index not in self._kept:
                 self.streams.remove("hidden", index)
             release_freed_memory()
             self.on_layer(phase, total - index, total)

@@ -149,10 +149,7 @@ def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budg
 
 
 def fit_layers_(task: Task, layer_plan: CompressPlan, calibration: Calibration) -> None:
-    """Put a plan's operators into the model, fitted to their layers under the original's moments.
-
-    This is the last use of the calibration: its states are removed from the disk.
-    """
+    """Put a plan's operators into the model, fitted to their layers under the original's moments."""
 
     def fits(statistics: Statistics) -> dict[str, Tensor]:
         fitted = dict[str, nn.Module]()
@@ -164,7 +161,7 @@ def fit_layers_(task: Task, layer_plan: CompressPlan, calibration: Calibration) 
         return flat_states(fitted)
 
     operators = {name: config.to_dict() for name, config in layer_plan.replaced.items()}
-    states = calibration.map_layers("fit", _cache_key(operators), fits, last=True)
+    states = calibration.map_layers("fit", _cache_key(operators), fits)
     if layer_plan.replaced:
         replace_with_states_(task.model, plan(task.model, dict(layer_plan.replaced)).replacements, states)
 

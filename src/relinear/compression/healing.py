@@ -10,19 +10,20 @@ import copy
 import dataclasses
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from relinear.compression.budget import in_dtype
 from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
 from relinear.contract.auxiliary_losses import named_operators
-from relinear.hf.modes import eval_mode
+from relinear.hf.modes import eval_mode, frozen_parameters
 from relinear.system.progress import Progress
 from relinear.training.distill import objective_with_teacher
 from relinear.training.fitting import fit_in_folder, remove_checkpoints
@@ -43,10 +44,6 @@ class HealReport:
 
     tokens: int
     steps: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return f"healed on {self.tokens:,} tokens in {self.steps} steps"
@@ -97,13 +94,17 @@ def heal(
         if progress.stage in ("train", "save"):
             on_progress("heal", progress.done, progress.total)
 
-    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home, _in_float32(model, teacher):
+    tensors = itertools.chain.from_iterable((*one.parameters(), *one.buffers()) for one in (model, teacher))
+    with (
+        tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as home,
+        in_dtype((tensor for tensor in tensors if tensor.is_floating_point()), torch.float32),
+        frozen_parameters(model),
+        frozen_parameters(teacher),
+    ):
         chosen = {name: getattr(options, name) for name in ("heal_learning_rate", "batch_size", "seed")}
         mark = fingerprint(model, blocks, [fingerprint(teacher, blocks, [], {})], chosen)
         place = Path(home) / f"heal-{mark[:16]}"
         place.mkdir(parents=True, exist_ok=True)
-        for one in (model, teacher):
-            one.requires_grad_(False)
         for _, operator in named_operators(model):
             operator.requires_grad_(True)
         if not (healed := place / "healed.safetensors").is_file():
@@ -122,29 +123,8 @@ def heal(
         for name, value in load_tensors(healed).items():
             model.get_parameter(name).copy_(value)
         remove_checkpoints(place / "checkpoints")
-    return HealReport(steps * options.heal_batch * blocks.shape[1], steps)
-
-
-@contextmanager
-def _in_float32(model: nn.Module, teacher: nn.Module) -> Iterator[None]:
-    """Convert both models to float32 within the block; afterwards restore their dtypes and flags."""
-    both = (model, teacher)
-    before = [{name: (t.dtype, t.requires_grad) for name, t in _tensors(one)} for one in both]
-    for one in both:
-        one.float()
-    try:
-        yield
-    finally:
-        for one, original in zip(both, before, strict=True):
-            for name, tensor in _tensors(one):
-                dtype, trained = original[name]
-                tensor.data = tensor.data.to(dtype)
-                tensor.requires_grad_(trained)
         model.zero_grad()
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return itertools.chain(model.named_parameters(), model.named_buffers())
+    return HealReport(steps * options.heal_batch * blocks.shape[1], steps)
 
 
 def _fit_settings(options: CompressSettings, steps: int, device: torch.device) -> FitSettings:

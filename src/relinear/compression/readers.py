@@ -134,12 +134,16 @@ def budget_of(
         tokenizer: of the model, which a GGUF file holds.
 
     Raises:
-        ValueError: if all else in the file already exceeds the budget.
+        ValueError: if all else in the file already exceeds the budget, or the unchanged model meets it.
     """
     reader = READERS[settings.reader]
 
     def cost(name: str, config: OperatorConfig | None) -> int | None:
         return reader.stored(model, name, config) if settings.by_bytes else size_of(modules[name], config).parameters
+
+    def setting(least: float) -> str:
+        value = math.ceil(1000 * (least + outside) / step) / 1000
+        return f"{name}={value:.10g}" + "MB" * (name == "size")
 
     whole = sum(cost(name, None) or 0 for name in modules)
     weights = sum(math.prod(linear_features(module)) for module in modules.values())
@@ -156,10 +160,8 @@ def budget_of(
                 f"size={settings.size}, {limit + outside:,.0f} bytes, is less than the {outside:,.0f} that all else "
                 f"takes in a file for {settings.reader} (norms, what is excluded, the tokenizer); ask for more"
             )
-
-    def setting(least: float) -> str:
-        value = math.ceil(1000 * (least + outside) / step) / 1000
-        return f"{name}={value:.10g}" + "MB" * (name == "size")
+        if limit >= whole:
+            raise ValueError(f"size={settings.size} is met by the model as it is, {setting(whole)}: ask for less")
 
     unit = "bytes" if settings.by_bytes else "parameters"
-    return Budget(f"{name}={getattr(settings, name)}", unit, limit, whole, cost, setting)
+    return Budget(f"{name}={getattr(settings, name)}", unit, limit, cost, setting)
