@@ -10,9 +10,9 @@ from torch import nn
 
 import relinear
 from relinear.bench.operators import Case, bench_case
-from relinear.bench.report import _table
 from relinear.bench.run import BenchSettings, merge_runs
 from relinear.contract.operator import OperatorConfig
+from relinear.deprecated import with_new_columns
 from relinear_cli.main import main
 
 CASE = Case(in_features=32, out_features=86, tokens=5, dtype=torch.float32, mode="eager", phase="step")
@@ -70,7 +70,7 @@ def test_results_of_earlier_versions_are_read():
     """Their rows call the phase ``passed``."""
     row = {"contender": "x", "in_features": 4, "out_features": 4, "tokens": 1, "dtype": "float32", "mode": "eager"}
     row |= {"ratio": 0.5}
-    assert _table([row | {"passed": "step"}], {"x": ""}) == _table([row | {"phase": "step"}], {"x": ""})
+    assert with_new_columns({"rows": [row | {"passed": "step"}]}) == {"rows": [row | {"phase": "step"}]}
 
 
 def _row(contender, ratio, error=None):

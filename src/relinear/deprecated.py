@@ -178,7 +178,7 @@ def without_removed(settings: type, values: Any) -> Any:
 
 
 #: column of results of 0.1 and 0.2 -> its name now
-RENAMED_COLUMNS = {"spread": "std", "deviation": "size_mismatch"}
+RENAMED_COLUMNS = {"spread": "std", "deviation": "size_mismatch", "passed": "phase"}
 #: columns with what a user wrote, in which any key is allowed
 _AS_WRITTEN = ("recipe", "settings", "set")
 

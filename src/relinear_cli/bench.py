@@ -11,6 +11,7 @@ from relinear_cli import options
 
 if TYPE_CHECKING:
     from relinear.bench.run import BenchSettings
+    from relinear.pages.blocks import Section
 
 
 _PASSES = "<forward | step | prefill | decode>,..."  # with spaces, at which help wraps it
@@ -62,6 +63,10 @@ def command(
     **Example:** `relinear bench --model llama-60m --operator transponder --passes step`
     """
     from relinear.bench.run import BenchSettings
+    from relinear.pages.blocks import Table
+    from relinear.pages.page import write_page
+    from relinear_cli.progress import watch
+    from relinear_cli.terminal import print_table
 
     values = options.options_among(locals(), BenchSettings) | {"tokens": options.parse_numbers("--tokens", tokens)}
     texts = {name: values.pop(name) for name in ("passes", "dtypes", "modes")}
@@ -71,64 +76,46 @@ def command(
     }
     chosen = options.chosen_settings(values | {"operators": tuple(operators or ()) or None}, overrides)
     chosen |= {name: tuple(part.strip() for part in text.split(",")) for name, text in texts.items() if text}
-    if model is not None:
-        chosen |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
-        _bench_models(chosen, operators or [], out, overwrite)
-        return
-    _bench_layers(BenchSettings.load(chosen), out, overwrite)
+    running = {"out_dir": out, "overwrite": overwrite}
+    with watch() as on_progress:
+        running["on_progress"] = on_progress
+        if model is None:
+            section, remarks = _bench_layers(BenchSettings.load(chosen), running)
+        else:
+            chosen |= {"preset": model, "sequence_length": sequence_length, "batch_size": batch_size}
+            section, remarks = _bench_models(chosen, operators or [], running)
+    print_table(next(block for block in section.blocks if isinstance(block, Table)))
+    print("\n".join(remarks))
+    print(f"written: {out.resolve()}, {write_page(out / 'report.html', [section])}")
 
 
-def _bench_layers(settings: BenchSettings, out: Path, overwrite: bool) -> None:
+def _bench_layers(settings: BenchSettings, running: dict[str, Any]) -> tuple[Section, list[str]]:
+    """Return the page's section about single layers, and remarks for the terminal."""
     from relinear.bench.report import layers_section
     from relinear.bench.run import run_bench
-    from relinear.pages.blocks import Table
-    from relinear.pages.page import write_page
     from relinear.pages.records import picture_of
-    from relinear.system.progress import Progress
-    from relinear_cli.progress import watch
-    from relinear_cli.terminal import print_table
 
-    with watch() as on_progress:
-        on_progress(Progress("measuring the machine"))
-        result = run_bench(settings, out, overwrite=overwrite, on_progress=on_progress)
-    section = layers_section(result, picture_of(out / "bench"))
-    print_table(next(block for block in section.blocks if isinstance(block, Table)))
+    result = run_bench(settings, **running)
     failed = {
         f"not timed: {row['contender']}, {row['in_features']} -> {row['out_features']}, {row['dtype']}: {row['error']}"
         for row in result["rows"]
         if row["error"]
     }
-    print("\n".join(sorted(failed)))
-    if "forward" in settings.passes:
-        print(f"forward: {_INFERENCE}")
-    page = write_page(out / "report.html", [section])
-    print(f"written: {out / 'bench.json'}, {out / 'bench.png'}, {page}")
+    remarks = [f"forward: {_INFERENCE}"] if "forward" in settings.passes else []
+    return layers_section(result, picture_of(running["out_dir"] / "bench")), [*sorted(failed), *remarks]
 
 
-def _bench_models(chosen: dict[str, Any], operators: list[str], out: Path, overwrite: bool) -> None:
+def _bench_models(chosen: dict[str, Any], operators: list[str], running: dict[str, Any]) -> tuple[Section, list[str]]:
+    """Return the page's section about whole models, and remarks for the terminal."""
     from relinear.bench.models import ModelBenchSettings, run_model_bench
     from relinear.bench.report import models_section
-    from relinear.pages.blocks import Table
-    from relinear.pages.page import write_page
-    from relinear.system.allocator import tune_allocator
-    from relinear.system.progress import Progress
-    from relinear_cli.progress import watch
-    from relinear_cli.terminal import print_table
 
     if wrong := [name for name in ("shapes", "tokens", "repeats") if name in chosen]:
         raise ValueError(f"--{wrong[0]} is about single layers; with --model use --sequence-length and --batch-size")
-    known = {name: value for name, value in chosen.items() if name in ModelBenchSettings.model_fields}
-    settings = ModelBenchSettings.load(known, "bench")
+    settings = ModelBenchSettings.load({k: v for k, v in chosen.items() if k != "operators"}, "bench")
     if not operators:
         raise ValueError("--model needs at least one --operator to compare with the stock model")
     variants = {text: options.operator_mapping([text]) for text in operators}
-    with watch() as on_progress:
-        on_progress(Progress("building models"))
-        more: dict[str, Any] = {"allocator": tune_allocator(), "overwrite": overwrite, "on_progress": on_progress}
-        result = run_model_bench(settings, variants, out, **more)
-    section = models_section(result)
-    print_table(next(block for block in section.blocks if isinstance(block, Table)))
-    if set(settings.passes) - {"step"}:
-        print(f"prefill and decode: {_INFERENCE}")
-    print("speed is relative to the stock model, above 1 is faster")
-    print(f"written: {out / 'models.json'}, {write_page(out / 'report.html', [section])}")
+    result = run_model_bench(settings, variants, **running)
+    inference = [f"prefill and decode: {_INFERENCE}"] if set(settings.passes) - {"step"} else []
+    return models_section(result), [*inference, "speed is relative to the stock model, above 1 is faster"]

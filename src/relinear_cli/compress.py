@@ -96,10 +96,11 @@ def _corpora(data: list[str], evaluate_on: list[str], split: str, text_column: s
     Raises:
         ValueError: if a corpus is given twice, or is used both to calibrate and to evaluate.
     """
+    from relinear.data import DataSettings
     from relinear.data.corpora import evaluation_split
 
-    corpora = {name: (options.corpus_of(name, text_column), split) for name in data}
-    texts = {name: options.corpus_of(name, text_column) for name in evaluate_on}
+    corpora = {name: (DataSettings(data=name, text_column=text_column), split) for name in data}
+    texts = {name: DataSettings(data=name, text_column=text_column) for name in evaluate_on}
     evaluation_corpora = {name: (text, evaluation_split(text)) for name, text in texts.items()}
     if repeated := sorted({name for name in data if data.count(name) > 1}):
         raise ValueError(f"--data {repeated[0]} is given twice; of every corpus as many tokens are taken")

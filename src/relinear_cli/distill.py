@@ -34,7 +34,7 @@ def command(
 
     **Example:** `relinear distill models/smollm2 -r q_proj=rotor --layers 12 --data books --out runs/rotor`
     """
-    from relinear.data import iter_texts
+    from relinear.data import DataSettings, iter_texts
     from relinear.distill import DistillSettings, distill_
     from relinear_cli.progress import watch
     from relinear_cli.report import write_report_of
@@ -43,7 +43,7 @@ def command(
     settings = DistillSettings.load(options.chosen_settings(values, overrides), "settings")
     mapping = options.operator_mapping(replace)
     arguments: Any = {"layers": options.parse_layers(layers), "exclude": exclude, "settings": settings}
-    text = options.corpus_of(data, text_column)
+    text = DataSettings(data=data, text_column=text_column)
     options.prepare_process(threads, models=[model], texts=[text])
     arguments |= {"tokenizer": options.load_model_tokenizer(model, tokenizer), "overwrite": overwrite, "out_dir": out}
     loaded = options.load_model(model)

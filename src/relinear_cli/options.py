@@ -192,13 +192,11 @@ def load_model_tokenizer(model: str, tokenizer: str | None, *, separates: bool =
 
     Raises:
         ValueError: if there is none; the message says how to name one.
-        ValueError, OSError: if there is no such model.
     """
     from relinear.data.tokenizers import load_tokenizer
     from relinear.models import model_folder
 
     folder = model_folder(model)
-    find_model(folder)
     try:
         return load_tokenizer(tokenizer or folder, separates=separates)
     except ValueError as error:
@@ -219,13 +217,6 @@ def find_model(name: str, *, presets: bool = True) -> str:
     if source == "hub" and not is_cached(name) and not hub_in_reach():
         raise FileNotFoundError(f"{missing_directory_message(name)}; and the Hugging Face Hub cannot be reached")
     return source
-
-
-def corpus_of(data: str, text_column: str | None) -> DataSettings:
-    """Return the data settings of a corpus that the user named."""
-    from relinear.data import DataSettings
-
-    return DataSettings.load({"data": data, "text_column": text_column}, "data")
 
 
 def placement(

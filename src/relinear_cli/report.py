@@ -191,6 +191,7 @@ def _section(run: Path) -> Section:
     from relinear.compare.report import results_section, scale_section
     from relinear.compare.schema import RESULTS, SCALE
     from relinear.compression.report import report_section
+    from relinear.deprecated import with_new_columns
     from relinear.distill.report import distill_section
     from relinear.pages.records import picture_of, read_values
     from relinear.training.report import run_section
@@ -200,12 +201,12 @@ def _section(run: Path) -> Section:
         if (run / name).is_file():
             return of_directory(run)
     if (run / "models.json").is_file():
-        return models_section(read_values(run / "models.json"))
+        return models_section(with_new_columns(read_values(run / "models.json")))
     if (run / "report.json").is_file():
         values = read_values(run / "report.json")
         return distill_section(values) if isinstance(values["layers"], list) else report_section(values)
     if (run / "bench.json").is_file():
-        return layers_section(read_values(run / "bench.json"), picture_of(run / "bench"))
+        return layers_section(with_new_columns(read_values(run / "bench.json")), picture_of(run / "bench"))
     if (run / "metrics.jsonl").is_file() and (run / "run.json").is_file():
         return run_section(run)
     if analyses_blocks(run):

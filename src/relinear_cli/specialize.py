@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from relinear_cli.options import Tokenizer, load_model_tokenizer
+from relinear_cli.options import Tokenizer, load_model, load_model_tokenizer
 
 
 def command(
@@ -25,25 +25,20 @@ def command(
     **Example:** `relinear specialize runs/cgt/model --prefix-file prompt.txt --out runs/specialized`
     """
     from relinear.hf.vocabulary import check_tokenizer_fits
-    from relinear.models.cgt.config import CGTConfig
+    from relinear.models import CGTForCausalLM
     from relinear.models.cgt.specialize import specialize
-    from relinear.surgery.checkpoint import from_pretrained, reading_config, save_pretrained
+    from relinear.surgery.checkpoint import save_pretrained
     from relinear.system.files import read_text
 
-    if not (model / "config.json").is_file():
-        raise ValueError(f"{model} is not a directory of a saved model: it has no config.json")
     if out.resolve() == model.resolve():
         raise ValueError(f"{out} is the model that is read, and would be replaced; choose another --out")
     prefix = read_text(prefix_file)
     import torch
-    from transformers import AutoConfig
 
-    with reading_config(model):
-        config = AutoConfig.from_pretrained(model)
-    if not isinstance(config, CGTConfig) or config.input_features:  # relinear.specialize also takes models of vectors
+    loaded = load_model(str(model), presets=False)
+    if not isinstance(loaded, CGTForCausalLM):  # relinear.specialize also takes models of vectors
         raise ValueError(f"{model} is no CGT of text; only a relinear.CGTForCausalLM can be specialised here")
     encoder = load_model_tokenizer(str(model), tokenizer)
-    loaded = from_pretrained(model).eval()
     ids = torch.tensor(encoder(prefix)["input_ids"], dtype=torch.long)
     if not len(ids):
         raise ValueError(f"{prefix_file} has no text")

@@ -9,7 +9,7 @@ terminal and, figures with a stem, for files.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,12 @@ def layer_row(name: str, *cells: Cell | str) -> Row:
     return Row([Cell(short_name(name), title=name), *cells])
 
 
+def high_percentile(table: Iterable[Iterable[float]]) -> float:
+    """Return the 99th percentile, to which the colours of a heat map reach."""
+    values = sorted(value for row in table for value in row)
+    return values[int(0.99 * (len(values) - 1))]
+
+
 def check_names(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is not an analysis."""
     for name in names:
@@ -120,14 +126,15 @@ def analyze(
         name -> numbers.
 
     Raises:
-        ValueError: for an unknown name, or if none applies.
+        ValueError: for an unknown name or one that does not apply to the model, or if none applies.
     """
     from relinear.pages.matplotlib_figures import save_panels
 
     check_names(only)
-    chosen = {name: analysis(name) for name in only or applying(subject.model)}
-    if not chosen:
-        raise ValueError(f"no analysis applies to this model; there are: {', '.join(known_analyses())}")
+    possible = applying(subject.model)
+    if not possible or set(only) - set(possible):
+        raise ValueError(f"{', '.join(only) or 'no analysis'}: to this model apply {', '.join(possible) or 'none'}")
+    chosen = {name: analysis(name) for name in only or possible}
     results = {}
     for number, (name, module) in enumerate(chosen.items()):
         on_progress(Progress(name, number, len(chosen), "analyze"))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context_owner
-from relinear.analysis.analyses import Subject
+from relinear.analysis.analyses import Subject, high_percentile
 from relinear.analysis.recording import record_contexts
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
 from relinear.pages.figures import Heat, Panel, numbered
@@ -73,8 +73,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
             f"From token to token the context moves {numbers['step']:.2f} as far as between any two tokens.", soft=True
         ),
     ]
-    flat = sorted(abs(v) for tokens in numbers["contexts"] for row in tokens for v in row)
-    limit = flat[int(0.99 * (len(flat) - 1))] or 1.0
+    limit = high_percentile(map(abs, row) for tokens in numbers["contexts"] for row in tokens) or 1.0
     for name, tokens, words in zip(names, numbers["contexts"], numbers["text"], strict=True):
         table = [[round(v, 3) for v in row] for row in zip(*tokens, strict=True)]
         sides: dict[str, Any] = {"x": numbered(words), "y": [f"dimension {index}" for index in range(len(table))]}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.analysis.analyses import Subject, layer_row, short_name
+from relinear.analysis.analyses import Subject, high_percentile, layer_row, short_name
 from relinear.analysis.recording import gated_operators, record_gates
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import Axis, Heat, Panel
@@ -104,15 +104,9 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         layers = {short_name(name): layer[part]["histogram"] for name, layer in numbers.items() if part in layer}
         table = [[round(share, 5) for share in histogram] for histogram in layers.values()]
         bins = [f"{i / BINS:.3f} to {(i + 1) / BINS:.3f}" for i in range(BINS)]
-        bounds = (0, max(3 / BINS, _high(table)))
+        bounds = (0, max(3 / BINS, high_percentile(table)))
         heat = Heat(values=table, x=bins, y=list(layers), bounds=bounds, what="share of gates")
         panel = Panel([heat], Axis(title=f"{part} gate, from shut to open"))
         text = f"{part} gates over all tokens, a row per layer: mass at both ends is a switch, in the middle undecided."
         page_blocks.append(Chart(text, panel, height=180 + 22 * len(layers), stem="gates"))
     return [*page_blocks, Table(["layer", "gates", *_COLUMNS.values()], rows, (0, 1))]
-
-
-def _high(table: list[list[float]]) -> float:
-    """Return the 99th percentile."""
-    values = sorted(value for row in table for value in row)
-    return values[int(0.99 * (len(values) - 1))]

@@ -68,7 +68,7 @@ class GateRecord:
     statistics: name of the modulated layer -> its decoder layer, its module's name, mean, least and largest value and
         ``variance_split`` of each of its gates, and their alphas.
     scalar: name -> (T,) values of the scalar gate, for layers that have one.
-    channel: name -> (T, O) values of the channel gate, for the layers of the requested module.
+    channel: name -> (T, O) values of the channel gate, for the last module of a layer that has one.
     """
 
     statistics: dict[str, dict[str, Any]]
@@ -77,32 +77,19 @@ class GateRecord:
 
 
 @torch.no_grad()
-def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, tokens: int = 128) -> GateRecord:
+def record_modulators(model: Any, ids: Tensor, *, tokens: int = 128) -> GateRecord:
     """Run ``model`` on ``ids`` in eval mode and return statistics of every gate.
 
     Args:
         model: a model with modulators.
         ids: (N, tokens in each) token ids.
-        keep: name of the module whose channel gates are returned in full ("down_proj"); by default the last one of a
-            layer that has some.
         tokens: for how many tokens of the first sequence gates are returned; the statistics are over all of ``ids``.
-
-    Raises:
-        ValueError: if the model has no modulator, or none is called ``keep``.
     """
     by_name = modulators(model)
-    if not by_name:
-        raise ValueError("the model has no modulator; put some in with relinear.Transponder or PathTransponder")
     statistics: dict[str, dict[str, Any]] = {}
     scalar: dict[str, Tensor] = {}
     channel: dict[str, Tensor] = {}
-    with_channel = [name for name, module in by_name.items() if _has_channel_gate(module)]
-    candidates = [name.rpartition(".")[2] for name in with_channel]
-    if keep is not None and keep not in candidates:
-        raise ValueError(
-            f"no module named {keep!r} has channel gates; there are: {', '.join(dict.fromkeys(candidates))}"
-        )
-    keep = keep or (candidates[-1] if candidates else None)
+    last = [name.rpartition(".")[2] for name, module in by_name.items() if _has_channel_gate(module)][-1:]
     layer_of = layer_finder(model)
 
     def record(name: str, module: Any, args: tuple, output: Any) -> None:
@@ -115,7 +102,7 @@ def record_modulators(model: Any, ids: Tensor, *, keep: str | None = None, token
             first = flat[: min(tokens, ids.shape[1])]
             if kind == "scalar":
                 scalar[name] = first[:, 0].clone()
-            elif row["module"] == keep:
+            elif row["module"] in last:
                 channel[name] = first.clone()
         statistics[name] = row
 

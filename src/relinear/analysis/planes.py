@@ -40,12 +40,10 @@ def planes(model: nn.Module) -> dict[str, dict[str, list[list[float]]]]:
     Returns:
         {name of the rotors: {"left" | "right": for every term and pair of windows its angles, largest first}}.
     """
-    by_module = {}
-    for name, module in _with_rotors(model).items():
-        by_module[name] = {
-            side: plane_angles(beta).flatten(0, -2).tolist() for side, beta in module.bivectors().items()
-        }
-    return by_module
+    return {
+        name: {side: plane_angles(beta).flatten(0, -2).tolist() for side, beta in module.bivectors().items()}
+        for name, module in _with_rotors(model).items()
+    }
 
 
 def _with_rotors(model: nn.Module) -> dict[str, Any]:
@@ -60,10 +58,7 @@ def applies(model: nn.Module) -> bool:
 
 def run(subject: Subject) -> dict[str, Any]:
     """Return the angles of the model's rotors; this reads no text."""
-    by_module = planes(subject.model)
-    if not by_module:
-        raise ValueError("no layer of this model has rotors; this analysis is for relinear.Rotor")
-    return by_module
+    return planes(subject.model)
 
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:

@@ -29,13 +29,8 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
     Args:
         model: a model with gated operators and its context manager.
         ids: (N, T) token ids.
-
-    Raises:
-        ValueError: if no operator of the model has gates.
     """
     operators = gated_operators(model)
-    if not operators:
-        raise ValueError("no layer of this model has gates; this analysis is for context-conditioned layers (ccl)")
     seen: dict[str, dict[str, Tensor]] = {}
 
     def save(name: str, module: Any, args: Any, output: Any) -> None:
@@ -50,14 +45,7 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
 
 @torch.no_grad()
 def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
-    """Return the context vectors (N, T, C) of token ids (N, T).
-
-    Raises:
-        ValueError: if the model has no context manager.
-    """
-    owner = context_owner(model)
-    if owner is None:
-        raise ValueError("this model has no context manager")
-    base = decoder(model)
+    """Return the context vectors (N, T, C) of token ids (N, T), from the context manager of ``model``."""
+    owner: Any = context_owner(model)
     with eval_mode(model):
-        return owner.contexts(base, {"input_ids": ids, "use_cache": False}).float()
+        return owner.contexts(decoder(model), {"input_ids": ids, "use_cache": False}).float()

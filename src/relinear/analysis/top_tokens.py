@@ -26,17 +26,15 @@ def top_tokens(
     model: nn.Module,
     ids: Tensor,
     *,
-    part: str = "basis",
     count: int = 5,
     min_occurrences: int = 3,
     top_share: float = 0.01,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the tokens that open every gate most, and the share of the gate that they account for.
+    """Return the tokens that open every basis gate most, and the share of the gate that they account for.
 
     Args:
         model: a model with gated operators.
         ids: (N, T) token ids; rare tokens say little, so take many.
-        part: "basis" or "output".
         count: tokens per gate.
         min_occurrences: tokens seen less often are not listed.
         top_share: share of all positions that count as the gate's top ones (at least ten).
@@ -49,9 +47,7 @@ def top_tokens(
         the current token alone, whatever was learnt.
     """
     found_in = (item for sequence in record_gates(model, ids) for item in sequence.items())
-    recorded = grouped((name, parts[part]) for name, parts in found_in if part in parts)
-    if not recorded:
-        raise ValueError(f"no layer of this model has {part} gates")
+    recorded = grouped((name, parts["basis"]) for name, parts in found_in if "basis" in parts)
     tokens, inverse, occurrences = ids.flatten().unique(return_inverse=True, return_counts=True)
     known = occurrences >= min_occurrences
     if known.sum() < count:

@@ -19,6 +19,7 @@ from relinear.contract.settings import PositiveInt, Settings, Threads
 from relinear.models import from_preset, preset_config
 from relinear.operators.context_manager import ContextManager
 from relinear.surgery.plan import attach_, replace_
+from relinear.system.allocator import tune_allocator
 from relinear.system.machine import on_threads
 from relinear.system.progress import Progress, ProgressCallback, no_progress
 from relinear.system.run_folder import RunFolder
@@ -146,7 +147,6 @@ def run_model_bench(
     out_dir: str | Path,
     *,
     overwrite: bool = False,
-    allocator: Mapping[str, int] | None = None,
     on_progress: ProgressCallback = no_progress,
 ) -> dict[str, Any]:
     """Run ``bench_models`` in every combination; write ``models.json`` into ``out_dir``.
@@ -158,7 +158,6 @@ def run_model_bench(
         variants: see ``bench_models``.
         out_dir: where to write. A finished benchmark with the same settings there is renamed.
         overwrite: also rename a benchmark with other settings, and other files under the same names.
-        allocator: the allocator's settings, recorded in the file.
         on_progress: called before every case and between its rounds.
 
     Returns:
@@ -182,8 +181,9 @@ def run_model_bench(
     )
     record = folder.check(values, overwrite=overwrite)
     with folder.open(values, overwrite=overwrite or "rows" in (record or {})):
+        allocator = tune_allocator()  # before the first tensor
         rows = _all_rows(settings, variants, on_progress)
-        return folder.write(allocator=dict(allocator or {}), rounds=settings.rounds, rows=rows)
+        return folder.write(allocator=allocator, rounds=settings.rounds, rows=rows)
 
 
 def _all_rows(

@@ -5,7 +5,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -45,11 +45,6 @@ class Case:
         dtype = str(self.dtype).removeprefix("torch.")
         shape = f"{self.in_features} -> {self.out_features}, {self.tokens} tokens"
         return f"{shape}, {dtype}, {self.mode}, {self.phase}"
-
-
-def phase_of(row: Mapping[str, Any]) -> str:
-    """Return the phase of a recorded row; earlier versions called it ``passed``."""
-    return row["phase"] if "phase" in row else row["passed"]
 
 
 def _context_values(modules: Iterable[nn.Module], tokens: int) -> Tensor | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relinear.bench.operators import DENSE, phase_of
+from relinear.bench.operators import DENSE
 from relinear.pages.blocks import Block, Cell, Chart, Listing, Row, Section, Table, Text
 from relinear.pages.figures import Axis, Guide, Panel, Series, colours
 from relinear.pages.matplotlib_figures import save_panels
@@ -57,7 +57,7 @@ def _table(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Tab
             f"{row['in_features']} → {row['out_features']}",
             row["dtype"],
             row["mode"],
-            phase_of(row),
+            row["phase"],
             Cell(f"{row['tokens']:,}", row["tokens"]),
             Cell(failed if ratio is None else f"{ratio:.3f}", ratio, title=row.get("error") or ""),
             Cell("–" if low is None or high is None else f"{low:.3f} to {high:.3f}", low),
@@ -87,8 +87,8 @@ def _panel(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str], title:
     dots = []
     for name in palette:
         for row in (row for row in rows if row["contender"] == name):
-            case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {phase_of(row)}"
-            dots.append(_dot(name, palette, row["ratio"], name, case, 9, phase_of(row) != "forward"))
+            case = f"{row['in_features']} → {row['out_features']}, {row['dtype']}, {row['mode']}, {row['phase']}"
+            dots.append(_dot(name, palette, row["ratio"], name, case, 9, row["phase"] != "forward"))
     bottom = Axis(title="time / dense", log=True, ticks={tick: f"{tick:g}" for tick in (0.05, 0.2, 1, 5)})
     return Panel(dots, bottom, Axis(rows=True), [Guide(x=1)], title)
 
@@ -116,10 +116,10 @@ def models_section(values: Mapping[str, Any]) -> Section:
     rows, dots = [], []
     for row in values["rows"]:
         mode = "compiled" if row["compiled"] else "eager"
-        case = f"{row['dtype']}, {mode}, {phase_of(row)}, batch {row['batch_size']}"
+        case = f"{row['dtype']}, {mode}, {row['phase']}, batch {row['batch_size']}"
         cells = [
             row["variant"],
-            *(row["dtype"], mode, phase_of(row)),
+            *(row["dtype"], mode, row["phase"]),
             Cell(str(row["batch_size"]), row["batch_size"]),
             Cell(f"{row['parameters']:,}", row["parameters"]),
             Cell(f"{row['tokens_per_second']:,.0f}", row["tokens_per_second"]),

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -161,11 +161,15 @@ def _check_tunable(recipe: CompareSettings, name: str) -> None:
 
 
 class _Choice(NamedTuple):
-    """Hold an entry at its size, the settings of its final runs, and its tuning as in ``results.json``, if any."""
+    """Hold an entry at its size, the settings of its final runs, and its tuning as in ``results.json``, if any.
+
+    rates: that were tried with these settings, and at which training did not diverge.
+    """
 
     planned: Planned
     settings: TrainSettings
     tuning: Tuning | None = None
+    rates: Collection[float] = ()
 
 
 def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
@@ -278,7 +282,7 @@ class _Comparison:
         """Return the best rate, initialisation, warm-up and bits, by short runs and runs of full length."""
         settings, rate, initializer_range, ratio = planned.settings, planned.settings.learning_rate, None, None
         tuning: Any = {}
-        trials, several_bits = None, len(planned.candidates) > 1
+        trials, rates, several_bits = None, set[float](), len(planned.candidates) > 1
         rates_tuned = self.recipe.tune is not None and self.recipe.entries[planned.name].learning_rate is None
         if rates_tuned or planned.candidates:
             tunes_warmup = rates_tuned and not self.recipe.keeps_warmup(planned.name)
@@ -301,6 +305,7 @@ class _Comparison:
                     f"training diverged at every learning rate of {grid}; lower tune.learning_rates"
                 )
             rate, initializer_range = best_result.rate, best_result.initializer_range
+            rates = trials.sound_rates(initializer_range)
             tuning = {"trials": [row for each in searches for row in each.rows()], "edge": best_result.edge}
             tuning |= {"initializer_edge": best_result.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
             fewest = settings.bits != 2 and settings.bits == min(self.recipe.match.bits)
@@ -311,13 +316,14 @@ class _Comparison:
             if trials is None or tune.fraction < 1:  # else tuning's own are of full length
                 trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
             full = yield from check_neighbours(tune, trials, rate, initializer_range)
+            rates |= trials.sound_rates(initializer_range)
             full_length = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
             # report the edge for the rate that is used
             tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": full_length}
             rate = full.rate
         chosen = _with_rate(_with_warmup(settings, ratio), rate, initializer_range)
         tuning = tuning and tuning | {"diverged": None, "initializer_range": initializer_range}
-        return _Choice(planned, chosen, tuning or None)
+        return _Choice(planned, chosen, tuning or None, rates)
 
     def _rejected(self, name: str) -> list[float]:
         """Return the rates at which a final run of an entry diverged."""
@@ -326,25 +332,16 @@ class _Comparison:
 
     def _next_lower_rate(self, name: str, choice: _Choice) -> _Choice:
         """Return ``choice``, or the next lower rate that was tried and at which no final run has diverged."""
-        rejected, tuning = self._rejected(name), choice.tuning
-        if tuning is None or choice.settings.learning_rate not in rejected:
+        diverged = sorted(self._rejected(name), reverse=True)
+        if choice.tuning is None or choice.settings.learning_rate not in diverged:
             return choice
-        lower = [
-            trial["learning_rate"]
-            for trial in [*tuning["trials"], *tuning.get("full_length", {}).get("trials", ())]
-            if trial["validation_loss"] is not None
-            and trial["learning_rate"] < min(rejected)
-            and trial.get("initializer_range") == tuning["initializer_range"]
-            and trial.get("warmup_ratio") in (None, tuning.get("warmup_ratio"))
-            and trial.get("bits") == choice.settings.bits
-        ]
-        diverged = sorted(rejected, reverse=True)
+        lower = [rate for rate in choice.rates if rate < diverged[-1]]
         if not lower:
             at = ", ".join(f"{rate:g}" for rate in diverged)
             advice = "no lower learning rate was tried; lower tune.learning_rates"
             raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
         settings = choice.settings.updated(learning_rate=max(lower))
-        return choice._replace(settings=settings, tuning=tuning | {"diverged": diverged})
+        return choice._replace(settings=settings, tuning=choice.tuning | {"diverged": diverged})
 
     def _trials(
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False

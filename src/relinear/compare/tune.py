@@ -63,6 +63,10 @@ class Trials:
         """Return the losses over learning rates at one initialisation."""
         return lambda rates: self.losses([(rate, initializer_range) for rate in rates])
 
+    def sound_rates(self, initializer_range: float | None) -> set[float]:
+        """Return the rates that were tried at one initialisation, and at which training did not diverge."""
+        return {rate for (rate, std), loss in self.known.items() if std == initializer_range and math.isfinite(loss)}
+
     def _folder(self, point: Point) -> Path:
         return self.folder / (self.prefix + "-init-".join(f"{value:g}" for value in point if value is not None))
 

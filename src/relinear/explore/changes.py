@@ -65,10 +65,11 @@ def try_change(subject: Subject, text: str, change: Change, new: int = 30, seed:
         raise ValueError(f"between 0 and {MOST_NEW_TOKENS} tokens can be generated, got {new}")
     subject.index.row(change.point, change.unit)
     ids, sides = subject.encode(text, new), dict[str, dict[str, Any]]()
+    changes = {"before": None, "after": change}
+    if (control := _control(subject, change, seed)) is not None:
+        changes["control"] = control
     with subject.lock:
-        for side, side_change in (("before", None), ("after", change), ("control", _control(subject, change, seed))):
-            if side_change is None and side == "control":
-                continue
+        for side, side_change in changes.items():
             interventions = {} if side_change is None else side_change.interventions()
             shares = subject.shares_of(ids[None], interventions)[0, -1]
             continuation = subject.continued(ids, new, interventions) if new else ""

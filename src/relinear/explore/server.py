@@ -23,7 +23,6 @@ from relinear.explore.subject import Subject
 
 #: the most bytes of a request
 LARGEST_BODY = 1 << 20
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _call(function: Callable[..., Any], values: Mapping[str, Any], subjects: Sequence[Subject]) -> Any:
@@ -77,8 +76,8 @@ class _Server(ThreadingHTTPServer):
     subjects: Sequence[Subject]
     page: bytes
     policy: str
-    #: host names under which this server answers; None allows every IP address
-    hosts: frozenset[str] | None
+    #: the host name that this server answers to, besides IP addresses
+    host: str
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of clients that have disconnected."""
@@ -131,8 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             name = ""
-        hosts = self.server.hosts
-        if not (_is_address(name) if hosts is None else name in hosts):
+        if not (_is_address(name) or name == self.server.host):
             raise _RequestError(403, f"this server does not answer for the host {quoted(host)}")
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{host}":
@@ -192,8 +190,8 @@ def make_server(subjects: Sequence[Subject], host: str = "127.0.0.1", port: int 
 
     Args:
         subjects: one model, or two side by side.
-        host: address to listen on; by default only this machine can connect. With any other host it answers to that
-            name and to IP addresses, and whoever can connect may run the model.
+        host: address to listen on; by default only this machine can connect. With any other host whoever can
+            connect may run the model. It answers to this name and to IP addresses.
         port: 0 takes a free one.
 
     Raises:
@@ -209,9 +207,5 @@ def make_server(subjects: Sequence[Subject], host: str = "127.0.0.1", port: int 
     except OverflowError:
         raise ValueError(f"a port is a number from 0 to 65535, got {port}") from None
     page = live_page([subject.overview() for subject in subjects])
-    server.subjects, server.page, server.policy = subjects, page.encode(), policy_of(page)
-    if host in _LOOPBACK:
-        server.hosts = frozenset(_LOOPBACK)
-    else:
-        server.hosts = None if _is_address(host) else frozenset((*_LOOPBACK, host))
+    server.subjects, server.page, server.policy, server.host = subjects, page.encode(), policy_of(page), host
     return server

@@ -29,27 +29,6 @@ _WIDTHS = {1: 8.4, 2: 9.6, 3: 12.5}
 _MAX_LABELS = 48
 
 
-def new_figure(width: float, height: float, panels: int = 1, **kwargs: Any) -> tuple[Any, list[Any]]:
-    """Make a figure of ``width`` by ``height`` inches in the common style; return it and its axes, left to right.
-
-    Args:
-        width, height: in inches.
-        panels: panels in a row.
-        **kwargs: of ``pyplot.subplots``; ``rows=n`` makes as many rows as ``n`` panels need, and the axes are then
-            returned row by row.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
-    from matplotlib import pyplot
-
-    rows = -(-kwargs.pop("rows", panels) // panels)
-    with matplotlib.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(rows, panels, figsize=(width, height), squeeze=False, **kwargs)
-    pyplot.close(figure)  # removes it from pyplot's list; the figure stays usable
-    return figure, list(axes.flat)
-
-
 def save_figure(figure: Any, stem: str | Path) -> list[Path]:
     """Write ``figure`` as STEM.png (150 dpi) and STEM.svg, each atomically; return both paths."""
     import matplotlib
@@ -80,13 +59,18 @@ def plain_text(text: str) -> str:
 
 def draw_figure(panels: Sequence[Panel], title: str = "", surface: bool = False) -> Any:
     """Draw ``panels``, at most four in a row, and return the Figure; ``surface`` draws heat maps as 3D surfaces."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
     height = rows * max(_height(panel, rows) for panel in panels)
     # panels with the same title and bounds of the y axis share it
     shared = len({(panel.y.title, panel.y.bounds) for panel in panels}) == 1 and len(panels) > 1
     options: dict[str, Any] = {"subplot_kw": {"projection": "3d"}} if surface else {"sharey": shared}
-    figure, grid = new_figure(_WIDTHS.get(columns, 3.4 * columns), height, columns, rows=len(panels), **options)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTHS.get(columns, 3.4 * columns), height))
+        grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
     for index, (axes, panel) in enumerate(zip(grid, panels)):
         if surface:
             _draw_surface(axes, panel)

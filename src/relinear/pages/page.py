@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -83,27 +84,18 @@ def _perplexity(loss: float) -> str:
 
 def _within_limit(sections: Sequence[Section], room: int) -> list[Section]:
     """Omit charts that exceed ``room`` bytes; figures come first, then pictures for readers without scripts."""
-    lists = [list(section.blocks) for section in sections]
-    for part, blocks in itertools.product(("panel", "image"), lists):
-        for index, block in enumerate(blocks):
-            if isinstance(block, Chart) and (size := _bytes(block, part)) <= room:
-                room -= size
-            elif isinstance(block, Chart):
-                blocks[index] = dataclasses.replace(block, **{part: None})  # type: ignore[arg-type]
-    for section, blocks in zip(sections, lists, strict=True):
-        for index, (before, after) in enumerate(zip(section.blocks, blocks, strict=True)):
-            if (
-                isinstance(before, Chart)
-                and isinstance(after, Chart)
-                and _has_content(before)
-                and not _has_content(after)
-            ):
-                blocks[index] = Text(f"Omitted to limit the size of the page: {before.description}", soft=True)
+    lists: list[list[Any]] = [list(section.blocks) for section in sections]
+    charts = [(blocks, index) for blocks in lists for index, block in enumerate(blocks) if isinstance(block, Chart)]
+    for part, (blocks, index) in itertools.product(("panel", "image"), charts):
+        if (size := _bytes(blocks[index], part)) <= room:
+            room -= size
+        else:
+            blocks[index] = dataclasses.replace(blocks[index], **{part: None})
+    for blocks, index in charts:
+        if blocks[index].panel is blocks[index].image is None:
+            text = f"Omitted to limit the size of the page: {blocks[index].description}"
+            blocks[index] = Text(text, soft=True)
     return [dataclasses.replace(section, blocks=blocks) for section, blocks in zip(sections, lists, strict=True)]
-
-
-def _has_content(chart: Chart) -> bool:
-    return chart.image is not None or chart.panel is not None
 
 
 def _bytes(chart: Chart, part: str) -> int:
