@@ -35,7 +35,6 @@ def test_contenders_that_are_wrong_are_reported_and_the_others_timed():
     for name in ("dense", "low_rank"):
         assert measured[name]["error"] is None
         assert measured[name]["seconds"] > 0
-        assert measured[name]["peak_bytes"] > 0
     forward = bench_case(dataclasses.replace(CASE, phase="forward"), [], rounds=3)
     assert [row["contender"] for row in forward] == ["dense"]
 

@@ -29,7 +29,7 @@ PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 def hostile_section() -> Section:
     names = list(HOSTILE)
-    rows = [Row([name, Cell(str(n), n, small=name, title=name)], name, "#0072B2") for n, name in enumerate(names)]
+    rows = [Row([name, Cell(str(n), n, small=name, title=name)], name) for n, name in enumerate(names)]
     shown = [Series(name=name, colour="#0072B2", number=n, x=[0, 1, 2], y=[n, 1, 2]) for n, name in enumerate(names)]
     shown += [Series(name=n, colour="#D55E00", x=[1], y=[0], texts=[n], mode="points", label=n) for n in names]
     chart = Chart(names[0], Panel(shown, Axis(title=names[0]), Axis(title=names[1])), PIXEL)

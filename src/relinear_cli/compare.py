@@ -64,7 +64,7 @@ def command(
     from relinear.compare.run import compare
     from relinear.compare.settings import CompareSettings, read_plan
     from relinear_cli.progress import watch
-    from relinear_cli.terminal import print_requirements, print_results, print_scale
+    from relinear_cli.terminal import print_requirements, print_results
 
     overridden = {
         "match.by": match,
@@ -109,8 +109,5 @@ def command(
     with watch(resumable=True) as on_progress:
         results = compare(settings, out, overwrite=overwrite, **placement, on_progress=on_progress)
     report = write_report(out)
-    if settings.sizes is None:
-        print_results(results)
-    else:
-        print_scale(results)
+    print_results(results)
     print(f"\nreport: {report.resolve()}")

@@ -2,11 +2,10 @@
 
 import keyword
 import re
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
-from typing import Any, Literal
+from typing import Literal
 
 import typer
 
@@ -43,7 +42,7 @@ def command(
 
     **Example:** `relinear new operator my_experts --kind routed`
     """
-    from relinear.system.files import os_errors_named
+    from relinear.system.files import atomic_directory
 
     camel = "".join(part.capitalize() for part in name.split("_"))
     bad = camel in _OTHER_CLASSES or keyword.iskeyword(camel) or keyword.iskeyword(name)
@@ -60,16 +59,12 @@ def command(
         raise ValueError(f"there is an operator {name!r} already, see `relinear list operators {name}`; choose another")
     words = {"name": name, "dashed": name.replace("_", "-"), "Name": camel, "kind": kind}
     words["by"] = "flops" if kind == "routed" else "parameters"
-    place: Any = {"dir": folder.absolute().parent, "prefix": f".{folder.name}."}
-    # once the package is written, an empty temporary folder that a failing disk leaves is not an error
-    with os_errors_named(folder), tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as temporary:
-        made = Path(temporary) / folder.name
+    with atomic_directory(folder) as made:
         for path, template in _FILES.items():
             file = made / Template(path).substitute(words)
             file.parent.mkdir(parents=True, exist_ok=True)
             text = (_TEMPLATES / Template(template).substitute(words)).read_text(encoding="utf-8")
             file.write_text(Template(text).substitute(words), encoding="utf-8")
-        made.rename(folder)
     print(f"written: {folder}/relinear_{name}/operator.py and what belongs to it. Next:\n")
     print(f"pip install -e {folder}\npytest {folder} -k 'not inductor'")
     print(f"relinear compare --recipe {folder}/compare.yaml --out runs/{name}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Subject
 from relinear.analysis.cgt_context import context_variation
 from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
-from relinear.hf.modes import eval_mode
+from relinear.hf.modes import eval_mode, forward_hooks_on
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 
@@ -172,23 +172,19 @@ def task_vector_accuracy(model: Any, task: ArithmeticTask, ids: Tensor, token: s
     answers[begin : begin + task.digits + 3] = True
     accuracies, states = [], []
     with eval_mode(model):
+        blocks = dict(model.transformer.h.named_children())
         # hooks, as the last of hidden_states comes after the final normalisation
-        handles = [b.register_forward_hook(lambda m, a, out: states.append(_hidden(out))) for b in model.transformer.h]
-        model(input_ids=shown)
-        for handle in handles:
-            handle.remove()
-        for block, state in zip(model.transformer.h, states, strict=True):
+        with forward_hooks_on(blocks.items(), lambda name, module, args, output: states.append(_hidden(output))):
+            model(input_ids=shown)
+        for place, state in zip(blocks.items(), states, strict=True):
 
-            def transplant(module: nn.Module, args: Any, output: Any, vector: Tensor = state[:, source]) -> Any:
+            def transplant(name: str, module: Any, args: Any, output: Any, vector: Tensor = state[:, source]) -> Any:
                 hidden = _hidden(output).clone()
                 hidden[:, target] = vector
                 return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-            handle = block.register_forward_hook(transplant)
-            try:
+            with forward_hooks_on([place], transplant):
                 accuracies.append(float(_accuracy(model(input_ids=query).logits, query, answers, 1)[:, 1].mean()))
-            finally:
-                handle.remove()
     return accuracies
 
 

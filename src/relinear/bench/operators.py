@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from relinear.activations.shared_context import context
 from relinear.contract.inference import caching_for_inference, for_inference_
 from relinear.contract.operator import Operator, OperatorConfig
-from relinear.system.timing import Timing, interleave, peak_memory
+from relinear.system.timing import Timing, interleave
 
 DENSE = "dense"
 Pass = Literal["forward", "step"]
 Mode = Literal["eager", "compiled"]
-#: columns of a row after its case and times; a layer that failed the correctness check has ``error`` and no times
-FIGURES = ("peak_bytes", "memory_ratio", "flops", "parameters", "relative_error", "error")
 #: largest relative error (Frobenius norm) of a contender's output against that of its float64 copy
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
@@ -110,7 +108,6 @@ def bench_case(
     """
     torch._dynamo.reset()
     modules: dict[str, nn.Module] = {}
-    errors: dict[str, float] = {}
     failed = []
     builders: dict[str, Callable[[int, int], nn.Module]] = {DENSE: functools.partial(nn.Linear, bias=False)}
     builders |= {name: functools.partial(config.build, bias=False) for name, config in operators}
@@ -118,39 +115,21 @@ def bench_case(
         torch.manual_seed(0)
         try:
             module = build(case.in_features, case.out_features).to(case.dtype)
-            errors[name] = _relative_error(module, case)
-            if not errors[name] <= TOLERANCES[case.dtype]:
-                raise ValueError(f"relative error {errors[name]:.2g} exceeds {TOLERANCES[case.dtype]:.2g}")
-        except ValueError as error:
-            failed.append(_row(name, case, None, parameters=0, relative_error=errors.get(name), error=str(error)))
+            if not (error := _relative_error(module, case)) <= TOLERANCES[case.dtype]:
+                raise ValueError(f"relative error {error:.2g} exceeds {TOLERANCES[case.dtype]:.2g}")
+        except ValueError as problem:
+            failed.append(_row(name, case, None, str(problem)))
             continue
         modules[name] = module
     torch.manual_seed(2)
     calls = {name: _call(module, case) for name, module in modules.items()}
     with _with_context(_context_values(modules.values(), case.tokens), case.dtype):
         timings = interleave(calls, DENSE, rounds=rounds)
-        peaks = {name: peak_memory(call) for name, call in calls.items()} if case.phase == "step" else {}
-    measured = []
-    for name, module in modules.items():
-        figures = {
-            "peak_bytes": peaks.get(name),
-            "memory_ratio": peaks[name] / peaks[DENSE] if peaks else None,
-            "flops": _flops(module, case),
-            "parameters": sum(p.numel() for p in module.parameters()),
-            "relative_error": errors[name],
-        }
-        measured.append(_row(name, case, timings[name], **figures))
-    return measured + failed
+    return [_row(name, case, timing) for name, timing in timings.items()] + failed
 
 
-def _row(contender: str, case: Case, timing: Timing | None, **figures: Any) -> dict[str, Any]:
-    """Return the row of one contender in one case; figures that are not passed are None."""
+def _row(contender: str, case: Case, timing: Timing | None, error: str | None = None) -> dict[str, Any]:
+    """Return the row of one contender in one case; one that failed the correctness check has ``error`` and no times."""
     row = dataclasses.asdict(case) | {"dtype": str(case.dtype).removeprefix("torch.")}
     row |= {} if timing is None else dataclasses.asdict(timing)
-    return row | {"contender": contender} | dict.fromkeys(FIGURES) | figures
-
-
-def _flops(module: nn.Module, case: Case) -> int | None:
-    if isinstance(module, Operator):
-        return case.tokens * module.flops_per_token()
-    return 2 * case.tokens * case.in_features * case.out_features if type(module) is nn.Linear else None
+    return row | {"contender": contender, "error": error}

@@ -21,7 +21,7 @@ def layers_section(values: Mapping[str, Any], image: str | None = None) -> Secti
     blocks: list[Block] = [
         Text(_summary_sentence(rows), lead=True),
         *figures[:1],
-        _table(rows, palette),
+        _table(rows),
         Text(
             "Times relative to a dense nn.Linear of the same shape, in the same rounds: below 1 is faster.", soft=True
         ),
@@ -45,7 +45,7 @@ def _summary_sentence(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"At {most:,} token{'s' * (most > 1)} {speed} {faster}"
 
 
-def _table(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     head = ["layer", "shape", "dtype", "mode", "pass", "tokens", "time / dense", "quartiles"]
     table_rows = []
     for row in rows:
@@ -62,7 +62,7 @@ def _table(rows: Sequence[Mapping[str, Any]], palette: Mapping[str, str]) -> Tab
             Cell(failed if ratio is None else f"{ratio:.3f}", ratio, title=row.get("error") or ""),
             Cell("–" if low is None or high is None else f"{low:.3f} to {high:.3f}", low),
         ]
-        table_rows.append(Row(cells, row["contender"], palette[row["contender"]]))
+        table_rows.append(Row(cells, row["contender"]))
     return Table(head, table_rows, (0, 1, 2, 3, 4))
 
 
@@ -126,7 +126,7 @@ def models_section(values: Mapping[str, Any]) -> Section:
             Cell(f"{row['speedup']:.2f}", row["speedup"]),
             f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}",
         ]
-        rows.append(Row(cells, row["variant"], palette[row["variant"]]))
+        rows.append(Row(cells, row["variant"]))
         dots.append(_dot(row["variant"], palette, row["speedup"], case, case))
     panel = Panel(dots, Axis(title="speed / stock"), Axis(rows=True))
     height = 140 + 34 * len({series.y[0] for series in dots})

@@ -117,8 +117,7 @@ def _measure_in_process(settings: BenchSettings, on_progress: ProgressCallback) 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", "relinear.bench.run", settings.model_dump_json(), str(out)]
-        # without this, the profiler that measures peak memory logs every start and stop
-        environment = {"KINETO_LOG_LEVEL": "99", **os.environ, **worker_environment()}
+        environment = {**os.environ, **worker_environment()}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             for line in process.stdout:

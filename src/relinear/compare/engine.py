@@ -125,14 +125,13 @@ class Engine:
         for run in runs:
             if run.folder not in losses:
                 if len(pending) < self.at_once:
-                    self._report(run, 0)
+                    self._report([run])
                 future = self.executor.submit(run_once, run.settings.model_dump(mode="json"), str(run.folder))
                 pending[future] = run
                 self._collect(pending, losses, failures, 0)
         while pending:
             if not self._collect(pending, losses, failures, _POLL):
-                running = [run for future, run in pending.items() if future.running()]
-                self._report_running(running or list(pending.values()))
+                self._report([run for future, run in pending.items() if future.running()] or list(pending.values()))
         if failures:
             raise failures[0]
         return [losses[run.folder] for run in runs]
@@ -152,22 +151,12 @@ class Engine:
                 failures.append(error)
                 continue
             self._ended[run.folder] = run.settings.steps
-            self._read_metrics(run)
-            self._report(run, run.settings.steps)
+            self._report([run])
         return bool(done)
 
     def report(self, stage: str, text: str) -> None:
         """Report work that is not a run."""
         self.on_progress(Progress(text, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
-
-    def _report_running(self, running: list[Run]) -> None:
-        """Report the progress of running runs by their metrics: details of the first, steps of all."""
-        steps = [(run, self._read_metrics(run)) for run in running]
-        begun = [(run, row) for run, row in steps if row]
-        if begun:
-            run, row = begun[0]
-            done = sum(row["step"] for _, row in begun)
-            self._report(run, row["step"], len(begun) - 1, row, done)
 
     def _read_metrics(self, run: Run) -> dict[str, Any]:
         """Return the last values in the metrics of a run."""
@@ -176,13 +165,16 @@ class Engine:
             self._paces[run.folder] = known[0], run.settings.steps
         return {key: value for row in rows for key, value in row.items()}
 
-    def _report(
-        self, run: Run, done: int, more: int = 0, row: Mapping[str, Any] | None = None, partly: int = 0
-    ) -> None:
-        text = run.what + (f" and {more} more" if more else "")
-        figures: Any = {key: (row or {}).get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
-        runs: Any = {"run": len(self._ended), "runs": self._in_all()[0], "seconds_left": self._left(partly)}
-        self.on_progress(Progress(text, done, run.settings.steps, run.stage, **figures, **runs))
+    def _report(self, runs: list[Run]) -> None:
+        """Report runs by their metrics: details of the first that has some, steps of all."""
+        rows = [(run, self._read_metrics(run)) for run in runs]
+        begun = [(run, row) for run, row in rows if row] or rows[:1]
+        run, row = begun[0]
+        text = run.what + (f" and {len(begun) - 1} more" if len(begun) > 1 else "")
+        figures: Any = {key: row.get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
+        partly = sum(row.get("step", 0) for run, row in begun if run.folder not in self._ended)
+        counts: Any = {"run": len(self._ended), "runs": self._in_all()[0], "seconds_left": self._left(partly)}
+        self.on_progress(Progress(text, row.get("step", 0), run.settings.steps, run.stage, **figures, **counts))
 
     def _left(self, partly: int) -> float | None:
         """Return the seconds left, at the pace of the runs whose pace is known."""

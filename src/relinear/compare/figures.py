@@ -13,7 +13,6 @@ from relinear.compare.schema import AXES, EntryResult, Ngram, SeriesRow, Statist
 from relinear.pages.figures import GUIDE, REFERENCE, Axis, Guide, Panel, Series, colours
 from relinear.system.grouped import grouped
 
-Entry = EntryResult
 Colours = Mapping[str, str]
 
 
@@ -23,11 +22,11 @@ def loss_unit(train: Mapping[str, Any] | None) -> str:
     return f"nats per {'byte' if data.get('tokenizer') == 'bytes' else 'token'}"
 
 
-def _loss_axis(entries: Sequence[Entry], bounds: tuple[float, float] | None = None) -> Axis:
+def _loss_axis(entries: Sequence[EntryResult], bounds: tuple[float, float] | None = None) -> Axis:
     return Axis(title=f"validation loss ({loss_unit(entries[0].get('settings'))})", bounds=bounds)
 
 
-def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
+def curves(entries: Sequence[EntryResult], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
     """Draw validation loss against training tokens: the mean over seeds, and the band from lowest to highest.
 
     ``ngram`` (of ``results.json``) is a horizontal line: the loss of n-grams with as many tokens.
@@ -62,7 +61,7 @@ def curves(entries: Sequence[Entry], palette: Colours, ngram: Ngram | None = Non
     return [Panel(shown, _tokens("training tokens", last), _loss_axis(entries, _wider(low, high)), guides)]
 
 
-def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
+def pareto(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
     """Return the validation loss against parameters, FLOPs per token and, where measured, time a token: a panel each.
 
     A grey line joins the entries that no other beats in both, if there are several.
@@ -85,11 +84,11 @@ def pareto(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     return panels
 
 
-def _timed(entry: Entry) -> bool:
+def _timed(entry: EntryResult) -> bool:
     return bool(entry.get("speed") and entry["speed"]["train_tokens_per_second"] > 0)
 
 
-def _spot(entry: Entry, palette: Colours, number: int, x: float, what: str) -> Series:
+def _spot(entry: EntryResult, palette: Colours, number: int, x: float, what: str) -> Series:
     name, mean, std = entry["name"], entry["validation_loss"]["mean"], entry["validation_loss"]["std"]
     text = f"{name}: {mean:.4f}{'' if std is None else f' ± {std:.4f}'}, {x:,.6g} {what}"
     look: dict[str, Any] = {"number": number, "mode": "points", "size": 10, "label": name}
@@ -106,7 +105,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
+def speeds(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
     """Return the training and inference throughput as ratios to the reference, one row per entry."""
     timed: list[tuple[str, Any]] = [(entry["name"], entry["speed"]) for entry in entries if entry.get("speed")]
     if not timed:
@@ -124,7 +123,7 @@ def speeds(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
     return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
 
-def tuning(entries: Sequence[Entry], palette: Colours) -> list[Panel]:
+def tuning(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
     """Return the validation loss of the short tuning runs against the learning rate; the chosen rate is ringed."""
     shown: list[Series] = []
     for number, entry in enumerate(entries):
@@ -153,7 +152,7 @@ def _chosen_trials(record: Tuning) -> list[Trial]:
 
 
 def series(
-    entries: Sequence[Entry],
+    entries: Sequence[EntryResult],
     palette: Colours,
     rows: Sequence[SeriesRow],
     axis: Literal["tokens", "bytes"],
@@ -220,7 +219,7 @@ def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
     return panels
 
 
-def mean_curve(entry: Entry) -> list[tuple[float, float, float, float]]:
+def mean_curve(entry: EntryResult) -> list[tuple[float, float, float, float]]:
     """Return (tokens, mean, lowest, highest validation loss) at every step that all seeds have evaluated."""
     by_step = grouped(
         (point["step"], (point["tokens"], loss))

@@ -54,8 +54,8 @@ def claimed_folder(
     recipe: CompareSettings,
     out_dir: Path,
     planned: list[Planned],
-    data: PackedData | None = None,
-    overwrite: bool = False,
+    data: PackedData,
+    overwrite: bool,
 ) -> Iterator[dict[str, Any]]:
     """Lock ``out_dir`` for ``recipe`` within the block; yield the record in ``run.json``, written if it is missing.
 
@@ -64,7 +64,7 @@ def claimed_folder(
             another precision or on another kind of device than here: runs of both could not be compared.
     """
     folder = comparison_folder(out_dir)
-    tokens = None if data is None else {"train": data.train.checksum, "validation": data.validation.checksum}
+    tokens = {"train": data.train.checksum, "validation": data.validation.checksum}
     with folder.open(recipe.model_dump(mode="json"), overwrite=overwrite) as record:
         if record is None or "entries" not in record:
             entries = {
@@ -77,18 +77,17 @@ def claimed_folder(
                 }
                 for p in planned
             }
-            text = {"tokens": tokens} if tokens else {}
-            record = folder.write(format=FORMAT, entries=entries, **text, started=now())
+            record = folder.write(format=FORMAT, entries=entries, tokens=tokens, started=now())
         else:
             _check_as_begun(out_dir, record, planned, tokens)
         yield record
 
 
 def _check_as_begun(
-    out_dir: Path, record: Mapping[str, Any], planned: list[Planned], tokens: Mapping[str, int] | None
+    out_dir: Path, record: Mapping[str, Any], planned: list[Planned], tokens: Mapping[str, int]
 ) -> None:
     """Refuse to resume on other text, precision or device; earlier versions did not record them."""
-    if tokens and record.get("tokens", tokens) != tokens:
+    if record.get("tokens", tokens) != tokens:
         raise ValueError(
             f"{out_dir} was begun on other text: files of train.data or its tokenizer have changed; restore them, or "
             "give another --out"

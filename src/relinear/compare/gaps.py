@@ -65,8 +65,10 @@ def _standard_error(difference: np.ndarray) -> float:
     return math.sqrt(groups / (groups - 1) * float((rest**2).sum())) / blocks
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of replicates."""
+def interval(values: np.ndarray) -> tuple[float, float] | None:
+    """Return the 95 % interval of replicates; None for a single one."""
+    if len(values) < 2:
+        return None
     low, high = np.quantile(values, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return float(low), float(high)
 
@@ -108,8 +110,4 @@ def gap_of_means(entry_values: Sequence[float], reference: Sequence[float]) -> G
 
 def too_small(gaps: Mapping[str, Gap]) -> list[str]:
     """Return entries whose gap is below four paired standard errors of the evaluation, so it may be noise."""
-    return [
-        name
-        for name, gap_of_entry in gaps.items()
-        if gap_of_entry["standard_error"] is not None and gap_of_entry["standard_error"] > abs(gap_of_entry["mean"]) / 4
-    ]
+    return [name for name, each in gaps.items() if (each["standard_error"] or 0.0) > abs(each["mean"]) / 4]

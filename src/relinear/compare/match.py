@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -126,14 +126,10 @@ def _operator_sizes(
     settings: TrainSettings, vocab_size: int | None, measure: Callable[[TrainSettings], float], target: int, name: str
 ) -> None:
     """Bisect over the scale of all operators; their sizes grow with it, in steps."""
-    shapes = _shapes(settings, vocab_size)
+    shapes = operator_shapes(settings, vocab_size)
 
     def at(scale: float) -> float:
-        scaled_operators = {
-            pattern: _scaled(settings.operator_configs[pattern], shape_list, scale, name).to_dict()  # type: ignore[arg-type]
-            for pattern, shape_list in shapes.items()
-        }
-        return measure(settings.updated(operators=settings.operators | scaled_operators))
+        return measure(settings.updated(operators=scaled_operators(settings, shapes, scale, name)))
 
     low = high = 1.0
     while at(low) > target and low > 1 / _LARGEST_FACTOR:
@@ -145,7 +141,7 @@ def _operator_sizes(
         low, high = (middle, high) if at(middle) < target else (low, middle)
 
 
-def _shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[tuple[int, int]]]:
+def operator_shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[tuple[int, int]]]:
     """Return the distinct (in, out) shapes of the layers that each pattern replaces."""
     replacements = plan(
         skeleton(settings.updated(operators={}), vocab_size),
@@ -162,23 +158,25 @@ def _shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[t
     return shapes
 
 
-def scaled_operators(settings: TrainSettings, vocab_size: int | None, scale: float) -> dict[str, Any]:
-    """Return ``settings.operators`` at ``scale`` times their sizes; an operator without a size stays unchanged."""
-    operators: dict[str, Any] = dict(settings.operators)
-    for pattern, shape_list in _shapes(settings, vocab_size).items():
-        config = settings.operator_configs[pattern]
-        if config is not None and all(config.scaled(*shape, scale) is not None for shape in shape_list):
-            operators[pattern] = _scaled(config, shape_list, scale, pattern).to_dict()
-    return operators
+def scaled_operators(
+    settings: TrainSettings, shapes: Mapping[str, list[tuple[int, int]]], scale: float, name: str
+) -> dict[str, Any]:
+    """Return ``settings.operators`` at ``scale`` times their sizes; an operator without a size stays unchanged.
+
+    Args:
+        shapes: from ``operator_shapes``. name: of the entry, for messages.
+    """
+    configs: Any = settings.operator_configs
+    scaled = {pattern: _scaled(configs[pattern], each, scale, name).to_dict() for pattern, each in shapes.items()}
+    return dict(settings.operators) | scaled
 
 
 def _scaled(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
     """Return the config at ``scale`` times its size that every layer of the pattern can take."""
     reasons = []
     for shape in shapes:
-        candidate = config.scaled(*shape, scale)
-        if candidate is None:
-            raise ValueError(f"{name}: {config.kind} has no size that could be changed; use resize: width or fixed")
+        if (candidate := config.scaled(*shape, scale)) is None:
+            return config
         try:
             for other in shapes:
                 candidate.check_shape(*other)

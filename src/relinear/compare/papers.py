@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +161,14 @@ def share_of(budget: float | str | None, default: float) -> float:
     raise ValueError(f"--budget {budget}: give the share of the paper's tokens, such as 0.01, or paper for all of them")
 
 
-def paper_table(table: PaperTable, cell: Callable[[str, str], Cell], palette: Mapping[str, str]) -> Table:
+def paper_table(table: PaperTable, cell: Callable[[str, str], Cell]) -> Table:
     """Return a table of the paper, our columns behind its own; ``cell`` makes a cell from an entry and a measure."""
     rows = []
     for name, row in table.rows.items():
         keys = [(each, row.measure) if row.measure else (row.entry, each) for each in table.ours.values()]
         ours = [cell(entry, measure) if entry else Cell("–") for entry, measure in keys]
         cells: list[Cell | str] = [name, *map(_printed, row.paper.split()), *ours]
-        rows.append(Row(cells, row.entry, palette.get(row.entry or "")))
+        rows.append(Row(cells, row.entry))
     return Table([table.head, *table.paper, *(f"here: {name}" for name in table.ours)], rows)
 
 
@@ -185,7 +185,6 @@ def paper_blocks(
     scale: str,
     cell: Callable[[str, str], Cell],
     gap_of: Callable[[Claim], Gap | None],
-    palette: Mapping[str, str],
     unit: str,
     differences: Sequence[Block] = (),
     reading: Sequence[str] = (),
@@ -193,14 +192,14 @@ def paper_blocks(
     """Return the page on a paper: verdict, tables, claims, what differs, how to read it.
 
     Args:
-        paper: which. scale: what was run, in a sentence. palette: colour by entry. unit: of our losses.
+        paper: which. scale: what was run, in a sentence. unit: of our losses.
         cell, gap_of: as for ``paper_table`` and ``claims_table``.
         differences, reading: shown before those of the paper.
     """
     claims, lead = claims_table(paper.claims, gap_of, unit)
     blocks: list[Block] = [Text(lead, lead=True), Text(scale)]
     for table in paper.tables:
-        blocks += [Text(table.title, heading=True), paper_table(table, cell, palette)]
+        blocks += [Text(table.title, heading=True), paper_table(table, cell)]
     blocks += [Text("What is claimed", heading=True), claims, Text("What differs from the paper", heading=True)]
     blocks += [*differences, *map(Text, paper.differences), Text("How to read it", heading=True)]
     return [*blocks, *map(Text, [*reading, *paper.reading])]

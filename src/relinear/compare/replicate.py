@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,9 @@ _EVALUATIONS, _FEWEST, _MOST = 10, 16_384, 2**20
 class Replication:
     """Plan a replication.
 
-    name, paper: which. request: the options, defaults filled in. whole: the recipe as the paper has it. recipe: ours.
+    request: the options, defaults filled in. whole: the recipe as the paper has it. recipe: ours.
     """
 
-    name: str
     paper: papers.Paper
     request: Mapping[str, Any]
     whole: CompareSettings
@@ -101,7 +99,7 @@ class Replication:
 
         unit = loss_unit(results["entries"][0]["settings"])
         more: Any = {"differences": [_differences(self, results)], "reading": _reading(self)}
-        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, below.entries, unit, **more)
+        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, unit, **more)
         blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
         blocks += analyses_blocks(folder / papers.COMPARISON)
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
@@ -141,7 +139,7 @@ def replication(
     request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
     if paper.fits is not None:
         second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
-        return FitReplication(name, paper, paper.fits, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
+        return FitReplication(paper, paper.fits, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")
     settings = CompareSettings.load(read_recipe(paper.recipe), paper.recipe).model_dump(exclude_unset=True)
@@ -169,7 +167,7 @@ def replication(
         changes |= {"train.data.max_validation_tokens": held_out, "train.eval_start_tokens": held_out}
     changes |= {"name": f"replicate {name}", "description": paper.title}
     recipe = CompareSettings.load(change_recipe(values, changes), name)
-    return Replication(name, paper, request | {"seeds": list(recipe.seeds)}, whole, recipe)
+    return Replication(paper, request | {"seeds": list(recipe.seeds)}, whole, recipe)
 
 
 def replicate(
@@ -177,10 +175,8 @@ def replicate(
     out_dir: str | Path,
     *,
     overwrite: bool = False,
-    workers: int | None = None,
-    executor: Executor | str | None = None,
-    slurm: Mapping[str, Any] | None = None,
     on_progress: ProgressCallback = no_progress,
+    **placement: Any,
 ) -> Path:
     """Run a replication and return its page, ``report.html`` in ``out_dir``.
 
@@ -191,7 +187,7 @@ def replicate(
         plan: from ``replication``.
         out_dir: directory of the results.
         overwrite: start over, and rename what is in the way.
-        workers, executor, slurm, on_progress: as in ``compare``.
+        on_progress: as in ``compare``; placement: its workers, executor and slurm.
 
     Raises:
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
@@ -199,7 +195,7 @@ def replicate(
     folder = RunFolder(out_dir, "replicate", papers.RECORD, (papers.COMPARISON, DECODER, FITS, SECOND, papers.REPORT))
     with folder.open(plan.request, overwrite=overwrite):
         folder.write()
-        plan.run(folder.path, on_progress, workers=workers, executor=executor, slurm=slurm)
+        plan.run(folder.path, on_progress, **placement)
         return write_page(folder.path / papers.REPORT, [plan.section(folder.path)])
 
 
@@ -324,8 +320,6 @@ def _operators(recipe: CompareSettings) -> list[str]:
 
 def _reading(plan: Replication) -> list[str]:
     notes = ["A gap below zero means that the first of the two has the lower loss."]
-    if len(plan.recipe.seeds) == 1:
-        notes.append("One seed says little: --seeds 0,1,2 gives intervals.")
     if plan.share < 1:
         notes.append(
             "Losses here are of another budget than the paper's, and may be of another text and tokenizer: compare the "

@@ -54,10 +54,9 @@ _LENGTH = 128
 class FitReplication:
     """Plan a replication by fits: every method in every set of projections, on every seed.
 
-    name, paper: which. fits: the paper's. request: the options, defaults filled in.
+    fits: the paper's. request: the options, defaults filled in.
     """
 
-    name: str
     paper: papers.Paper
     fits: papers.Fits
     request: Mapping[str, Any]
@@ -69,7 +68,9 @@ class FitReplication:
             return None
         data = {"data": self._texts[0], "tokenizer": self.request["tokenizer"] or "bytes", "sequence_length": _LENGTH}
         data |= {"max_validation_tokens": 128 * _LENGTH}
-        settings = TrainSettings.load({"data": data, "seed": self.request["seeds"][0], **self.fits.decoder}, self.name)
+        settings = TrainSettings.load(
+            {"data": data, "seed": self.request["seeds"][0], **self.fits.decoder}, self.request["paper"]
+        )
         tokens = self.request["budget"] * self.fits.decoder_tokens
         steps = max(2, round(tokens / settings.tokens_per_step))
         return settings.updated(steps=steps, eval_every=max(1, steps // 4))
@@ -137,7 +138,12 @@ class FitReplication:
         return self.fits.model if self.request["model"] == papers.PAPER else self.request["model"]
 
     def run(
-        self, folder: Path, on_progress: ProgressCallback, *, workers: int | None, executor: Any, slurm: Any
+        self,
+        folder: Path,
+        on_progress: ProgressCallback,
+        workers: int | None = None,
+        executor: Any = None,
+        slurm: Any = None,
     ) -> None:
         """Train the decoder unless one is named, then make the remaining fits."""
         first, second = self._texts
@@ -193,7 +199,7 @@ class FitReplication:
         palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
         reading = ["What is claimed is the mean over q, k and v, replaced alone, on the first text."]
         unit = "nats per token" if self.decoder is None else loss_unit({"data": self.decoder.data.model_dump()})
-        blocks = papers.paper_blocks(self.paper, self._scale(texts), cell, gap_of, palette, unit, reading=reading)
+        blocks = papers.paper_blocks(self.paper, self._scale(texts), cell, gap_of, unit, reading=reading)
         blocks += what_ran(read_values(folder / "replicate.json"), {"model": self._shown})
         note = " · ".join([self._shown, *texts])
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, palette, note)

@@ -95,7 +95,7 @@ def results_section(directory: str | Path) -> Section:
     directory = Path(directory)
     results = read_results(directory)
     entries = results["entries"]
-    palette = _palette(results)
+    palette = colours([entry["name"] for entry in entries], _dense(results))
     key, axis, rows = series_of(results)
     panels = {
         "curves": figures.curves(entries, palette, results.get("ngram")),
@@ -119,7 +119,7 @@ def results_section(directory: str | Path) -> Section:
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
     blocks += [
         Text("Entries", heading=True),
-        _operators(results, palette),
+        _operators(results),
         Text("Settings other than the defaults", heading=True),
     ]
     if results.get("recipe"):
@@ -201,11 +201,6 @@ def _paired(first: EntryResult, second: EntryResult) -> Gap:
     return gap_of_means(first["validation_loss"]["values"], second["validation_loss"]["values"])
 
 
-def _palette(results: Results) -> dict[str, str]:
-    """Return a colour an entry."""
-    return colours([entry["name"] for entry in results["entries"]], _dense(results))
-
-
 def _dense(results: Results) -> str | None:
     """Return the entry that ratios refer to: the reference or, if none was named, the first dense one."""
     return results.get("reference") or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
@@ -227,7 +222,6 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
 def results_table(results: Results) -> Table:
     """Return a row per entry, with standard deviations over seeds and, in small print, ratios to the dense entry."""
     entries, reference = results["entries"], results.get("reference")  # older comparisons have none
-    palette = _palette(results)
     base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
     # an entry of another size than the dense one does not win
     ranked = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
@@ -278,7 +272,7 @@ def results_table(results: Results) -> Table:
     head, rows = list(cells(entries[0])), []
     for entry in entries:
         best = entry is leader and lead is not None and lead < 0  # the interval to the next excludes zero
-        rows.append(Row(list(cells(entry).values()), entry["name"], palette[entry["name"]], best))
+        rows.append(Row(list(cells(entry).values()), entry["name"], best))
     others: list[dict[str, Any]] = [{"entry": e["name"], of_loss: "diverged"} for e in results.get("diverged", ())]
     if counted := results.get("ngram"):
         loss = counted["validation_loss"]
@@ -306,20 +300,14 @@ def _costs(entry: EntryResult, template: Callable[[int], str]) -> list[tuple[int
     return [(parameters, template(parameters) + active), (flops, template(flops) + total)]
 
 
-def _operators(results: Results, palette: Mapping[str, str]) -> Table:
+def _operators(results: Results) -> Table:
     head = ["entry", "operators", "parameters", "FLOPs / token", "off the target"]
     rows = []
     for entry in results["entries"]:
         costs = [Cell(text, value) for value, text in _costs(entry, "{:,}".format)]
         off = entry["size_mismatch"]
         mismatch = "not matched" if off is None else f"{100 * off:+.2f} %"
-        cells: list[Cell | str] = [
-            entry["name"],
-            entry["operators"],
-            *costs,
-            Cell(mismatch, off),
-        ]
-        rows.append(Row(cells, entry["name"], palette[entry["name"]]))
+        rows.append(Row([entry["name"], entry["operators"], *costs, Cell(mismatch, off)], entry["name"]))
     return Table(head, rows, (0, 1))
 
 
@@ -348,14 +336,12 @@ def scale_section(directory: str | Path) -> Section:
 
 def scale_table(results: Mapping[str, Any]) -> Table:
     """Return a row per entry: its losses by width, and the exponents of its power laws with their intervals."""
-    entries = results["entries"]
-    palette = colours([entry["name"] for entry in entries])
-    rows = []
+    entries, rows = results["entries"], []
     for entry in entries:
         losses = [point["validation_loss"]["mean"] for point in entry["points"]]
         cells: list[Cell | str] = [entry["name"], *(Cell(f"{loss:.3f}", loss) for loss in losses)]
         cells += [_exponent(entry[axis] and entry[axis]["fit"]) for axis in AXES]
-        rows.append(Row(cells, entry["name"], palette[entry["name"]]))
+        rows.append(Row(cells, entry["name"]))
     widths = [str(point["width"]) for point in entries[0]["points"]]
     return Table(["loss at width", *widths, *(f"b ({axis})" for axis in AXES)], rows)
 
@@ -416,12 +402,12 @@ def series_table(results: Results) -> Table | None:
             return "diverged"
         if axis == "bytes":
             return f"{plus_minus(entry['validation_loss'])}, {entry['bits']} bits"
-        return gap_text(entry["gap"]) if entry["gap"] else plus_minus(entry["validation_loss"])
+        return gap_text(gap) if (gap := entry.get("gap")) else plus_minus(entry["validation_loss"])
 
     rows = []
     for entry in series[-1]["entries"]:
         cells = [next((e for e in row["entries"] if e["name"] == entry["name"]), None) for row in series]
-        suffix = " (loss)" * (axis == "tokens" and entry["gap"] is None)
+        suffix = " (loss)" * (axis == "tokens" and entry.get("gap") is None)
         rows.append(Row([entry["name"] + suffix, *map(cell_text, cells)], entry["name"]))
     if all(row["ngram"] for row in series):
         losses = [f"{row['ngram']['validation_loss']:.3f}" for row in series]

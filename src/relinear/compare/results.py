@@ -190,7 +190,7 @@ def _notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> list[s
     return notes
 
 
-def tuning_notes(entries: Sequence[schema.EntryResult | schema.SeriesEntry]) -> list[str]:
+def tuning_notes(entries: Sequence[schema.SeriesEntry]) -> list[str]:
     """Return notes about the tuned learning rates and initialisations."""
     tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
 

@@ -4,12 +4,10 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from relinear.compare.engine import Engine, Run, Search, run_search, side_by_side
 from relinear.compare.executors import executor_at
@@ -27,7 +25,7 @@ from relinear.compare.gaps import gap
 from relinear.compare.match import Planned, plan_comparison
 from relinear.compare.results import comparison_result, count_ngrams, entry_result, seed_run
 from relinear.compare.scaling import scale_results
-from relinear.compare.schema import RESULTS, SCALE, DivergedEntry, Gap, Ngram, Provenance, Results, Speed, Tuning
+from relinear.compare.schema import RESULTS, SCALE, DivergedEntry, Ngram, Provenance, Results, Speed, Tuning
 from relinear.compare.series import comparison_at, comparisons, series_results
 from relinear.compare.settings import CompareSettings, Tune, lasting
 from relinear.compare.speed import measure_speed
@@ -220,7 +218,8 @@ class _Comparison:
             raise ValueError("; ".join(f"{each['name']}: {each['text']}" for each in diverged))
         counted, speed = None, dict[str, Speed]()
         if self.recipe.ngram_order is not None:
-            counted = load_or_make_json(self.out_dir / NGRAM, self._count)
+            self.engine.report("ngram", f"counting {self.recipe.ngram_order}-grams")
+            counted = load_or_make_json(self.out_dir / NGRAM, lambda: count_ngrams(self.recipe, self.data))
         if self.recipe.speed.seconds and self.data.vocab_size is not None:  # timed on tokens
             speed = load_or_make_json(self.out_dir / SPEED, lambda: self._speed(chosen))
         return load_or_make_json(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
@@ -232,30 +231,18 @@ class _Comparison:
         counted: Ngram | None,
         speed: Mapping[str, Speed],
     ) -> Results:
-        gaps, entries = self._gaps(chosen), []
+        recipe, entries = self.recipe, []
+        losses = {name: [read_losses(self._folder(name, seed)) for seed in recipe.seeds] for name in chosen}
+        reference = losses.get(str(recipe.reference))
         for name, choice in chosen.items():
-            runs = [
-                seed_run(seed, read_result(self._folder(name, seed)), self._losses(name, seed))
-                for seed in self.recipe.seeds
-            ]
+            results = [read_result(self._folder(name, seed)) for seed in recipe.seeds]
+            runs = list(map(seed_run, recipe.seeds, results, losses[name]))
             tuning: Any = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
-            more = speed.get(name), self.recipe.entries[name].dense, gaps.get(name)
+            to_reference = None if reference is None or name == recipe.reference else gap(losses[name], reference)
+            more = speed.get(name), recipe.entries[name].dense, to_reference
             entries.append(entry_result(choice.planned, choice.settings, tuning, runs, *more))
         made = recorded_provenance(self.started)
-        return comparison_result(self.recipe, self.data, self.planned, entries, made, counted, diverged)
-
-    def _count(self) -> Ngram:
-        self.engine.report("ngram", f"counting {self.recipe.ngram_order}-grams")
-        return count_ngrams(self.recipe, self.data)
-
-    def _gaps(self, names: Iterable[str]) -> dict[str, Gap]:
-        """Return the gap of every entry but the reference, by name."""
-        losses = {name: [self._losses(name, seed) for seed in self.recipe.seeds] for name in names}
-        reference = losses.pop(str(self.recipe.reference), None)
-        return {} if reference is None else {name: gap(values, reference) for name, values in losses.items()}
-
-    def _losses(self, name: str, seed: int) -> np.ndarray:
-        return read_losses(self._folder(name, seed))
+        return comparison_result(recipe, self.data, self.planned, entries, made, counted, diverged)
 
     # An entry
 
@@ -347,23 +334,18 @@ class _Comparison:
         self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False
     ) -> Trials:
         """Return the runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
-        #: what the search differs in from others of the entry: in words, and in names of folders
-        differs = {"full length": "full-length-"} if full else {}
-        if settings.bits is not None:
-            differs[f"{settings.bits} bits"] = f"{settings.bits}-bits-"
-        if ratio is not None:
-            differs[f"warm-up {ratio:g}"] = f"warmup-{ratio:g}-"
-        study, prefix = ", ".join([name, *differs]), "".join(differs.values())
         short = lasting(_with_warmup(settings, ratio), fraction)
         short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
-        at = functools.partial(_with_rate, short)
+        # what the search differs in from others of the entry: in the names of folders, and in rows
+        prefix, common = "full-length-" * full, {"steps": short.steps, "seed": short.seed}
+        prefix += "" if short.bits is None else f"{short.bits}-bits-"
+        prefix += "" if ratio is None else f"warmup-{ratio:g}-"
+        common |= {key: v for key, v in (("warmup_ratio", ratio), ("bits", short.bits)) if v is not None}
 
         def run(rate: float, initializer_range: float | None, folder: Path) -> Run:
-            stated = "" if initializer_range is None else f", initializer_range {initializer_range:g}"
-            return Run("tune", f"tuning {study}, learning rate {rate:g}{stated}", at(rate, initializer_range), folder)
+            what = f"tuning {name}, learning rate {folder.name}"
+            return Run("tune", what, _with_rate(short, rate, initializer_range), folder)
 
-        common = {"steps": short.steps, "seed": short.seed} | ({} if ratio is None else {"warmup_ratio": ratio})
-        common |= {} if short.bits is None else {"bits": short.bits}
         return Trials(self.out_dir / TUNING / name, run, prefix, common)
 
     def _folder(self, name: str, seed: int) -> Path:

@@ -120,16 +120,12 @@ def _axis(
         fits[other] = fit_power_law(x, means), fit_power_law(x, losses[other])
     (log_a, b), replicated = fits[name]
     entry_fit: dict[str, Any] = {"log_a": float(log_a[0]), "b": float(b[0])}
-    entry_fit |= {f"{key}_interval": _interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
+    entry_fit |= {f"{key}_interval": interval(values) for key, values in zip(("log_a", "b"), replicated, strict=True)}
     crossings: dict[str, dict[str, Any] | None] = {}
     for other in sorted(dense - {name}) if name not in dense else []:
         low, high = max(map(min, (xs[name], xs[other]))), min(map(max, (xs[name], xs[other])))
         crossings[other] = _crossing(fits[name], fits[other], low, high) if low < high else None
     return {"fit": entry_fit, "crossings": crossings}
-
-
-def _interval(values: np.ndarray) -> tuple[float, float] | None:
-    return interval(values) if len(values) > 1 else None
 
 
 def _crossing(entry_fits: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
@@ -139,10 +135,10 @@ def _crossing(entry_fits: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, h
     gaps = {}
     for end, x in (("low", low), ("high", high)):
         gap, resampled = (_at(a, x) - _at(b, x) for a, b in zip(entry_fits, other, strict=True))
-        gaps[end] = {"at": x, "gap": float(gap[0]), "interval": _interval(resampled)}
+        gaps[end] = {"at": x, "gap": float(gap[0]), "interval": interval(resampled)}
     return {
         "at": float(middle[0]) if math.isfinite(middle[0]) else None,
-        "interval": _interval(inside),
+        "interval": interval(inside),
         "share": len(inside) / len(replicated) if len(replicated) > 1 else None,
         "ends": gaps,
     }

@@ -122,10 +122,22 @@ class Ngram(TypedDict):
     perplexity: Number
 
 
-class EntryResult(TypedDict):
-    """Results of an entry, over all seeds."""
+class SeriesEntry(TypedDict):
+    """An entry at one value of a series."""
 
     name: Words
+    learning_rate: Number
+    tuning: Tuning | None
+    validation_loss: Statistic
+    gap: NotRequired[Gap | None]
+    initializer_range: NotRequired[Number | None]
+    warmup_ratio: NotRequired[Number | None]
+    bits: NotRequired[Count | None]
+
+
+class EntryResult(SeriesEntry):
+    """Results of an entry, over all seeds."""
+
     operators: Words
     settings: dict[str, Any]
     parameters: Count
@@ -133,16 +145,12 @@ class EntryResult(TypedDict):
     inactive_parameters: NotRequired[Count]
     inactive_flops: NotRequired[Count]
     size_mismatch: Number | None
-    learning_rate: Number
-    tuning: Tuning | None
-    validation_loss: Statistic
     perplexity: Statistic
     initial_perplexity: Statistic
     peak_memory_bytes: Count
     speed: Speed | None
     runs: Annotated[list[SeedRun], pydantic.Field(min_length=1)]
     dense: NotRequired[bool]
-    gap: NotRequired[Gap | None]
     stored: NotRequired[StoredModel | None]
 
 
@@ -151,20 +159,6 @@ class DivergedEntry(TypedDict):
 
     name: Words
     text: Words
-
-
-class SeriesEntry(TypedDict):
-    """An entry at one value of a series."""
-
-    name: Words
-    learning_rate: Number
-    tuning: Tuning | None
-    validation_loss: Statistic
-    gap: Gap | None
-    initializer_range: NotRequired[Number | None]
-    warmup_ratio: NotRequired[Number | None]
-    bits: NotRequired[Count | None]
-    runs: NotRequired[list[dict[str, Any]]]
 
 
 class SeriesRow(TypedDict):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relinear.compare.folder import now
-from relinear.compare.match import at_width, config_of_preset, measure_size, scaled_operators
+from relinear.compare.match import at_width, config_of_preset, measure_size, operator_shapes, scaled_operators
 from relinear.compare.results import tuning_notes
 from relinear.compare.schema import EntryResult, Provenance, Results, SeriesRow
 from relinear.compare.settings import CompareSettings, shortened
@@ -180,7 +180,7 @@ def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab
     entry = recipe.entries[name]
     changes: dict[str, Any] = {"set": _with_overrides(recipe, entry.set, sized.model_overrides)}
     if settings.operators or recipe.entries[name].operator:
-        operators = scaled_operators(sized, vocab_size, factor)
+        operators = scaled_operators(sized, operator_shapes(sized, vocab_size), factor, name)
         changes |= {"operator": None, "target": None, "operators": operators}
     return changes
 

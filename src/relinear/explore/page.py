@@ -46,13 +46,11 @@ def static_page(subjects: Sequence[Subject], effects: int = 0, on_progress: Prog
     """
     overviews = [subject.overview() for subject in subjects]
     indices: list[dict[str, Any]] = [{"effects": {}} | _encoded_index(subject) for subject in subjects]
-    chosen = [_most_varying(subject, effects) for subject in subjects]
-    total, done = sum(map(len, chosen)), 0
-    for subject, units, encoded in zip(subjects, chosen, indices, strict=True):
-        for point, unit in units:
-            encoded["effects"][f"{point} #{unit}"] = effect(subject, point, unit)
-            done += 1
-            on_progress(Progress("measuring effects", done, total))
+    pairs = zip(subjects, indices, strict=True)
+    chosen = [(subject, encoded, *unit) for subject, encoded in pairs for unit in _most_varying(subject, effects)]
+    for done, (subject, encoded, point, unit) in enumerate(chosen, start=1):
+        encoded["effects"][f"{point} #{unit}"] = effect(subject, point, unit)
+        on_progress(Progress("measuring effects", done, len(chosen)))
     return _page(overviews, _STATIC, {"models": overviews, "index": indices})
 
 

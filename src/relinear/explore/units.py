@@ -33,9 +33,6 @@ FORMAT = 1
 BATCH = 8
 #: bytes of a unit in the index, and the most bytes of an index
 _BYTES, _MOST_BYTES = 4 * (6 * TOP + BINS + 6), 1 << 30
-_ENDS = [f"{end}_{what}" for end in ("most", "least") for what in ("value", "row", "token")]
-_SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(_ENDS, (TOP,))
-_SHAPES |= {"counts": (BINS,), **dict.fromkeys(("low", "width", "mean", "std"), ())}
 
 
 def choose_hook_points(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, HookPoint]:
@@ -157,11 +154,7 @@ def read_index(directory: str | Path, made_from: Mapping[str, Any]) -> Index | N
         ids = tensors.pop("ids")
     except (OSError, ValueError, LookupError, TypeError, SafetensorError):
         return None  # it can be built again
-    units = sum(point.size for point in facts.values())
-    whole = {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-        n: (units, *s) for n, s in _SHAPES.items()
-    }
-    return Index(facts, ids, tensors, dict(made_from)) if whole else None
+    return Index(facts, ids, tensors, dict(made_from))
 
 
 class _RunningStatistics:
@@ -258,7 +251,7 @@ def index_units(
         facts[name] = HookPointFacts(name, point.kind, layer_of(name), point.size, first)
         first += point.size
     parts = [counts.tensors() for counts in running.values()]
-    tensors = {key: torch.cat([part[key] for part in parts]) for key in _SHAPES}
+    tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     return Index(facts, ids.cpu().to(torch.int32), tensors, dict(made_from))
 
 

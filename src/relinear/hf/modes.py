@@ -53,9 +53,9 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward_hooks_on(
-    modules: Iterable[tuple[str, nn.Module]], hook: Callable[[str, nn.Module, tuple, Any], None]
+    modules: Iterable[tuple[str, nn.Module]], hook: Callable[[str, nn.Module, tuple, Any], Any]
 ) -> Iterator[None]:
-    """Call ``hook(name, module, args, output)`` after each forward of ``modules`` within the block."""
+    """Call ``hook(name, module, args, output)`` after each forward of ``modules``; it may return another output."""
     handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in modules]
     try:
         yield

@@ -37,11 +37,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Hold a table's row of cells or texts; ``entry`` is its name for the page's filter, ``colour`` that of its dot."""
+    """Hold a table's row of cells or texts; ``entry`` is its name for the page's filter and the colour of its dot."""
 
     cells: Sequence[Cell | str]
     entry: str | None = None
-    colour: str | None = None
     best: bool = False
 
     @property
@@ -87,11 +86,10 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """Hold preformatted text, folded under ``title`` unless ``open``."""
+    """Hold preformatted text, folded under ``title``."""
 
     title: str
     text: str
-    open: bool = False
     kind: str = "listing"
 
 

@@ -83,19 +83,3 @@ def interleave(
         low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
         result[name] = Timing(statistics.median(values), middle, low, high, rounds)
     return result
-
-
-def peak_memory(call: Callable[[], object]) -> int:
-    """Return the peak bytes of CPU tensors during ``call``, without those allocated before it.
-
-    This replays the allocations that torch's profiler recorded. It counts tensors and not the scratch space of
-    libraries, and does not depend on what the process did before.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
