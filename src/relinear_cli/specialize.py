@@ -25,7 +25,7 @@ def command(
     **Example:** `relinear specialize runs/cgt/model --prefix-file prompt.txt --out runs/specialized`
     """
     from relinear.hf.vocabulary import check_tokenizer_fits
-    from relinear.models import CGTForCausalLM
+    from relinear.models.cgt import CGTForCausalLM
     from relinear.models.cgt.specialize import specialize
     from relinear.surgery.checkpoint import save_pretrained
     from relinear.system.files import read_text
