@@ -119,7 +119,7 @@ def speeds(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
             look: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
             point: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
             shown.append(Series(name=name, colour=palette[name], number=number, **point, **look))
-    axis = Axis(title=f"tokens per second / {reference}'s", from_zero=True)
+    axis = Axis(title=f"tokens per second, {reference} = 1", from_zero=True)
     return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
 

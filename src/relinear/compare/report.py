@@ -32,10 +32,10 @@ DECISION_ACCURACY = (
 _FIGURES = {
     "curves": "Validation loss against training tokens, one line per entry: the mean of seeds and their range.",
     "pareto": "Validation loss against {}, one point per entry.",
-    "speeds": "Tokens per second over the reference's, right of 1 faster: training (dots), inference (open diamonds).",
+    "speeds": "Speed relative to the reference, faster to the right: training (dots), inference (open diamonds).",
     "budgets": "Gap to the reference against the budget, one line per entry, with 95 % intervals.",
     "sizes": "{}: mean over seeds and their range of the stored models, then the bits that each entry chose.",
-    "tuning": "Validation loss of the tuning runs against the learning rate, one line per entry.",
+    "tuning": "Validation loss of the tuning runs against the learning rate, one line per entry; rings: the choice.",
 }
 _FRONT = " The grey line joins the entries that no other beats in both."
 
