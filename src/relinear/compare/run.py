@@ -337,7 +337,7 @@ class _Comparison:
         short = lasting(_with_warmup(settings, ratio), fraction)
         short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
         # what the search differs in from others of the entry: in the names of folders, and in rows
-        prefix, common = "full-length-" * full, {"steps": short.steps, "seed": short.seed}
+        prefix, common = "full-length-" * full, dict[str, Any](steps=short.steps, seed=short.seed)
         prefix += "" if short.bits is None else f"{short.bits}-bits-"
         prefix += "" if ratio is None else f"warmup-{ratio:g}-"
         common |= {key: v for key, v in (("warmup_ratio", ratio), ("bits", short.bits)) if v is not None}
