@@ -260,7 +260,7 @@ def test_an_evaluation_too_small_is_said_to_be(text, error, warned):
     recipe = CompareSettings.load(small(text, reference="dense"))
     found = {"mean": -0.1, "low": -0.2, "high": 0.0, "values": [-0.1], "standard_error": error, "blocks": 9}
     notes = gap_notes(recipe, [{"name": "dense", "gap": None}, {"name": "hdpl", "gap": found}])
-    said = [note for note in notes if note.startswith("Evaluation too small for the gaps discussed: hdpl (-0.1000")]
+    said = [note for note in notes if note.startswith("The evaluation is too small for these gaps: hdpl (-0.1000")]
     assert bool(said) == warned
 
 

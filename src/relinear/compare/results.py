@@ -248,7 +248,7 @@ def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> lis
         for name in too_small(gaps)
     ]
     if small:
-        notes.append(f"Evaluation too small for the gaps discussed: {', '.join(small)}; raise max_validation_tokens.")
+        notes.append(f"The evaluation is too small for these gaps: {', '.join(small)}; raise max_validation_tokens.")
     return notes
 
 
