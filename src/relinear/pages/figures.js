@@ -110,7 +110,8 @@ function drawn(place, off, shade, alone) {
   const series = panel.shown.filter((one) => !off.has(one.name)), lines = series.filter((one) => one.mode !== "points");
   const named = panel.shown.filter((one, i) => one.legend && panel.shown.findIndex((other) => other.legend && other.name === one.name) === i);
   const rows = panel.y.rows ? [...new Set(series.flatMap((one) => one.y))] : null;
-  const ends = !narrow && !alone && named.length && panel.shown.every((one) => one.mode === "points" || !one.legend || one.label);
+  const fits = named.length * (size + 3) < height - 72;  // one name below the other, beside the ends of lines
+  const ends = !narrow && !alone && named.length && fits && panel.shown.every((one) => one.mode === "points" || !one.legend || one.label);
   const labelled = ends ? lines.filter((one) => one.label && one.x.length) : [];
   const guided = panel.guides.filter((guide) => guide.text && guide.y !== null);
   const y = axisOf(panel.y, [...series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]), ...panel.guides.flatMap((g) => g.y ?? [])], height / 60, rows);
