@@ -1,6 +1,5 @@
 """``relinear train``: train one model."""
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -48,6 +47,7 @@ def command(
     from relinear.compare.requirements import training_requirements
     from relinear.system.machine import is_first_rank
     from relinear.training import TrainSettings, train
+    from relinear.training.fitting import rank_count
     from relinear.training.report import result_facts
     from relinear.training.run import run_folder
     from relinear_cli.progress import watch
@@ -75,7 +75,7 @@ def command(
     settings = TrainSettings.load(values, recipe or "settings")
     options.prepare_process(models=[settings.model])
     if is_first_rank():  # a launcher may have started fewer ranks than expected
-        ranks, sequences = int(os.environ.get("WORLD_SIZE", "1")), settings.batch_size * settings.accumulation
+        ranks, sequences = rank_count(), settings.batch_size * settings.accumulation
         description = f"{ranks} rank{'s' if ranks > 1 else ''}, {ranks * sequences:,} sequences per step"
         print(f"{description} ({ranks * settings.tokens_per_step:,} tokens)", file=sys.stderr)
         run_settings, folder = settings.model_dump(mode="json"), run_folder(out, settings, overwrite)

@@ -31,10 +31,6 @@ class Intervention:
 class _DimensionIntervention(Intervention):
     """Base of interventions that change all or some dimensions with constant values."""
 
-    def values(self) -> dict[str, Values | None]:
-        """Return the constants by field name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("dims", "scale")}
-
     def check(self, name: str, size: int) -> None:
         dims = getattr(self, "dims", None)
         if dims is not None:
@@ -42,8 +38,8 @@ class _DimensionIntervention(Intervention):
             if wrong or not dims:
                 raise ValueError(f"{name}: dims={tuple(dims)} must be indices into its {size} dimensions")
         width = size if dims is None else len(dims)
-        for field, value in self.values().items():
-            shape = () if value is None else torch.as_tensor(value).shape
+        for field, value in vars(self).items():
+            shape = () if field == "dims" or value is None else torch.as_tensor(value).shape
             if shape and shape[-1] not in (1, width):
                 raise ValueError(
                     f"{name}: {type(self).__name__}({field}=) of shape {tuple(shape)} must end in {width} or 1"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.data.chat import Conversation, as_document
+from relinear.system.grouped import grouped
 from relinear.system.private_cache import cache_folder, cached, digest, usable_folder
 from relinear.system.text import shorten
 
@@ -138,9 +139,7 @@ def local_sources(path: Path, config: str | None, settings: DataSettings) -> tup
     file_format = max(
         by_format, key=lambda file_format: sum(files[name].stat().st_size for name in by_format[file_format])
     )
-    by_split: dict[str, list[str]] = {}
-    for name in by_format[file_format]:
-        by_split.setdefault("" if path.is_file() else _split_of(name), []).append(name)
+    by_split = grouped(("" if path.is_file() else _split_of(name), name) for name in by_format[file_format])
     unnamed = by_split.pop("", [])
     if unnamed and "train" not in by_split:
         by_split["train" if by_split else "all"] = unnamed

@@ -85,7 +85,8 @@ def perplexity(
         >>> 100 < found.perplexity < 1000  # of a model of 258 tokens that has learnt nothing
         True
     """
-    _check_positive(batch_size=batch_size, max_tokens=max_tokens)
+    check_value("batch_size", batch_size, Count)
+    check_value("max_tokens", max_tokens, Count | None)
     check_predicts_next_token(model, "perplexity")
     if isinstance(text, Dataset):
         if (tokenizer, sequence_length, stride) != (None, None, None):
@@ -150,7 +151,8 @@ def lambada(
         1
     """
     check_model(model, "lambada")
-    _check_positive(batch_size=batch_size, max_examples=max_examples)
+    check_value("batch_size", batch_size, Count)
+    check_value("max_examples", max_examples, Count | None)
     check_tokenizer_fits(tokenizer, model)
     rows = list(_lambada_rows(texts))[:max_examples]
     if not rows:
@@ -201,7 +203,7 @@ def lm_eval(
         >>> scores = relinear.evaluate.lm_eval(model, tokenizer, ["arc_easy", "piqa"], limit=100)  # doctest: +SKIP
         >>> scores["piqa"]["acc,none"]  # doctest: +SKIP
     """
-    _check_positive(batch_size=batch_size)
+    check_value("batch_size", batch_size, Count)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -220,11 +222,6 @@ def lm_eval(
             listed = ", ".join(map(str, names))
             raise ValueError(f"lm-eval cannot run {listed}: {str(error).strip().splitlines()[0]}") from error
     return dict(evaluation["results"])
-
-
-def _check_positive(**values: int | None) -> None:
-    for name, value in values.items():
-        check_value(name, value, Count | None)
 
 
 @contextlib.contextmanager

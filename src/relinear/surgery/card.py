@@ -1,6 +1,5 @@
 """Write the model card: a checkpoint's ``README.md``, which says what the model contains and how to load it."""
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,12 @@ from torch import nn
 
 from relinear.contract.operator import named_operators
 from relinear.hf.attachments import attachments
-from relinear.surgery.summary import module_parameters
+from relinear.surgery.summary import module_bytes, module_parameters
 from relinear.system.files import write_text
+from relinear.system.grouped import grouped
 
 CARD = "README.md"
-_LINE = "<!-- Written by relinear, and again whenever this model is saved. Remove this line to keep your changes. -->"
+_MARKER = "<!-- Written by relinear, and again whenever this model is saved. Remove this line to keep your changes. -->"
 
 
 def write_card(model: Any, record: Mapping[str, Any], directory: Path) -> None:
@@ -21,9 +21,9 @@ def write_card(model: Any, record: Mapping[str, Any], directory: Path) -> None:
     write_text(directory / CARD, _card(model, record))
 
 
-def is_own_card(path: Path) -> bool:
+def is_generated_card(path: Path) -> bool:
     """Return whether ``path`` is a model card that relinear wrote and may replace."""
-    return path.is_file() and _LINE in path.read_text(encoding="utf-8", errors="replace")
+    return path.is_file() and _MARKER in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _card(model: Any, record: Mapping[str, Any]) -> str:
@@ -33,7 +33,7 @@ def _card(model: Any, record: Mapping[str, Any]) -> str:
     front += [f"base_model: {name}"] if name else []
     front += ["pipeline_tag: text-generation"] if causal else []
     origin = f"[{name}](https://huggingface.co/{name})" if name else f"a `{type(model).__name__}`"
-    lines = ["---", *front, "---", _LINE, "", f"# {origin} with layers of relinear", ""]
+    lines = ["---", *front, "---", _MARKER, "", f"# {origin} with layers of relinear", ""]
     packages = {source["package"] for source in record.get("packages", {}).values() if "package" in source}
     lines += [*_table(model), "", *_loading_section(causal, sorted(packages)), ""]
     return "\n".join(lines)
@@ -46,16 +46,12 @@ def _base_model(model: Any) -> str | None:
 
 
 def _table(model: nn.Module) -> list[str]:
-    rows: Counter[tuple[str, int, int]] = Counter()
-    counts: Counter[tuple[str, int, int]] = Counter()
-    for _, operator in named_operators(model):
-        row = (repr(operator.config), operator.in_features, operator.out_features)
-        rows[row] += 1
-        counts[row] += sum(value.nbytes for value in operator.state_dict().values())
+    named = named_operators(model)
+    sizes = grouped(((repr(op.config), op.in_features, op.out_features), module_bytes(op)) for _, op in named)
     lines = [f"{module_parameters(model):,} parameters."]
-    if rows:
+    if sizes:
         lines += ["", "| operator | in -> out | layers | bytes |", "| --- | --- | ---: | ---: |"]
-        lines += [f"| `{r[0]}` | {r[1]} -> {r[2]} | {rows[r]} | {counts[r]:,} |" for r in rows]
+        lines += [f"| `{c}` | {i} -> {o} | {len(size)} | {sum(size):,} |" for (c, i, o), size in sizes.items()]
     attached = attachments(model)
     if attached:
         lines += ["", "Attached to the model: " + ", ".join(f"`{config!r}`" for config in attached) + "."]

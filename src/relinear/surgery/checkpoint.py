@@ -26,12 +26,19 @@ from relinear.hf.config_record import (
     record_in_config,
 )
 from relinear.hf.model_source import locate_checkpoint
-from relinear.surgery.card import CARD, is_own_card, write_card
+from relinear.surgery.card import CARD, is_generated_card, write_card
 from relinear.surgery.packed import check_packable, packed_state
 from relinear.surgery.rebuild import check_record, has_another_head, packed_record
 from relinear.surgery.stored_tensors import INDEX, WEIGHTS, shards_of, stored_specs
 from relinear.system.files import atomic_directory, os_errors_named, read_json, write_json
 from relinear.system.text import shorten, some_names
+
+#: what transformers reports of keys that it could not load
+_PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+#: characters of a message of transformers
+_LONGEST_MESSAGE = 1_000
+#: what a wrong value in a config may raise once it is used
+_VALUE_ERRORS = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
 
 
 def from_pretrained(directory: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
@@ -104,20 +111,16 @@ def reading_config(directory: Any) -> Iterator[None]:
     except (OSError, torch.OutOfMemoryError):
         raise
     except ValueError as error:  # its message may contain the whole file
-        if len(str(error)) <= _LONGEST:
+        if len(str(error)) <= _LONGEST_MESSAGE:
             raise
-        raise ValueError(f"{directory}: {shorten(str(error), _LONGEST)}") from error
+        raise ValueError(f"{directory}: {shorten(str(error), _LONGEST_MESSAGE)}") from error
     except Exception as error:
-        if not isinstance(error, (*_OF_WRONG_VALUES, SafetensorError)) and "Validation" not in type(error).__name__:
+        if not isinstance(error, (*_VALUE_ERRORS, SafetensorError)) and "Validation" not in type(error).__name__:
             raise
         message = shorten(" ".join(str(error).split()))
         raise ValueError(
             f"{directory}: no model can be built from its config.json and weights ({type(error).__name__}: {message})"
         ) from error
-
-
-_LONGEST = 1_000  # characters of a message of transformers
-_OF_WRONG_VALUES = (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, MemoryError)
 
 
 def check_files(directory: Path) -> None:
@@ -139,9 +142,6 @@ def check_files(directory: Path) -> None:
         raise ValueError(
             f"{path}: num_hidden_layers={quoted(layers)}, but {len(tensors):,} tensors; restore it from a copy"
         )
-
-
-_PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 def save_pretrained(
@@ -209,7 +209,7 @@ def save_pretrained(
                 tokens = _special_tokens(model.generation_config, model, tokenizer)
                 write_json(generation, read_json(generation) | tokens)
         card = Path(directory) / CARD
-        if recorded is not None and (is_own_card(card) or not card.exists()):
+        if recorded is not None and (is_generated_card(card) or not card.exists()):
             write_card(model, recorded, temporary)
     return Path(directory)
 
@@ -221,7 +221,7 @@ def model_directory(directory: str | Path) -> contextlib.AbstractContextManager[
     """
     directory = Path(directory)
     names = [WEIGHTS, INDEX, *shards_of(directory), f"{LOADER}.py"]
-    if is_own_card(directory / CARD):
+    if is_generated_card(directory / CARD):
         names.append(CARD)
     return atomic_directory(directory, superseded=names)
 

@@ -9,7 +9,7 @@ from torch import nn
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.surgery.select import OUTPUT_HEAD, OWN_PREFIX, READ_ELSEWHERE, heads, is_added_by_peft, reader_of_weight
+from relinear.surgery.select import OUTPUT_HEAD, PART_PREFIX, READ_ELSEWHERE, heads, is_added_by_peft, reader_of_weight
 
 _TIED = "tied to the embedding"
 _SUBCLASS = "a subclass of nn.Linear"
@@ -129,7 +129,7 @@ def _linear_maps(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]
         elif _holds_matrices(module):
             yield name, module, _ADAPTER if adapter else _FUSED
         for key, child in module.named_children():
-            if not key.startswith(OWN_PREFIX):
+            if not key.startswith(PART_PREFIX):
                 yield from walk(child, f"{name}.{key}" if name else key, adapter or is_added_by_peft(module, key))
 
     yield from walk(model, "", False)

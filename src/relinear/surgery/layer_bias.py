@@ -1,6 +1,5 @@
 """Add biases to linear layers of a stock model that have none, so that operators that replace them have biases, too."""
 
-import dataclasses
 from typing import Any, ClassVar, Self
 
 import torch
@@ -40,7 +39,7 @@ class LayerBias(AttachmentConfig):
     def for_part(self, model: nn.Module) -> Self | None:
         """Return the biases of the layers that ``model`` has."""
         layers = tuple(name for name in self.layers if find_module(model, name) is not None)
-        return self if layers == self.layers else dataclasses.replace(self, layers=layers) if layers else None
+        return self if layers == self.layers else self.replace(layers=layers) if layers else None
 
     def attach(self, model: nn.Module) -> None:
         """Register ``bias`` (O,) on every layer, with the device, dtype and ``requires_grad`` of its weight."""

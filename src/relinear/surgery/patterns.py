@@ -52,8 +52,3 @@ def patterns_of(names: Iterable[str], excluded: Iterable[str]) -> list[str]:
         module = next((p for p in prefixes if not any(other.startswith(p) for other in excluded)), None)
         patterns[name if module is None else f"{module}.*"] = None
     return list(patterns)
-
-
-def no_match(pattern: str, close: Iterable[str]) -> ValueError:
-    """Return the error for a pattern that matches no module, with the nearest names."""
-    return ValueError(f"pattern {quoted(pattern)} matches no module; nearest: {', '.join(close)}")

@@ -26,7 +26,7 @@ from relinear.hf.model_layout import find_module
 from relinear.hf.vocabulary import token_tables
 from relinear.surgery.packed import GROUP, SUFFIX, Unpack, packed_shape
 from relinear.surgery.saved_config import remove_file_only_fields_
-from relinear.surgery.select import OWN_PREFIX
+from relinear.surgery.select import PART_PREFIX
 from relinear.surgery.stored_tensors import TensorSpec, stored_specs
 from relinear.surgery.tied import swap_layer
 from relinear.system.text import some_names
@@ -115,7 +115,7 @@ class RelinearQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         rebuild_(model, self.quantization_config)
         if files := kwargs.get("checkpoint_files"):
-            _check_own_weights(model, self, files)
+            _check_recorded_weights(model, self, files)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             from relinear.surgery.parallel import plan_for_transformers_
 
@@ -220,7 +220,7 @@ def _named_as_in_model(model: Any, quantizer: HfQuantizer, stored: Mapping[str, 
     return named
 
 
-def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str]) -> None:
+def _check_recorded_weights(model: Any, quantizer: RelinearQuantizer, files: list[str]) -> None:
     """Raise ValueError unless operators and attached parts have exactly the weights that their record requires.
 
     transformers handles other missing or unknown weights, such as a new head for another task, and embeddings for
@@ -229,7 +229,7 @@ def _check_own_weights(model: Any, quantizer: RelinearQuantizer, files: list[str
     tables = {id(table.weight) for table in token_tables(model)}
     of_tokens = {key for key, value in model.named_parameters() if id(value) in tables}
     prefixes = [name + "." for name, _ in named_operators(model)]
-    prefixes += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(OWN_PREFIX)]
+    prefixes += [name + "." for name, _ in model.named_modules() if name.rpartition(".")[2].startswith(PART_PREFIX)]
     named = _named_as_in_model(model, quantizer, stored_specs(files))
     stored = {key: tensor for key, tensor in named.items() if key.startswith(tuple(prefixes))}
     expected = {

@@ -15,9 +15,9 @@ from relinear.contract.messages import quoted
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.hf.model_layout import layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
-from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches, no_match
+from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches
 
-OWN_PREFIX = "relinear_"  # submodules that an attachment adds
+PART_PREFIX = "relinear_"  # submodules that an attachment adds
 OUTPUT_HEAD = "output head"
 READ_ELSEWHERE = "their weight is read from outside"
 _LONGEST_NAME = 200  # characters of a pattern that are compared with names
@@ -64,7 +64,7 @@ def _modules_with_names(model: nn.Module) -> dict[int, tuple[nn.Module, list[str
         if isinstance(module, Operator):
             return
         for name, child in module._modules.items():
-            if child is not None and not name.startswith(OWN_PREFIX) and not is_added_by_peft(module, name):
+            if child is not None and not name.startswith(PART_PREFIX) and not is_added_by_peft(module, name):
                 walk(child, f"{prefix}.{name}" if prefix else name)
 
     walk(model, "")
@@ -97,9 +97,9 @@ def reader_of_weight(model: nn.Module, name: str) -> str | None:
 def parameter_tied_to(model: nn.Module, module: nn.Module, head: Any = None) -> str | None:
     """Return the name of a parameter outside of ``module`` and ``head`` tied to ``module``'s; None if there is none."""
     parameters = {id(p) for p in module.parameters()}
-    own_modules = {id(m) for m in module.modules()}
+    inner_modules = {id(m) for m in module.modules()}
     for name, other in model.named_modules():
-        if id(other) in own_modules or other is head:
+        if id(other) in inner_modules or other is head:
             continue
         for key, parameter in other._parameters.items():
             if parameter is not None and id(parameter) in parameters:
@@ -133,7 +133,8 @@ def _no_match(pattern: str, named_modules: Iterable[tuple[nn.Module, list[str]]]
     linear = sorted({part for name, module in modules.items() if is_replaceable(module) for part in _suffixes(name)})
     known = [*linear, ALL_LINEAR] if linear and pattern != ALL_LINEAR else linear
     close = difflib.get_close_matches(pattern[:_LONGEST_NAME], known, n=3, cutoff=0.3) or linear[:8]
-    return no_match(pattern, close or ["none, no linear layer"])
+    nearest = ", ".join(close) or "none, no linear layer"
+    return ValueError(f"pattern {quoted(pattern)} matches no module; nearest: {nearest}")
 
 
 def _with_owners(name: str) -> Iterator[str]:

@@ -18,15 +18,11 @@ def flat_states(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 def unshare_parameters_(model: nn.Module, shared: Iterable[nn.Parameter]) -> None:
     """Replace parameters of ``model`` that are in ``shared`` by copies; tied parameters stay tied."""
-    copies: dict[int, nn.Parameter | None] = {id(parameter): None for parameter in shared}
+    copies = {parameter: nn.Parameter(parameter.detach().clone(), parameter.requires_grad) for parameter in shared}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in copies:
-                copied = copies[id(parameter)]
-                if copied is None:
-                    copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                    copies[id(parameter)] = copied
-                module._parameters[name] = copied
+            if parameter is not None:
+                module._parameters[name] = copies.get(parameter, parameter)
 
 
 def load_states_(model: nn.Module, names: Iterable[str], weights: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from relinear.contract.module_tree import outermost
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 from relinear.surgery.tied import TiedHead
+from relinear.system.grouped import grouped
 from relinear.system.text import columns
 
 
@@ -73,7 +74,8 @@ class Summary:
         """Return the table in lines of at most ``width`` characters, with several lines per layer if necessary."""
         head = ("layer", "operator", "in -> out", "parameters", "was", "bits", "bytes", "FLOPs/token", "was")
         lines: list[tuple[str, ...]] = [head]
-        for names, row in _grouped(self.rows):
+        equal = grouped(((_pattern(row.name), dataclasses.replace(row, name="")), row.name) for row in self.rows)
+        for (_, row), names in equal.items():
             shape = "" if row.in_features is None else f"{row.in_features} -> {row.out_features}"
             name = names[0] if len(names) == 1 else f"{_common(names)} (x{len(names)})"
             lines.append((name, row.operator, shape, *_size_columns(row, len(names))))
@@ -97,14 +99,6 @@ def _size_columns(row: Row | Summary, count: int) -> list[str]:
     now = f"{parameters:,}" + (f" ({active:,} active)" if active < parameters else "")
     cost = f"{flops:,}" + (f" ({total:,} in all)" if flops < total else "")
     return [now, f"{before:,}", bits, f"{size:,}", cost, f"{row.flops_before * count:,}"]
-
-
-def _grouped(rows: tuple[Row, ...]) -> list[tuple[list[str], Row]]:
-    groups: dict[Any, tuple[list[str], Row]] = {}
-    for row in rows:
-        key = (_pattern(row.name), dataclasses.replace(row, name=""))
-        groups.setdefault(key, ([], row))[0].append(row.name)
-    return list(groups.values())
 
 
 def _pattern(name: str) -> str:

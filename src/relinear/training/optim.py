@@ -199,11 +199,11 @@ def scale_added_(model: Any, ratio: float, stock: set[Tensor], *, fitted: bool =
     """
     if ratio == 1:
         return
-    stock_names = set(stock)
+    unscaled = set(stock)
     for module in model.modules():
         if fitted and isinstance(module, Operator):
-            stock_names.update(module.parameters())
+            unscaled.update(module.parameters())
     parameters = dict(model.named_parameters())
     for name, role in parameter_roles(model).items():
-        if parameters[name] not in stock_names:
+        if parameters[name] not in unscaled:
             parameters[name].mul_(role.init_std_scale(ratio))

@@ -260,8 +260,8 @@ def _check_model_matches_data(model: Any, settings: TrainSettings, vocab_size: i
     embedding = model.get_input_embeddings()  # None if a model reads vectors
     entries = 0 if embedding is None else embedding.num_embeddings
     if (task := task_of(settings.data.data)) is not None and isinstance(task, RegressionTask) != (embedding is None):
-        given, read = ("tokens", "vectors") if embedding is None else ("vectors", "tokens")
-        raise ValueError(f"data={settings.data.data!r} are {given}, but model={settings.model!r} reads {read}")
+        kind, read = ("tokens", "vectors") if embedding is None else ("vectors", "tokens")
+        raise ValueError(f"data={settings.data.data!r} are {kind}, but model={settings.model!r} reads {read}")
     if vocab_size is not None and vocab_size > entries:
         raise ValueError(
             f"the tokenizer {settings.data.tokenizer!r} has {vocab_size} entries, model {settings.model!r} embeds "

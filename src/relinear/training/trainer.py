@@ -6,7 +6,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +309,9 @@ class RelinearTrainer(Trainer):
         self._last_drain = self.state.global_step
         sums = {name: value.float() / steps for name, value in self._terms.items()}
         self._terms = {}
-        metrics = sums | reduced_by_name("metric", operator_metrics(self._plain_model), torch.mean)
+        named = operator_metrics(self._plain_model).items()
+        by_name = grouped((f"metric/{name.rpartition('/')[2]}", value.float()) for name, value in named)
+        metrics = sums | {name: torch.stack(values).mean() for name, values in by_name.items()}
         if not metrics:
             return {"cross_entropy": loss}
         stacked = self.accelerator.reduce(torch.stack([metrics[name].to(self.args.device) for name in metrics]), "mean")
@@ -411,12 +413,6 @@ class RelinearTrainer(Trainer):
         """Save only the model; Trainer would also pickle its arguments."""
         if self.args.should_save:
             save_model(self.model, Path(output_dir or self.checkpoints_folder))
-
-
-def reduced_by_name(family: str, values: Mapping[str, Tensor], reduce: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Return metrics as ``family/metric``, each reduced over the operators that record it."""
-    by_name = grouped((f"{family}/{name.rpartition('/')[2]}", value.float()) for name, value in values.items())
-    return {name: reduce(torch.stack(members), 0) for name, members in by_name.items()}
 
 
 def write_block_losses(path: Path, blocks: Sequence[Tensor | None], loss: float) -> None:
