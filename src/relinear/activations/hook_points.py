@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from relinear.contract.auxiliary_mixin import is_recomputing
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
@@ -67,8 +68,7 @@ class ActivationHook:
         """Return the value after all interventions, applied in order, and show it to the observers."""
         for intervention in self.interventions:
             latent = latent._replace(z=intervention.apply(latent))
-        # gradient checkpointing's recomputation is not a new observation (-1: no backward pass is running)
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        if not is_recomputing():  # which is not a new observation
             for observer in self.observers:
                 observer(latent)
         return latent.z

@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from relinear.deprecated import RenamedAttribute
 
 
+def is_recomputing() -> bool:
+    """Return whether a backward pass runs this forward again, for gradient checkpointing; False in compiled code."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class AuxiliaryLossMixin(nn.Module):
     """Record auxiliary losses and metrics per token; ``auxiliary_losses.loss_mask`` says which tokens are averaged."""
 
@@ -82,9 +87,7 @@ class AuxiliaryLossMixin(nn.Module):
         recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
         """
         # the model's forward clears the losses first, so if there are any, this runs within its backward pass
-        # (-1: no backward pass is running)
-        recomputing = self._aux_losses and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if not recomputing:
+        if not (self._aux_losses and is_recomputing()):
             # nn.Module.__setattr__ would look for parameters
             object.__setattr__(self, "_aux_losses", aux_losses)
             object.__setattr__(self, "_metrics", metrics)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from relinear import clifford
 from relinear.clifford.tables import device_table
+from relinear.contract.auxiliary_mixin import is_recomputing
 from relinear.contract.inference import CachingModule, ParameterCache
 from relinear.contract.parameters import are_parameters
 from relinear.functional import rotor as reference
@@ -119,8 +120,7 @@ class SandwichSum(CachingModule):
         """
         wide = torch.promote_types(beta.dtype, torch.float32)
         beta, buffer = beta.to(wide), getattr(self, name)
-        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if recomputed:  # by gradient checkpointing: the buffer holds the vectors of the forward pass
+        if is_recomputing():  # the buffer holds the vectors of the forward pass
             return reference.simple_parts(beta, buffer.to(wide, copy=True))
         assert self.config.power_iterations is not None
         vectors = reference.plane_vectors(beta, buffer.to(wide), self.config.power_iterations)
