@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -240,4 +241,4 @@ def observe_hook_points(
     points: Mapping[str, HookPoint], observer: Callable[[str, Latent], None]
 ) -> AbstractContextManager[None]:
     """Call ``observer(name, value)`` for every value at hook points, by their names, within the block."""
-    return with_hooks(points, observers={name: [lambda l, name=name: observer(name, l)] for name in points})
+    return with_hooks(points, observers={name: [functools.partial(observer, name)] for name in points})
