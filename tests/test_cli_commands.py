@@ -433,7 +433,7 @@ def test_a_dry_run_says_what_the_command_takes_and_stops(command, tmp_path, monk
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["runs", "parameters", "tokens", "time", "disk"]
     assert "FLOPs per token" in lines[1]
-    assert re.search(r"about [\d,]+ (seconds|minutes|hours)", lines[3])
+    assert re.search(r"about [\d,]+ (seconds|minutes|hours|days)", lines[3])
     assert sorted(tmp_path.iterdir()) == before
     if command == "compress model":
         assert main(["compress", "model", "--size", "90", "--data", "text.txt", "--dry-run"]) != 0
