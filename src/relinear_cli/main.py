@@ -35,9 +35,9 @@ _GROUPS = {
     "Model": "model replace attach objective layers exclude target candidates operators recipe match first_position",
     "Data": "data text_column split tokenizer sequences length sequence_length evaluate_on prefix_file lambada tasks "
     "evaluate",
-    "Budget": "budget bits size keep reader batch steps tokens trials seeds widths base_width "
-    "max_tokens limit heal_tokens batch_size learning_rate tune parameters",
-    "Output": "out export plan plan_only dry_run as_json report index static check",
+    "Budget": "budget bits size keep reader steps tokens seeds max_tokens limit heal_tokens "
+    "batch_size learning_rate tune",
+    "Output": "out plan plan_only dry_run as_json index static",
     "Cases": "shapes dtypes modes passes inference_batches",
     "Speed": "threads workers executor partition slurm rounds repeats",
 }
