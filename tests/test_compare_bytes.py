@@ -102,6 +102,7 @@ def test_entries_and_a_plug_in_are_stored_at_the_size_that_is_asked(text, plugin
             assert run["stored"]["bytes"] == pytest.approx(30_000, rel=0.02)
             assert run["stored"]["bits"] == entry["settings"]["bits"] == entry["tuning"]["bits"]
             assert run["stored"]["bytes"] == round(30_000 * (1 + entry["size_mismatch"]))
+        assert "full_length" not in entry["tuning"]  # rates are not tuned unless that is asked
         trials = {trial["bits"]: trial["validation_loss"] for trial in entry["tuning"]["trials"]}
         assert min(trials, key=trials.get) == entry["tuning"]["bits"]
         assert entry["tuning"]["bits_edge"] == (entry["tuning"]["bits"] == 3)

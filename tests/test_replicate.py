@@ -112,6 +112,7 @@ def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["runs", "parameters", "tokens", "time", "disk"]
     assert lines[0].split(None, 1)[1].startswith("2 entries on 2 seeds: 4")
+    assert "tune" not in lines[0]
     assert not (tmp_path / "runs").exists()
     assert main(arguments) == 0
     page = (tmp_path / "runs" / "hdpl" / "report.html").read_text()

@@ -183,9 +183,13 @@ def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
 
 
+#: short runs of a recipe that does not tune: they choose how files of one size are made
+_BITS_ALONE = Tune(check_full_length=False)
+
+
 def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
     """Return the planned runs of an entry: "train" or "tune", how many, and the steps of each."""
-    tune, settings = recipe.tune or Tune(), planned.settings
+    tune, settings = recipe.tune or _BITS_ALONE, planned.settings
     runs = [("train", len(recipe.seeds), settings.steps)]
     rates_tuned = recipe.tune is not None and recipe.entries[planned.name].learning_rate is None
     if rates_tuned or planned.candidates:
@@ -252,7 +256,7 @@ class _Comparison:
         try:
             tuned = _Choice(planned, planned.settings)
             if self.recipe.tune is not None or planned.candidates:
-                tuned = yield from self._tuned(planned, self.recipe.tune or Tune())
+                tuned = yield from self._tuned(planned, self.recipe.tune or _BITS_ALONE)
             while True:
                 choice = self._next_lower_rate(name, tuned)
                 losses = yield [self._final(name, choice, seed) for seed in self.recipe.seeds]
@@ -335,7 +339,7 @@ class _Comparison:
     ) -> Trials:
         """Return the runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
         short = lasting(_with_warmup(settings, ratio), fraction)
-        short = short.updated(seed=(self.recipe.tune or Tune()).seed, eval_every=0, save_model=False)
+        short = short.updated(seed=(self.recipe.tune or _BITS_ALONE).seed, eval_every=0, save_model=False)
         # what the search differs in from others of the entry: in the names of folders, and in rows
         prefix, common = "full-length-" * full, dict[str, Any](steps=short.steps, seed=short.seed)
         prefix += "" if short.bits is None else f"{short.bits}-bits-"
