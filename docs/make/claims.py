@@ -129,9 +129,10 @@ def in_readme() -> str:
     """How many claims got which verdict, and what that takes."""
     every = _counts([claim for paper in papers() for claim in paper["claims"]])
     return (
-        f"**Why trust it?** We re-tested {sum(every[verdict] for verdict in VERDICTS)} claims of five papers, "
-        f"in small runs: **{every['held']} held, {every['partly']} held in part, {every['did not hold']} did not, "
-        f"{every['inconclusive']} are inconclusive**. Another {every['not run']} were not run. "
+        f"**What has it found?** Of {sum(every[verdict] for verdict in VERDICTS)} claims of five papers on such layers "
+        f"**{every['held']} held, {every['partly']} held in part, {every['did not hold']} did not, "
+        f"{every['inconclusive']} are inconclusive**. Our runs are far below the papers' scale. "
+        f"Another {every['not run']} claims were not run. "
         "A gap counts only if its 95 % interval over seeds excludes zero. "
         "Each claim has its [command, interval and verdict](docs/claims.md)."
     )
