@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import REPOSITORY
+from relinear_cli.list import EXAMPLES as EXAMPLE_KINDS
 from relinear_cli.main import main
 
 NAME = "two_thin"
@@ -181,7 +182,9 @@ def test_the_examples_are_installed_listed_and_fitted_under_moments(examples, tm
         tomllib.loads((EXAMPLES / "pyproject.toml").read_text())["project"]["entry-points"]["relinear.operators"]
     )
     assert kinds == {path.stem for path in (EXAMPLES / "relinear_examples").glob("*.py")} - {"__init__", "structured"}
+    assert kinds == set(EXAMPLE_KINDS)
     listed = relinear("list operators", examples, tmp_path)
+    assert "pip install examples/operators" not in listed
     assert {line.split()[0] for line in listed.splitlines() if "[relinear-operators-examples 0.1.0]" in line} == kinds
     lines = [line.split() for line in run("-c", FITS, path=examples, cwd=tmp_path).splitlines()]
     assert {kind for kind, *_ in lines} | WITHOUT_FIT == kinds

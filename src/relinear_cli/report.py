@@ -79,7 +79,9 @@ def _tables(runs: list[Path], csv: Path | None, latex: Path | None, overwrite: b
 
     folders = [folder for run in runs for folder in (run, run / COMPARISON) if (folder / RESULTS).is_file()]
     if len(runs) > 1 or not folders:
-        raise ValueError("--csv and --latex take the directory of one comparison that has finished")
+        raise ValueError(
+            "--csv and --latex take the directory of one finished comparison; start an unfinished one again: it goes on"
+        )
     results, files = read_results(folders[0]), dict[Path, str]()
     if csv is not None:
         files[csv] = as_csv(table_rows(results))

@@ -79,7 +79,8 @@ def latex_tables(results: Results) -> str:
     by_value = series_table(results)
     parts = [
         r"% needs \usepackage{booktabs}",
-        "% losses: mean and sample standard deviation over seeds; gaps: mean [95 % interval]; best in bold",
+        "% losses: mean and sample standard deviation over seeds; gaps: mean [95 % interval]; best in bold, if any",
+        "% training speed: tokens per second as a ratio to dense at full size",
         _tabular(table, columns),
         *([] if by_value is None else [_tabular(by_value, range(len(by_value.head)))]),
     ]
