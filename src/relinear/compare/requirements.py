@@ -58,7 +58,7 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     tuning = f" and {total - final} to tune" * (total > final)
     return {
         "runs": f"{len(sized)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
-        "parameters": _parameter_text(sized) + _matched(recipe, [entry for _, entry in entries]),
+        "parameters": _parameter_text(sized) + _matched(entries),
         "tokens": f"{_range(tokens)} a run of {_text(recipe.train)}",
         "time": _time(runs, vocabulary, at_once) if timed else "not estimated: runs are on other machines",
         "disk": _disk([entry for _, entry in entries], seeds, at_once),
@@ -101,13 +101,11 @@ def _parameter_text(entries: dict[str, list[Size]]) -> str:
     )
 
 
-def _matched(recipe: CompareSettings, entries: Sequence[Planned]) -> str:
+def _matched(entries: Sequence[tuple[CompareSettings, Planned]]) -> str:
     """Return the operators that matching has resized, with their settings."""
-    if recipe.match is None:
-        return ""
     resized = grouped(
         (entry.name, str(config))
-        for entry in entries
+        for recipe, entry in entries
         for config in entry.settings.operator_configs.values()
         if config is not None and config not in recipe.settings_of(entry.name).operator_configs.values()
     )

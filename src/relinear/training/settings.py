@@ -97,12 +97,16 @@ class FitSettings(Settings):
     keep_checkpoint: bool = False
 
     @model_validator(mode="after")
-    def _consistent(self) -> FitSettings:
+    def _warmup_fits(self) -> FitSettings:  # a method of its own: settings without steps override it
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} must be below steps={self.steps}, or the learning rate never "
                 "reaches its peak; see warmup_ratio"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FitSettings:
         if self.compile == "reduce-overhead" and self.accumulation > 1:
             raise ValueError(
                 "compile='reduce-overhead' replays CUDA graphs, which overwrite gradients, so "
