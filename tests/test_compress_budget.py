@@ -38,11 +38,11 @@ def test_budgets_are_met_and_spent(keep: float, tmp_path) -> None:
         ({"keep": 0.5, "bits": 4}, "keep and bits are 2 budgets"),
         (
             {"bits": 4, "candidates": ("low_rank:rank=1",)},
-            r"LowRank\(rank=1\) stores no integers.*give candidates=quantized",
+            r"LowRank\(rank=1\) stores floats.*give candidates=quantized",
         ),
         (
             {"keep": 0.5, "candidates": ("quantized",)},
-            r"Quantized\(.*\) stores integers, which a count of parameters leaves out",
+            r"Quantized\(.*\) stores integers, but keep counts parameters",
         ),
         ({"keep": 0.5, "candidates": ("neurons",)}, "neurons"),
         (

@@ -355,7 +355,7 @@ def test_refusals_before_anything_is_computed(tmp_path) -> None:
         assert not (tmp_path / "model").exists()
         assert not (tmp_path / "calibration").exists()
 
-    refused("stores no integers", llama(), tokenizer_of(), candidates=["low_rank"])
+    refused("stores floats", llama(), tokenizer_of(), candidates=["low_rank"])
     refused("bits=4.25 cannot be met", llama(hidden_size=64), tokenizer_of(), bits=4.25)
     refused("holds the tokenizer", llama(), None)
     refused("knows no tokenizer with these settings.*Compress without --for", llama(), byte_tokenizer())

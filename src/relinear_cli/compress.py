@@ -70,9 +70,9 @@ def command(
     options.prepare_process(
         threads, models=[model], texts=[text for text, _ in (*corpora.values(), *evaluation_corpora.values())]
     )
-    text_reader = options.load_model_tokenizer(model, tokenizer)
+    model_tokenizer = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
-    with prepared(loaded, settings, text_reader, target or "all-linear", exclude, plan, out, overwrite) as job:
+    with prepared(loaded, settings, model_tokenizer, target or "all-linear", exclude, plan, out, overwrite) as job:
         if dry_run or overwrite or folder.read() is None:
             print_requirements(compress_requirements(loaded, job.settings))
         if dry_run:

@@ -69,12 +69,12 @@ def compare(
         recipe: ``CompareSettings`` or a mapping of them.
         out_dir: directory of the comparison, made once everything has been checked.
         overwrite: start over, and rename what is in the way in ``out_dir``: ``runs`` becomes ``runs.<time>``.
-        workers: runs at once, each in a process of its own; None for as many as this machine has cores for. 0 trains in
-            this process, so that the peak memory of a run is that of all before it.
+        workers: number of runs at the same time, each in its own process. None: as many as fit on this machine's cores.
+            0: train in this process; the peak memory of a run then includes earlier runs.
         executor: where runs are executed: None on this machine, "slurm", the address of a scheduler of Dask
             ("tcp://HOST:8786"), or an executor as ``concurrent.futures`` has them. All see ``out_dir`` by this path.
         slurm: parameters of ``submitit.AutoExecutor`` for jobs of SLURM, such as ``slurm_partition``.
-        on_progress: called with what is being done: a ``Progress``.
+        on_progress: called with a ``Progress`` whenever the work advances.
         on_event: the old name of ``on_progress``.
 
     Returns:
@@ -184,12 +184,12 @@ def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
 
 
 #: short runs of a recipe that does not tune: they choose how files of one size are made
-_BITS_ALONE = Tune(check_full_length=False)
+_TUNE_BITS_ONLY = Tune(check_full_length=False)
 
 
 def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
     """Return the planned runs of an entry: "train" or "tune", how many, and the steps of each."""
-    tune, settings = recipe.tune or _BITS_ALONE, planned.settings
+    tune, settings = recipe.tune or _TUNE_BITS_ONLY, planned.settings
     runs = [("train", len(recipe.seeds), settings.steps)]
     rates_tuned = recipe.tune is not None and recipe.entries[planned.name].learning_rate is None
     if rates_tuned or planned.candidates:
@@ -256,7 +256,7 @@ class _Comparison:
         try:
             tuned = _Choice(planned, planned.settings)
             if self.recipe.tune is not None or planned.candidates:
-                tuned = yield from self._tuned(planned, self.recipe.tune or _BITS_ALONE)
+                tuned = yield from self._tuned(planned, self.recipe.tune or _TUNE_BITS_ONLY)
             while True:
                 choice = self._next_lower_rate(name, tuned)
                 losses = yield [self._final(name, choice, seed) for seed in self.recipe.seeds]
@@ -339,7 +339,7 @@ class _Comparison:
     ) -> Trials:
         """Return the runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
         short = lasting(_with_warmup(settings, ratio), fraction)
-        short = short.updated(seed=(self.recipe.tune or _BITS_ALONE).seed, eval_every=0, save_model=False)
+        short = short.updated(seed=(self.recipe.tune or _TUNE_BITS_ONLY).seed, eval_every=0, save_model=False)
         # what the search differs in from others of the entry: in the names of folders, and in rows
         prefix, common = "full-length-" * full, dict[str, Any](steps=short.steps, seed=short.seed)
         prefix += "" if short.bits is None else f"{short.bits}-bits-"

@@ -95,8 +95,8 @@ class Size(NamedTuple):
 def stored_bytes(module: nn.Module) -> int:
     """Return the bytes of ``module`` in a checkpoint, floats at no more than half precision; tied tensors once.
 
-    A model in single precision is counted, and where bytes are the budget saved, as 16 bits: that it was loaded in 32
-    says nothing about it.
+    A model in float32 is counted, and under a budget of bytes saved, as 16 bits: the dtype in which it was loaded says
+    nothing about its own.
     """
     tensors = module.state_dict().values()
     widest = {True: 2, False: 8}
@@ -156,7 +156,7 @@ def in_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
 def at_half_precision(model: Any) -> Iterator[None]:
     """Hold single-precision parameters in bfloat16 within the block; afterwards they are wide again, but rounded.
 
-    In bfloat16, for it has the range of what was trained in it or in single precision.
+    bfloat16, because it has float32's range.
     """
     config_dtype = model.config.dtype
     wide = [p for p in model.parameters() if p.is_floating_point() and p.element_size() > 2]

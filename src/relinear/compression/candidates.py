@@ -52,12 +52,12 @@ class SearchSpace:
             integers = any(buffer.dtype == torch.uint8 for buffer in operator.buffers())
             if settings.by_bytes and not integers:
                 raise ValueError(
-                    f"candidates: {entry} stores no integers, which a budget of bytes is met by: give "
+                    f"candidates: {entry} stores floats, but bits and size need operators that store integers: give "
                     "candidates=quantized, or keep in place of bits or size"
                 )
             if integers and not settings.by_bytes:
                 raise ValueError(
-                    f"candidates: {entry} stores integers, which a count of {budget.unit} leaves out: give bits or size"
+                    f"candidates: {entry} stores integers, but keep counts {budget.unit}: give bits or size"
                 )
         least = 0.0
         for name in modules:

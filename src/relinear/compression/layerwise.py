@@ -138,9 +138,9 @@ class LayerByLayer:
     def next_tokens(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield logits from the hidden states (B, T, D) that leave the last layer, piece by piece.
 
-        Logits take more memory than everything else where vocabularies are large, and each is a matter of its position
-        alone. Gives, for ``HEAD_TOKENS`` positions after the other: which they are, their hidden states (a leaf), the
-        logits (N, V) in float32, and the text's next tokens (N).
+        With a large vocabulary the logits need the most memory, and each depends on its own position only. Yields, for
+        ``HEAD_TOKENS`` positions at a time: the positions, their hidden states (a leaf), the logits (N, V) in float32,
+        and the text's next tokens (N).
         """
         last = ids.shape[1] - 1
         for start in range(0, last, HEAD_TOKENS):

@@ -21,13 +21,13 @@ class CompressSettings(Settings):
     """Hold the settings of ``compress``; unknown keys and values out of range are errors.
 
     Args:
-        size: what the weights' file takes at most: "90MB", bytes, or a share of the original's bytes at half precision.
-        bits: in place of ``size``, how many bits per weight takes on average, below 16, scales included: of linear
-            layers, embedding and head, as ``reader`` stores them; 4.5 where no budget is given.
+        size: upper limit of the weights' file: "90MB", bytes, or a share of the original's size at half precision.
+        bits: in place of ``size``, average bits per weight, below 16, scales included: of linear layers, embedding and
+            head, as ``reader`` stores them; 4.5 where no budget is given.
         keep: in place of both, the share of the parameters of the linear layers, between 0 and 1, by low rank.
         reader: the program that will run the model, and decides what layers can become: "relinear", "llama.cpp"
             (GGUF) or "vllm" (compressed-tensors).
-        tokens: how many calibrate: excerpts of the corpus that are spread over documents.
+        tokens: number of calibration tokens: excerpts of the corpus that are spread over documents.
         self_sampled: where all texts are of one kind, half of the tokens that calibrate are written by the model
             itself, at temperature 1: what decides bits and rounding has to hold on another kind of text.
         sequence_length: tokens a block of the corpus; by default 512, or as many as the model reads.
@@ -43,7 +43,7 @@ class CompressSettings(Settings):
         evaluate: compare the compressed model with the original: loss and agreement on tokens that
             calibration has not seen.
         evaluation_tokens: of documents that do not calibrate, for ``evaluate``.
-        passages: how many are continued to see whether the model repeats itself; 0 leaves that out.
+        passages: number of text passages that the model continues, to test for repetition; 0 for none.
 
     Raises:
         ValueError: for an unknown key (names the nearest) or a value out of range.

@@ -36,7 +36,7 @@ Init = Literal["fresh", "from_weight"]
 
 
 class NotLinearError(ValueError):
-    """Report that an operator is not a context-free linear map: ``to_dense`` raises it.
+    """Report that an operator is no linear map of its input or, to folding, that its matrix depends on the context.
 
     Examples are HDPL with its SiLU path, and gates that read x. ``relinear.fold_`` leaves such operators in place.
 
