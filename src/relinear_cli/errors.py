@@ -41,7 +41,11 @@ def _is_foreign(error: BaseException) -> bool:
 def one_message(error: BaseException) -> str:
     """Return the message about ``error`` for the user, shortened to what fits on a terminal."""
     text = _message(error).replace("overwrite=True (--overwrite)", "--overwrite")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+    if len(text) <= _LONGEST:  # without the slow import, so that a mistyped option is reported quickly
+        return text
+    from relinear.system.text import shorten
+
+    return shorten(text, _LONGEST)
 
 
 def _message(error: BaseException) -> str:
