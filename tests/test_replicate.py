@@ -160,6 +160,10 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
         "relinear.compare.replicate_fits.executor_at", lambda *_: contextlib.nullcontext(InlineExecutor())
     )
     monkeypatch.chdir(tmp_path)
+    for wrong, said in ((["--seeds", "0,0"], "values come twice"), (["--evaluate-on", "nothing.txt"], "nothing.txt")):
+        assert main(["replicate", "rotor", "--data", "text", "--budget", "0.001", *wrong]) == 2
+        assert said in capfd.readouterr().err
+    assert not (tmp_path / "runs").exists()
     assert main(["replicate", "rotor", "--data", "text", "--budget", "0.001", "--seeds", "0,1"]) == 0
     page = (tmp_path / "runs" / "rotor" / "report.html").read_text()
     for said in (

@@ -15,7 +15,9 @@ def command(
         show_default="ten minutes on two cores",
     ),
     model: str | None = typer.Option(
-        None, help="`small`, `paper`, a preset, the directory of a saved model, or a Hub name.", show_default="small"
+        None,
+        help="`small`, `paper`, a preset (rotor: a trained model), a model's directory, or a Hub name.",
+        show_default="small",
     ),
     data: str | None = typer.Option(
         None, help="`stdlib`, `paper`, a file or folder, or a Hub name.", show_default="stdlib"

@@ -139,6 +139,8 @@ def replication(
     request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
     if paper.fits is not None:
         second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
+        if len(set(seeds or ())) < len(seeds or ()):
+            raise ValueError(f"seeds: values come twice: {list(seeds or ())}")
         return FitReplication(paper, paper.fits, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")

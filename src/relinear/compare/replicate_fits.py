@@ -22,7 +22,7 @@ from relinear.compare.report import number
 from relinear.compare.schema import Gap
 from relinear.compare.speed import seconds_per_token
 from relinear.data import DataSettings, iter_texts
-from relinear.data.corpora import evaluation_split
+from relinear.data.corpora import evaluation_split, open_corpus
 from relinear.data.tokenizers import expected_vocabulary, load_tokenizer
 from relinear.distill import distill_
 from relinear.evaluate.language import perplexity
@@ -105,6 +105,8 @@ class FitReplication:
         Raises:
             ValueError, OSError: for a model or text that is not there.
         """
+        for text in filter(None, self._texts):
+            open_corpus(settings_of(text))
         jobs, trained, at_once = self._jobs(), self.decoder, workers or available_cores()
         seconds, first, short = 0.0, *(list(each.values())[-1] for each in (jobs, self._jobs(_TIMED)))
         if trained is None:
