@@ -24,7 +24,8 @@ from relinear.compare.report import number, read_results, results_section
 from relinear.compare.requirements import compare_requirements
 from relinear.compare.run import compare
 from relinear.compare.schema import EntryResult, Gap, Results
-from relinear.compare.settings import CompareSettings
+from relinear.compare.settings import CompareSettings, Seeds
+from relinear.contract.config import check_value
 from relinear.models import preset_config, preset_names
 from relinear.pages.blocks import Block, Cell, Row, Section, Table, Text
 from relinear.pages.page import write_page
@@ -139,8 +140,7 @@ def replication(
     request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
     if paper.fits is not None:
         second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
-        if len(set(seeds or ())) < len(seeds or ()):
-            raise ValueError(f"seeds: values come twice: {list(seeds or ())}")
+        check_value("seeds", tuple(seeds or [0]), Seeds)
         return FitReplication(paper, paper.fits, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
     if evaluate_on is not None:
         raise ValueError(f"--evaluate-on is for papers that fit to a pretrained model; {name} trains its models")

@@ -106,8 +106,9 @@ def _matched(entries: Sequence[tuple[CompareSettings, Planned]]) -> str:
     resized = grouped(
         (entry.name, str(config))
         for recipe, entry in entries
-        for config in entry.settings.operator_configs.values()
-        if config is not None and config not in recipe.settings_of(entry.name).operator_configs.values()
+        for written in [recipe.settings_of(entry.name).operator_configs]
+        for pattern, config in entry.settings.operator_configs.items()
+        if config != written[pattern]
     )
     return "".join(f"; matched by {name}: {', '.join(dict.fromkeys(each))}" for name, each in resized.items())
 

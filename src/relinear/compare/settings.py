@@ -54,6 +54,8 @@ def _listed(value: Any) -> Any:
 _ASCENDING = AfterValidator(lambda values: tuple(sorted(values)))
 _Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Unique, _ASCENDING]
 _Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Unique, _ASCENDING]
+#: of the final runs, each once
+Seeds = Annotated[tuple[Seed, ...], Field(min_length=1), Unique]
 _Tokens = Annotated[PositiveInt, BeforeValidator(_tokens)]
 _Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1), Unique, _ASCENDING]
 
@@ -273,7 +275,7 @@ class CompareSettings(Settings):
     budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Unique, _ASCENDING] | None = None
     sizes: Annotated[Sizes | None, BeforeValidator(_widths)] = None
     match: Annotated[Match, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = Match()
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1), Unique, BeforeValidator(_listed)] = (0,)
+    seeds: Annotated[Seeds, BeforeValidator(_listed)] = (0,)
     tune: Annotated[Tune | None, _or_default({})] = None
     speed: Speed = Speed()
     reference: str | None = None
