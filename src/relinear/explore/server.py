@@ -139,12 +139,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> Mapping[str, Any]:
         if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
             raise _RequestError(415, "send JSON: Content-Type application/json")
-        length = int(self.headers.get("Content-Length", ""))
-        if length > LARGEST_BODY:
+        stated = self.headers.get("Content-Length", "")
+        if not stated.isdecimal():
+            raise _RequestError(411, "a request needs a Content-Length")
+        if (length := int(stated)) > LARGEST_BODY:
             self.rfile.read(min(length, 8 * LARGEST_BODY))  # a client reads the answer only after it has sent all
             raise _RequestError(413, f"a request has at most {LARGEST_BODY:,} bytes")
         try:
-            values = json.loads(self.rfile.read(max(0, length)))
+            values = json.loads(self.rfile.read(length))
             json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             raise _RequestError(400, "the request is not valid JSON, or a text in it holds half a character") from None
