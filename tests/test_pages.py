@@ -192,7 +192,7 @@ def test_a_comparison_as_csv_and_latex(tmp_path, capsys) -> None:
     assert main(command) == 2  # as that is no file of ours to replace
     assert "t.csv exists already" in capsys.readouterr().err
     assert main([*command[:1], str(tmp_path), *command[2:]]) == 2
-    assert "one comparison" in capsys.readouterr().err
+    assert "one finished comparison" in capsys.readouterr().err
 
 
 def test_a_short_run_is_told_how_far_it_decides(tmp_path) -> None:
