@@ -163,8 +163,10 @@ def replication(
     if tokens_of(sized) != tokens_of(whole) or share != 1:
         tokens = max(round(share * tokens_of(whole)), sized.train.tokens_per_step)
         steps = math.ceil(tokens / sized.train.tokens_per_step)
-        evaluations = min(_EVALUATIONS, whole.steps // (whole.train.eval_every or whole.steps))
         held_out = max(_FEWEST, min(tokens // 20, _MOST))
+        # evaluations read at most half as many tokens as training
+        most = min(_EVALUATIONS, tokens // (2 * held_out))
+        evaluations = min(most, whole.steps // (whole.train.eval_every or whole.steps))
         changes |= {"tokens": tokens, "train.eval_every": max(1, steps // max(1, evaluations))}
         changes |= {"train.data.max_validation_tokens": held_out, "train.eval_start_tokens": held_out}
     changes |= {"name": f"replicate {name}", "description": paper.title}
