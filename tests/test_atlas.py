@@ -35,7 +35,7 @@ def test_costs_are_those_of_the_fits_and_a_killed_atlas_goes_on(study, tmp_path,
     weight, moments = linear.weight.detach().double(), study.KeptMoments(out / "moments").moments(name)
     assert layer["nothing"] == pytest.approx(0.5 * float(moments.error(weight)))
     operator = OperatorConfig.read("monarch:blocks=4").build(*weight.T.shape, bias=False)
-    operator.fit_to_calibration(linear, moments, steps=3)
+    operator.fit_to_calibration_(linear, moments, steps=3)
     (point,) = layer["operators"]["monarch"]
     error = float(moments.error(weight - operator.to_dense().detach().double()))
     assert point["nats"] == pytest.approx(0.5 * error, rel=1e-3)

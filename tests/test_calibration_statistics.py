@@ -42,7 +42,7 @@ def test_low_rank_solution_is_the_textbook_one(inputs: int, outputs: int) -> Non
         fitted = (
             relinear.LowRank(rank=rank)
             .build(inputs, outputs, dtype=torch.float64)
-            .fit_to_calibration(source, statistics)
+            .fit_to_calibration_(source, statistics)
         )
         expected = by_definition(source.weight.detach(), statistics, rank)
         # the small ridge keeps the two a little apart
@@ -75,7 +75,8 @@ def test_singular_moments_give_finite_fits(singular: str, inputs: int, outputs: 
     g = moment(outputs, 2 if singular in ("outputs", "both") else 99, 2)
     statistics = CalibrationStatistics(a * (singular != "zero"), g * (singular != "zero"))
     source = linear(inputs, outputs)
-    fitted = relinear.LowRank(rank=3).build(inputs, outputs, dtype=torch.float64).fit_to_calibration(source, statistics)
+    fitted = relinear.LowRank(rank=3).build(inputs, outputs, dtype=torch.float64)
+    fitted.fit_to_calibration_(source, statistics)
     assert bool(torch.isfinite(fitted.to_dense()).all())
     if singular in ("inputs", "both"):  # inputs of rank 3 are reproduced by a fit of rank 3
         assert float(statistics.error(source.weight - fitted.to_dense())) < 1e-3 * float(
@@ -86,8 +87,8 @@ def test_singular_moments_give_finite_fits(singular: str, inputs: int, outputs: 
 def test_identity_moments_give_the_plain_fit() -> None:
     source = linear(IN, OUT)
     config = relinear.LowRank(rank=4)
-    plain = config.build(IN, OUT, dtype=torch.float64).from_linear(source)
-    fitted = config.build(IN, OUT, dtype=torch.float64).fit_to_calibration(source, CalibrationStatistics.identity(IN))
+    plain = config.build(IN, OUT, dtype=torch.float64).fit_to_linear_(source)
+    fitted = config.build(IN, OUT, dtype=torch.float64).fit_to_calibration_(source, CalibrationStatistics.identity(IN))
     assert torch.allclose(fitted.to_dense(), plain.to_dense(), atol=1e-9)
 
 
@@ -108,8 +109,8 @@ def test_every_dense_operator_fits_better_under_the_moments_it_is_judged_by(conf
     fitted = config.build(16, 16)
     plain = copy.deepcopy(fitted)
     if config.fits_weight:
-        plain.from_linear(source)
-    fitted.fit_to_calibration(source, statistics)
+        plain.fit_to_linear_(source)
+    fitted.fit_to_calibration_(source, statistics)
     error = {
         name: float(statistics.error((source.weight - m.to_dense()).double()))
         for name, m in (("plain", plain), ("fitted", fitted))
@@ -120,7 +121,7 @@ def test_every_dense_operator_fits_better_under_the_moments_it_is_judged_by(conf
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"sizes \(24, 16\) do not fit a layer of sizes \(16, 16\)"):
-        relinear.LowRank(rank=2).build(16, 16).fit_to_calibration(
+        relinear.LowRank(rank=2).build(16, 16).fit_to_calibration_(
             nn.Linear(16, 16), CalibrationStatistics(moment(24, 9, 0))
         )
     with pytest.raises(ValueError, match="square matrix"):
@@ -128,6 +129,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="NaN or infinite"):
         CalibrationStatistics(torch.full((2, 2), float("nan")))
     with pytest.raises(relinear.contract.operator.NotLinearError):
-        relinear.HDPL(rank=4, blocks=2).build(16, 16).fit_to_calibration(
+        relinear.HDPL(rank=4, blocks=2).build(16, 16).fit_to_calibration_(
             nn.Linear(16, 16), CalibrationStatistics.identity(16)
         )

@@ -208,12 +208,12 @@ def test_the_balance_of_templates_hangs_neither_on_padding_nor_on_batches() -> N
 def test_a_weight_goes_into_templates_that_are_mixed_and_not_into_those_that_are_selected() -> None:
     weight = nn.Linear(8, 8, dtype=torch.float64)
     config = relinear.CCL(rank=8, context_dim=5, templates=4, norm=False, composition="remixing")
-    layer = config.build(8, 8, dtype=torch.float64).from_linear(weight)
+    layer = config.build(8, 8, dtype=torch.float64).fit_to_linear_(weight)
     x = torch.randn(6, 8, dtype=torch.float64)
     with relinear.activations.context(torch.randn(6, 5, dtype=torch.float64)):
         torch.testing.assert_close(layer(x), weight(x))
     with pytest.raises(ValueError, match="part of the basis"):
-        config.replace(composition="selection").build(8, 8).from_linear(nn.Linear(8, 8))
+        config.replace(composition="selection").build(8, 8).fit_to_linear_(nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,30 @@ def test_hooks_of_the_version_before_work_under_their_old_names_and_warn() -> No
     expected = relinear.LowRank(rank=2).build(6, 5, bias=False, dtype=torch.float64)
     linear = torch.nn.Linear(6, 5, bias=False, dtype=torch.float64)
     statistics = CalibrationStatistics.identity(6)
-    with pytest.warns(DeprecationWarning, match="from_moments has a new name: fit_to_calibration"):
+    with pytest.warns(DeprecationWarning, match="from_moments has a new name: fit_to_calibration_"):
         layer.from_moments(linear, statistics)
-    expected.fit_to_calibration(linear, statistics)
+    expected.fit_to_calibration_(linear, statistics)
     assert layer.fitted_by_old_hook
     torch.testing.assert_close(layer.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("old, new", [("from_linear", "fit_to_linear_"), ("fit_", "fit_to_weight_")])
+def test_fits_of_a_weight_work_under_their_old_names_and_warn(old: str, new: str) -> None:
+    def override(self, source):
+        result = getattr(super(OldLinear, self), old)(source)
+        self.fitted_by_old_hook = True
+        return result
+
+    with pytest.warns(DeprecationWarning, match=f"OldLinear.{old} has a new name: {new}"):
+        OldLinear = type("OldLinear", (relinear.operators.low_rank.LowRankLinear,), {old: override})
+    linear = torch.nn.Linear(6, 5)
+    layer = OldLinear(relinear.LowRank(rank=2), 6, 5).fit_to_linear_(linear)
+    expected = relinear.LowRank(rank=2).build(6, 5)
+    with pytest.warns(DeprecationWarning, match="from_linear has a new name: fit_to_linear_"):
+        assert expected.from_linear(linear) is expected
+    assert layer.fitted_by_old_hook
+    torch.testing.assert_close(layer.to_dense(), expected.to_dense())
+    torch.testing.assert_close(layer.bias, linear.bias)
 
 
 def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() -> None:
@@ -51,6 +70,8 @@ def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() ->
 def test_settings_of_the_version_before_load_under_their_old_names_and_warn() -> None:
     with pytest.warns(DeprecationWarning, match="model_start has a new name: model_init"):
         assert TrainSettings.load({"model_start": "torch"}).model_init == "torch"
+    with pytest.warns(DeprecationWarning, match="TrainSettings.updated has a new name: replace"):
+        assert TrainSettings().updated(steps=3).steps == 3
     recorded = BenchSettings().model_dump(mode="json")
     assert BenchSettings.upgraded(recorded | {"peers": True, "untuned": False}) == recorded
 

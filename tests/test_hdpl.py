@@ -163,7 +163,7 @@ def test_wrong_settings(wrong: dict) -> None:
 
 def test_fit_is_exactly_linear_at_any_scale() -> None:
     weight = nn.Linear(16, 24, dtype=torch.float64)
-    module = relinear.HDPL(rank=9, blocks=4).build(16, 24, dtype=torch.float64).from_linear(weight).eval()
+    module = relinear.HDPL(rank=9, blocks=4).build(16, 24, dtype=torch.float64).fit_to_linear_(weight).eval()
     x = torch.randn(50, 16, dtype=torch.float64)
     small, large = module(x) - weight.bias, module(1000 * x) - weight.bias
     torch.testing.assert_close(large, 1000 * small)
@@ -185,7 +185,7 @@ def test_fit_beats_its_parts_and_never_gets_worse() -> None:
 
 def test_training_stays_near_eval_after_a_fit() -> None:
     weight = nn.Linear(64, 64)
-    module = relinear.HDPL(rank=64, blocks=4).build(64, 64).from_linear(weight)
+    module = relinear.HDPL(rank=64, blocks=4).build(64, 64).fit_to_linear_(weight)
     x = torch.randn(256, 64)
     noisy, quiet = module(x), module.eval()(x)
     assert (noisy - quiet).norm() < 0.05 * quiet.norm()

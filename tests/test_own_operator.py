@@ -168,7 +168,7 @@ for kind in sorted(plugins.entry_points("operator")):
     config = OperatorConfig.read(kind)
     if config.fits_weight:
         first = config.candidates(32, 48)[0]
-        plain = first.build(32, 48, bias=False, dtype=torch.float64).from_linear(linear).to_dense().detach()
+        plain = first.build(32, 48, bias=False, dtype=torch.float64).fit_to_linear_(linear).to_dense().detach()
         error = first.fit_error(linear, moments, steps=20)
         print(kind, error < 0.98 * float(moments.error(weight - plain)))
 many = OperatorConfig.read("kronecker")

@@ -38,8 +38,8 @@ def test_the_same_map_as_low_rank_with_fewer_parameters_and_flops() -> None:
     moments = CalibrationStatistics(a.T @ a / 90, g.T @ g / 90)
     x = torch.randn(5, 30)
     for rank in (1, 7, 20):
-        plain = relinear.LowRank(rank=rank).convert(linear).fit_to_calibration(linear, moments)
-        pivoted = relinear.PivotedLowRank(rank=rank).convert(linear).fit_to_calibration(linear, moments)
+        plain = relinear.LowRank(rank=rank).convert(linear).fit_to_calibration_(linear, moments)
+        pivoted = relinear.PivotedLowRank(rank=rank).convert(linear).fit_to_calibration_(linear, moments)
         assert torch.allclose(pivoted(x), plain(x), atol=1e-5)
         assert torch.allclose(pivoted.to_dense(), plain.to_dense(), atol=1e-5)
         sizes = [sum(p.numel() for p in m.parameters()) for m in (plain, pivoted)]

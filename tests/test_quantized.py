@@ -125,9 +125,9 @@ def test_levels_of_their_own_fit_normal_weights_better_than_whole_numbers() -> N
         for method in ("nearest", "moments"):
             layer = config.convert(linear)
             if method == "nearest":
-                layer.fit_(linear.weight.detach())
+                layer.fit_to_weight_(linear.weight.detach())
             else:
-                layer.fit_to_calibration(linear, moments)
+                layer.fit_to_calibration_(linear, moments)
             dense = layer.to_dense().detach()
             errors[name, method] = float(moments.error(dense - linear.weight.detach()))
         ((_, expected),) = [e for e in config.candidate_errors(linear, moments) if e[0].bits == 4]
@@ -161,11 +161,11 @@ def test_k_types_are_read_by_gguf_to_the_bit(config) -> None:
         assert rows.shape == gguf.quants.quant_shape_to_byte_shape((24, 512), kind)
         return torch.equal(torch.from_numpy(gguf.dequantize(rows.numpy(), kind)), layer.to_dense())
 
-    layer.fit_(linear.weight)
+    layer.fit_to_weight_(linear.weight)
     assert same()
     assert not layer.to_dense()[3, :256].any()
     errors = [float(moments.error((layer.to_dense() - linear.weight).double()))]
-    layer.fit_to_calibration(linear, moments)
+    layer.fit_to_calibration_(linear, moments)
     assert same()
     errors.append(float(moments.error((layer.to_dense() - linear.weight).double())))
     assert errors[1] < 0.6 * errors[0]
@@ -259,8 +259,8 @@ def test_moments_lower_the_error(kind: str, symmetric: bool) -> None:
     previous = float("inf")
     for entry, error in curve:
         blind, seeing = (entry.convert(source) for _ in range(2))
-        blind.from_linear(source)
-        seeing.fit_to_calibration(source, moments)
+        blind.fit_to_linear_(source)
+        seeing.fit_to_calibration_(source, moments)
         found = [float(moments.error(m.to_dense().double() - linear.weight.double())) for m in (seeing, blind)]
         assert found[0] < min(found[1], previous)
         assert torch.equal(seeing.bias, linear.bias)
@@ -323,7 +323,7 @@ def test_text_of_another_kind_tells_how_far_moments_hold() -> None:
     linear.weight.data = weight
     errors = []
     for known in (statistics, CalibrationStatistics(statistics.inputs)):
-        fitted = config.convert(linear).fit_to_calibration(linear, known)
+        fitted = config.convert(linear).fit_to_calibration_(linear, known)
         third = unlike[2].T @ unlike[2] / 2000
         errors.append(float(CalibrationStatistics(third).error(fitted.to_dense().detach() - weight)))
     assert errors[0] < errors[1], "a third kind gains"
@@ -364,11 +364,11 @@ def test_scales_that_float16_does_not_hold_are_refused(size: float) -> None:
     torch.manual_seed(0)
     layer = relinear.Quantized(bits=8).build(64, 8, bias=False, dtype=torch.float16)
     with torch.no_grad(), pytest.raises(ValueError, match=r"float16 does not hold scales .* bfloat16 or float32"):
-        layer.fit_(torch.randn(8, 64) * size)
+        layer.fit_to_weight_(torch.randn(8, 64) * size)
     few = torch.randn(8, 64) * 0.02
     few[3] *= 1e-5  # a row that adds nothing does not refuse the matrix
     with torch.no_grad():
-        layer.fit_(few)
+        layer.fit_to_weight_(few)
     assert (layer.to_dense() - few).norm() < 0.01 * few.norm()
 
 
@@ -433,8 +433,8 @@ def test_rounding_follows_the_size_of_weights_group_by_group(bits: int, symmetri
     for factors in (2.0 ** sizes[:, None], torch.full((6, 1), 2.0**-20)):
         plain, scaled = (config.build(100, 6, bias=False) for _ in range(2))
         with torch.no_grad():
-            plain.fit_(weight)
-            scaled.fit_(weight * factors)
+            plain.fit_to_weight_(weight)
+            scaled.fit_to_weight_(weight * factors)
         assert torch.equal(plain.codes, scaled.codes)
         assert torch.equal(plain.to_dense() * factors, scaled.to_dense())
         error = (scaled.to_dense() - weight * factors).norm(dim=1) / (weight * factors).norm(dim=1)

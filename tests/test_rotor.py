@@ -326,7 +326,7 @@ def test_permuted_terms_are_fitted_to_an_orthogonal_map_that_the_plain_sum_canno
     for permuted in (False, True):
         torch.manual_seed(1)
         config = relinear.Rotor(depth=0, width=16, scale=True, init_std=1.0, permute_terms=permuted)
-        module = config.build(8, 8, bias=False, dtype=D).fit_to_calibration(linear_of(wanted), moments, steps=500)
+        module = config.build(8, 8, bias=False, dtype=D).fit_to_calibration_(linear_of(wanted), moments, steps=500)
         errors.append(((module.to_dense() - wanted).norm() / wanted.norm()).item())
     assert errors[0] > 0.5
     assert errors[1] < 1e-4

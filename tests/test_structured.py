@@ -49,7 +49,7 @@ def test_usual_widths_are_not_padded() -> None:
 
 def test_fit_is_the_projection_onto_the_blocks() -> None:
     weight = torch.nn.Linear(32, 48, dtype=torch.float64)
-    module = relinear.BlockHadamard(blocks=4).build(32, 48, dtype=torch.float64).from_linear(weight)
+    module = relinear.BlockHadamard(blocks=4).build(32, 48, dtype=torch.float64).fit_to_linear_(weight)
     identity = torch.eye(32, dtype=torch.float64)
     torch.testing.assert_close(module.blocks[0].detach(), block_diagonal_of(weight.weight @ hadamard(identity), 4))
     # Orthogonality of the residual to the subspace is what makes a fit the closest one.
@@ -60,7 +60,7 @@ def test_fit_is_the_projection_onto_the_blocks() -> None:
 @pytest.mark.parametrize("shape", [(32, 48), (48, 32), (17, 9)])
 def test_without_a_first_transform_depth_one_is_block_diagonal(shape) -> None:
     weight = torch.nn.Linear(*shape, dtype=torch.float64)
-    module = relinear.BlockHadamard(blocks=4, mix_input=False).build(*shape, dtype=torch.float64).from_linear(weight)
+    module = relinear.BlockHadamard(blocks=4, mix_input=False).build(*shape, dtype=torch.float64).fit_to_linear_(weight)
     blocks = module.blocks[0].detach()
     padded = torch.zeros(4 * blocks.shape[1], 4 * blocks.shape[2], dtype=torch.float64)
     padded[: shape[1], : shape[0]] = weight.weight.detach()
@@ -80,7 +80,7 @@ def test_without_a_first_transform_one_stands_between_two_products() -> None:
     for depth in (1, 2, 3):
         torch.manual_seed(0)
         config = relinear.BlockHadamard(blocks=4, depth=depth, mix_input=False)
-        fitted = config.build(16, 16, dtype=torch.float64).from_linear(weight)
+        fitted = config.build(16, 16, dtype=torch.float64).fit_to_linear_(weight)
         errors.append((fitted.to_dense() - weight.weight).norm().item())
     assert max(errors[1:]) < errors[0]
 
@@ -90,7 +90,7 @@ def test_deeper_fits_are_closer() -> None:
     errors = []
     for depth in (1, 2, 3):
         torch.manual_seed(0)
-        module = relinear.BlockHadamard(blocks=4, depth=depth).build(48, 32, dtype=torch.float64).from_linear(weight)
+        module = relinear.BlockHadamard(blocks=4, depth=depth).build(48, 32, dtype=torch.float64).fit_to_linear_(weight)
         errors.append((module.to_dense() - weight.weight).norm().item())
     assert errors[1] < errors[0]
     assert errors[2] < errors[0]
@@ -123,7 +123,7 @@ def test_monarch_holds_the_fourier_transform() -> None:
 
 def test_monarch_fit_cannot_be_improved() -> None:
     weight = torch.nn.Linear(20, 12, dtype=torch.float64)
-    module = relinear.Monarch(blocks=4).build(20, 12, dtype=torch.float64).from_linear(weight)
+    module = relinear.Monarch(blocks=4).build(20, 12, dtype=torch.float64).fit_to_linear_(weight)
     error = (module.to_dense() - weight.weight).square().sum()
     gradients = torch.autograd.grad(error, [module.left, module.right])
     assert max(g.abs().max().item() for g in gradients) < 1e-10

@@ -274,7 +274,7 @@ def test_weights_that_are_not_finite_are_fitted_to_by_name_or_not_at_all(operato
     if operator != "transponder":
         config = relinear.contract.OperatorConfig.read(operator)
         with pytest.raises(ValueError, match="weight holds values that are not finite"):
-            config.build(up.in_features, up.out_features).from_linear(up)
+            config.build(up.in_features, up.out_features).fit_to_linear_(up)
 
 
 def test_names_of_layers_as_few_patterns():

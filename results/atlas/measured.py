@@ -55,7 +55,7 @@ def main() -> None:
         config, weight = OperatorConfig.read(f"{kind}:{setting}".rstrip(":")), dense_weight(layer).clone()
         operator = config.build(*linear_features(layer), bias=False)
         single = CalibrationStatistics(moments.inputs.float(), moments.outputs.float())
-        operator.fit_to_calibration(linear_of(weight), single, steps=record["settings"]["steps"])
+        operator.fit_to_calibration_(linear_of(weight), single, steps=record["settings"]["steps"])
         layer.weight.copy_(operator.to_dense())
         found = read(model, ids).against(original)
         layer.weight.copy_(weight)

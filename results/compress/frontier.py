@@ -78,9 +78,9 @@ def rounded(
     """A layer of ``config``: to nearest, by GPTQ under the moments of inputs alone, or as relinear rounds."""
     operator = config.convert(source)
     if moments is None:
-        return operator.from_linear(source)
+        return operator.fit_to_linear_(source)
     if own:
-        return operator.fit_to_calibration(source, moments)
+        return operator.fit_to_calibration_(source, moments)
     weight = dense_weight(source).detach().float()
     grid = config.grid(weight, moments)
     return taken(operator, source, grid, gptq(weight, grid, config.group, moments.inputs))

@@ -78,7 +78,7 @@ def main() -> None:
         whole = float(statistics.error(weight.double()))
         for config, predicted in relinear.Quantized(group=32, levels="k").candidate_errors(layer, statistics):
             kind, grid = gguf.GGMLQuantizationType[f"Q{config.bits}_K"], config.grid(weight, statistics)
-            ours = config.convert(layer).fit_to_calibration(linear_of(weight), statistics)
+            ours = config.convert(layer).fit_to_calibration_(linear_of(weight), statistics)
             rounded = {
                 "compress": ours.to_dense(),
                 "nearest": grid.values(nearest(weight, grid, config.group), config.group),

@@ -46,7 +46,7 @@ def in_integers(weight: Tensor, bits: int, moments: CalibrationStatistics | None
     """The matrix rounded as relinear rounds, to nearest without moments."""
     source = linear_of(weight)
     operator = relinear.Quantized(bits=bits).convert(source)
-    fitted = operator.from_linear(source) if moments is None else operator.fit_to_calibration(source, moments)
+    fitted = operator.fit_to_linear_(source) if moments is None else operator.fit_to_calibration_(source, moments)
     return fitted.to_dense()
 
 

@@ -96,7 +96,7 @@ def uniform_(model: nn.Module, names: list[str], calibration: KeptMoments, metho
             operator.set_factors_(basis.T, dense_weight(source).double() @ basis)
             operator.copy_bias_(source)
         else:
-            operator.fit_to_calibration(source, moments_of(method, calibration.moments(name)))
+            operator.fit_to_calibration_(source, moments_of(method, calibration.moments(name)))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, operator)
 
@@ -258,11 +258,11 @@ def main() -> None:
                 row(method, keep, start, model)
                 continue
             base, bits = BOTH.get(method, (method, None))
-            chosen = settings.updated(keep=keep, **COMPRESSED[base])
+            chosen = settings.replace(keep=keep, **COMPRESSED[base])
             ids, more = [blocks.flatten()], {}
             if method == "healed":
                 healing = {"heal_tokens": given.heal_tokens, "heal_learning_rate": given.heal_rate}
-                chosen, ids, more = chosen.updated(**healing), [*ids, further.flatten()], healing
+                chosen, ids, more = chosen.replace(**healing), [*ids, further.flatten()], healing
             # healing's tokens make another corpus, of which other excerpts calibrate
             folder = state / f"{method}-{given.heal_tokens}" if method == "healed" else state
             report = compress(model, ids, settings=chosen, out_dir=folder)

@@ -39,7 +39,7 @@ def main() -> None:
             torch.manual_seed(0)
             layer = relinear.Quantized(bits=bits).build(inputs, outputs, False).eval()
             original = torch.randn(outputs, inputs) / inputs**0.5
-            layer.fit_(original)
+            layer.fit_to_weight_(original)
             half = relinear.Quantized(bits=bits).build(inputs, outputs, False).bfloat16().eval()
             half.load_state_dict(layer.state_dict())
             weight, x = layer.to_dense(), torch.randn(ROWS, inputs)

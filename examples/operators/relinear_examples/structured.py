@@ -56,7 +56,7 @@ def with_low_rank(weight: Tensor, rank: int, nearest: Callable[[Tensor], Tensor]
 def low_rank_under(weight: Tensor, rank: int, statistics: CalibrationStatistics) -> tuple[Tensor, Tensor]:
     """down (R, I) and up (O, R) of the best matrix of rank R under statistics, which has a closed form."""
     best = LowRank(rank=rank).build(weight.shape[1], weight.shape[0], bias=False, dtype=torch.float64)
-    best.fit_to_calibration(linear_of(weight), statistics)
+    best.fit_to_calibration_(linear_of(weight), statistics)
     return best.down.detach(), best.up.detach()
 
 
@@ -120,27 +120,21 @@ class StructuredLinear(Operator):
         return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast gives products half precision
 
     @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         if not self.config.fits_weight:
-            return super().from_linear(linear)  # says so
-        for name, value in self.fit(self.source_weight(linear).double()).items():
+            super().fit_to_weight_(weight)  # raises
+        for name, value in self.fit(weight.double()).items():
             self.get_parameter(name).copy_(value)
-        self.copy_bias_(linear)
-        return self
 
     def begin(self, weight: Tensor, statistics: CalibrationStatistics) -> dict[str, Tensor]:
         """The tensors from which the descent under statistics starts; by default those of ``fit``."""
         return self.fit(weight)
 
-    def fit_to_calibration(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
-        weight = self.source_weight(linear).double()
-        statistics.check(self.in_features, self.out_features)
-        with torch.no_grad():
-            for name, value in self.begin(weight, statistics).items():
-                self.get_parameter(name).copy_(value)
-            self.copy_bias_(linear)
-        fit_by_lbfgs_(self, weight, statistics, steps)
-        return self
+    @torch.no_grad()
+    def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
+        for name, value in self.begin(weight.double(), statistics).items():
+            self.get_parameter(name).copy_(value)
+        fit_by_lbfgs_(self, weight.double(), statistics, steps)
 
     def param_roles(self):
         roles = super().param_roles()

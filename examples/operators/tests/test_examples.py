@@ -46,7 +46,7 @@ def fitted(config, weight: Tensor):
     """The operator's best fit of a matrix."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.float64)
     linear.weight = nn.Parameter(weight)
-    return built(config, *weight.T.shape).from_linear(linear)
+    return built(config, *weight.T.shape).fit_to_linear_(linear)
 
 
 SIZES = (
@@ -255,12 +255,9 @@ def skewed_statistics(inputs: int, outputs: int) -> CalibrationStatistics:
 @pytest.mark.parametrize("config", [Blast(rank=4), BlockLowRank(rank=4), SparseLowRank(rank=4)], ids=lambda c: c.kind)
 def test_what_holds_a_matrix_of_low_rank_is_never_worse_under_statistics(config) -> None:
     weight, statistics = torch.randn(48, 32, dtype=torch.float64), skewed_statistics(32, 48)
-    best = (
-        LowRank(rank=4).build(32, 48, bias=False, dtype=torch.float64).fit_to_calibration(linear_of(weight), statistics)
-    )
-    mine = config.build(32, 48, bias=False, dtype=torch.float64).fit_to_calibration(
-        linear_of(weight), statistics, steps=3
-    )
+    best, mine = (part.build(32, 48, bias=False, dtype=torch.float64) for part in (LowRank(rank=4), config))
+    best.fit_to_calibration_(linear_of(weight), statistics)
+    mine.fit_to_calibration_(linear_of(weight), statistics, steps=3)
     errors = [statistics.error(weight - layer.to_dense().detach()).item() for layer in (mine, best)]
     assert errors[0] < errors[1]
 

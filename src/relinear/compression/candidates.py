@@ -157,7 +157,7 @@ def fit_layers_(task: Task, layer_plan: CompressPlan, calibration: Calibration) 
             if name in statistics:
                 source = task.modules[name]
                 exact = linear_of(dense_weight(source).detach().double(), dense_bias(source))
-                fitted[name] = config.convert(source).fit_to_calibration(exact, statistics[name])
+                fitted[name] = config.convert(source).fit_to_calibration_(exact, statistics[name])
         return flat_states(fitted)
 
     operators = {name: config.to_dict() for name, config in layer_plan.replaced.items()}

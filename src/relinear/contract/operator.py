@@ -65,7 +65,7 @@ class OperatorConfig(Config):
     module_class: ClassVar[Callable[..., Operator]]
     #: whether it reads the context of a ``ContextManager`` or ``relinear.activations.context``
     conditioned: ClassVar[bool] = False
-    #: whether ``from_linear`` can fit a given weight
+    #: whether ``fit_to_linear_`` can fit a given weight
     fits_weight: ClassVar[bool] = True
     #: advice in the error if it cannot
     fit_hint: ClassVar[str] = "use init='fresh', or relinear.distill_ to fit it on data"
@@ -117,7 +117,7 @@ class OperatorConfig(Config):
         has_bias = getattr(source, "bias", None) is not None
         operator = self.build(in_features, out_features, has_bias, device=reference.device, dtype=reference.dtype)
         if init == "from_weight":
-            operator.from_linear(source)
+            operator.fit_to_linear_(source)
         operator.replaces_conv1d = is_conv1d(source) or getattr(source, "replaces_conv1d", False)
         operator.num_embeddings, operator.row_scale = getattr(source, "num_embeddings", None), row_scale(source)
         # read only if ``num_embeddings`` is set
@@ -144,17 +144,17 @@ class OperatorConfig(Config):
     ) -> list[tuple[OperatorConfig, float]]:
         """Return candidates for replacing ``linear``, each with its error tr(G (W - W') A (W - W')^T).
 
-        By default each is fitted (``fit_to_calibration``). Override this if one decomposition gives all the errors, as
+        By default each is fitted (``fit_to_calibration_``). Override this if one decomposition gives all the errors, as
         an SVD does for ranks. Only ``configs`` of the ``candidates`` are asked for; None for all.
         """
         configs = self.candidates(*linear_features(linear)) if configs is None else configs
         return [(config, config.fit_error(linear, statistics)) for config in configs]
 
     def fit_error(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> float:
-        """Fit an operator of this config by ``fit_to_calibration`` and return its error."""
+        """Fit an operator of this config by ``fit_to_calibration_`` and return its error."""
         weight = dense_weight(linear).detach()
         operator = self.build(*linear_features(linear), bias=False, device=weight.device)
-        fitted = operator.fit_to_calibration(linear_of(weight), statistics, steps=steps).to_dense().detach()
+        fitted = operator.fit_to_calibration_(linear_of(weight), statistics, steps=steps).to_dense().detach()
         return float(statistics.error(weight.double() - fitted.double()))
 
 
@@ -167,8 +167,9 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     give ``rows`` if the operator replaces an embedding. A subclass with an ``__init__`` instead of ``create`` creates
     the bias there and calls ``reset_parameters`` last.
 
-    Two ways to fit: ``from_linear`` calls ``fit_``, ``fit_to_calibration`` calls ``fit_to_statistics_``, and both then
-    copy the bias. Override ``fit_`` and ``fit_to_statistics_``, or ``from_linear`` if the bias changes too.
+    Fits take a layer, and hand its weight to a method that subclasses override: ``fit_to_linear_`` calls
+    ``fit_to_weight_``, ``fit_to_calibration_`` calls ``fit_to_statistics_``, and both then copy the bias. Override
+    ``fit_to_linear_`` itself only if the bias changes, too.
 
     Examples:
         >>> layer = relinear.LowRank(rank=8).build(64, 32)
@@ -197,7 +198,10 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     #: name of the operator in its model, for messages; empty outside of a model
     name_in_model: str = ""
     # earlier names, which work for one more version
-    from_moments = RenamedAttribute("fit_to_calibration")
+    from_linear = RenamedAttribute("fit_to_linear_")
+    fit_ = RenamedAttribute("fit_to_weight_")
+    from_moments = RenamedAttribute("fit_to_calibration_")
+    fit_to_calibration = RenamedAttribute("fit_to_calibration_")
     fit_moments_ = RenamedAttribute("fit_to_statistics_")
     wrong_values = RenamedAttribute("problem_with_values")
 
@@ -281,17 +285,17 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     # Fitting
 
     @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
+    def fit_to_linear_(self, linear: nn.Module) -> Self:
         """Overwrite the parameters with the best fit to ``linear`` (nn.Linear, Conv1D or an operator with to_dense).
 
         Raises:
             ValueError: if this operator cannot be fitted in closed form, or the shapes differ.
         """
-        self.fit_(self.source_weight(linear))
+        self.fit_to_weight_(self.source_weight(linear))
         self.copy_bias_(linear)
         return self
 
-    def fit_(self, weight: Tensor) -> None:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         """Overwrite all parameters but the bias with the best fit to ``weight`` (out_features, in_features).
 
         Raises:
@@ -300,12 +304,12 @@ class Operator(AuxiliaryLossMixin, CachingModule):
         raise ValueError(f"{self.config.kind} has no closed-form fit of a given weight; {self.config.fit_hint}")
 
     @torch.no_grad()
-    def fit_to_calibration(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
+    def fit_to_calibration_(self, linear: nn.Module, statistics: CalibrationStatistics, *, steps: int = 100) -> Self:
         """Overwrite the parameters with the best fit to ``linear`` on the calibration data; copy the bias.
 
         Minimises tr(G (W - W') A (W - W')^T) over the operator's dense matrix W', with the statistics A and G. The
-        default is L-BFGS, initialised by ``from_linear`` or, without such a fit, with the current parameters. Override
-        ``fit_to_statistics_`` for an exact solution.
+        default is L-BFGS, initialised by ``fit_to_linear_`` or, without such a fit, with the current parameters.
+        Override ``fit_to_statistics_`` for an exact solution.
 
         Args:
             linear: nn.Linear, Conv1D or an operator with ``to_dense``.
@@ -325,7 +329,7 @@ class Operator(AuxiliaryLossMixin, CachingModule):
     def fit_to_statistics_(self, weight: Tensor, statistics: CalibrationStatistics, steps: int) -> None:
         """Fit all parameters but the bias to ``weight`` under ``statistics``, in at most ``steps`` iterations."""
         if self.config.fits_weight:
-            self.from_linear(linear_of(weight))
+            self.fit_to_linear_(linear_of(weight))
         fit_by_lbfgs_(self, weight, statistics, steps)
 
     def source_weight(self, linear: nn.Module) -> Tensor:

@@ -121,14 +121,14 @@ class Wrapper(Operator):
                 reset()
 
     @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
+    def fit_to_linear_(self, linear: nn.Module) -> Self:
         """Fit the wrapped layer to ``linear`` and make the wrapper neutral."""
         if not self.config.fits_weight:
-            return super().from_linear(linear)
+            return super().fit_to_linear_(linear)
         weight = self.source_weight(linear)
         self.neutralize()
         if isinstance(self.base, Operator):
-            self.base.from_linear(linear)
+            self.base.fit_to_linear_(linear)
         else:
             dense_weight(self.base).copy_(weight)  # a view of the stored weight, even of a transposed one
             self.copy_bias_(linear)

@@ -52,7 +52,7 @@ class BlockHadamardLinear(Operator):
     def to_dense(self) -> Tensor:
         return block_hadamard_dense(self.blocks(), self.in_features, self.config.mix_input)[: self.out_features]
 
-    def fit_(self, weight: Tensor) -> None:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         """Take the least-squares fit of the weight (see ``block_hadamard_fit``): closed form at depth 1."""
         fits = block_hadamard_fit(weight, list(self.blocks), self.config.mix_input)
         for stage, fitted in zip(self.blocks, fits, strict=True):

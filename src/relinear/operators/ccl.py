@@ -24,7 +24,7 @@ from relinear.kernels.ccl import EPS, ccl, prepare_few_rows
 from relinear.operators.context_manager import GELU_GAIN
 from relinear.operators.fused_inference import FusedInference, Kernel
 
-_OPEN_LOGIT = 2.0  # of a gate after from_linear: its sigmoid is 0.88, open but not saturated
+_OPEN_LOGIT = 2.0  # of a gate after fit_to_linear_: its sigmoid is 0.88, open but not saturated
 
 
 class CCLLinear(FusedInference, HasHookPoints, Operator):
@@ -219,7 +219,7 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         return self.bias * gates["output"]
 
     @torch.no_grad()
-    def from_linear(self, linear: nn.Module) -> Self:
+    def fit_to_linear_(self, linear: nn.Module) -> Self:
         """Set the factors to a truncated SVD of the weight and open the gates: the best fit of this rank.
 
         Gates are initialised as the constant 0.88, for which the factors compensate. In training the context changes
@@ -280,7 +280,7 @@ class CCL(OperatorConfig):
         gate_bias: let the output gate scale the bias too (Eq. 4); False is the paper's Figure 3.
         gate_depth: hidden layers of the gate network, with GELU; 0 computes the gates from the context by one matrix.
         gate_width: G, their width; None means context_dim.
-        norm: LayerNorm with gain and offset after the basis (Eq. 1). ``from_linear`` and ``to_dense`` need False.
+        norm: LayerNorm with gain and offset after the basis (Eq. 1). ``fit_to_linear_`` and ``to_dense`` need False.
         composition: how a token's operator is composed from the basis. "gates" (the paper): a gate for every basis
             feature. The other two are baselines that the paper's Section 4.2 names without a definition. They split
             basis and mix into ``templates`` low-rank maps of rank R / E. A softmax of the gate network's last layer

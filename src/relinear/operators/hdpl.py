@@ -21,7 +21,7 @@ from relinear.kernels.autograd import recomputed
 from relinear.kernels.hdpl import hdpl, prepare_few_rows
 from relinear.operators.fused_inference import FusedInference
 
-#: log sigma^2 after ``from_linear``: noise of 2 % of a latent of unit variance
+#: log sigma^2 after ``fit_to_linear_``: noise of 2 % of a latent of unit variance
 _FITTED_LOGVAR = -8.0
 
 
@@ -118,7 +118,7 @@ class HDPLLinear(FusedInference, LatentOperator):
         """Return log sigma^2 (..., R); -inf without noise."""
         return torch.full_like(mu, -math.inf) if self.logvar is None else F.linear(x, *self.logvar())
 
-    def fit_(self, weight: Tensor) -> None:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         """Fit a block-diagonal part plus a part of rank R // 2, which the context path represents exactly in eval.
 
         Because silu(z) - silu(-z) = z, two latent dimensions with opposite encoders and decoders act as one exactly

@@ -39,7 +39,7 @@ class RankLinear(Operator):
         down, up = self.dense_chain()
         return up @ down
 
-    def fit_(self, weight: Tensor) -> None:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         """Set the factors to the weight's truncated SVD: the best fit of this rank in the Frobenius norm."""
         self.set_factors_(*low_rank_factors(weight, self.config.rank))
 

@@ -54,7 +54,7 @@ class MonarchLinear(Operator):
     def to_dense(self) -> Tensor:
         return monarch_dense(self.right, self.left, self.in_features, self.out_features)
 
-    def fit_(self, weight: Tensor) -> None:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         """Set the factors to the closest Monarch matrix in the Frobenius norm: a truncated SVD of every sub-block."""
         rank = self.right.shape[1] // self.config.blocks
         right, left = monarch_factors(weight, self.config.blocks, rank)

@@ -155,7 +155,7 @@ class QuantizedLinear(FusedInference, Operator):
         parts = {"packed": reference.words(codes, width), "scale": self.scales.detach(), "shape": shape}
         return {"num_bits": width, "group_size": group}, parts
 
-    def fit_(self, weight: Tensor) -> None:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         """Round to nearest, on grids that are clipped and shifted to minimise the squared error of every group."""
         weight = weight.float()
         grid = self.config.grid(weight)
@@ -243,7 +243,7 @@ class Quantized(OperatorConfig):
 
     Examples:
         >>> layer = torch.nn.Linear(64, 32)
-        >>> rounded = relinear.Quantized(bits=4).build(64, 32).from_linear(layer)
+        >>> rounded = relinear.Quantized(bits=4).build(64, 32).fit_to_linear_(layer)
         >>> bool((rounded.to_dense() - layer.weight).abs().max() < 0.02)
         True
     """

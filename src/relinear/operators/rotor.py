@@ -238,7 +238,7 @@ class RotorLinear(Operator):
         eye = torch.eye(self.in_features, dtype=self.entry.left.dtype, device=self.entry.left.device)
         return self._without_bias(eye).T
 
-    def fit_(self, weight: Tensor) -> None:
+    def fit_to_weight_(self, weight: Tensor) -> None:
         """Set the factors to the nearest sum of Kronecker products; only for settings with ``Rotor.fits_weight``."""
         size = self.entry.window
         if not self.config.fits_weight or self.in_features != size or self.out_features != size:

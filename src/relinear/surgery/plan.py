@@ -117,7 +117,7 @@ def plan(
         exclude: patterns of layers, or of modules that hold them, to leave alone.
         filter_fn: ``filter_fn(module, name) -> bool``; False leaves the layer alone.
         init: "fresh" initialises new parameters (with a warning if the model is pretrained), "from_weight" fits them to
-            the layer's weight (``from_linear``).
+            the layer's weight (``fit_to_linear_``).
 
     Returns:
         The plan; print it, or apply it with ``apply_()``.

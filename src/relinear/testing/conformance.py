@@ -370,20 +370,20 @@ class OperatorConformance:
             module = case.config.build(*shape, dtype=torch.float64)
             if not case.config.fits_weight:
                 with pytest.raises(ValueError, match="distill"):
-                    module.from_linear(linear)
+                    module.fit_to_linear_(linear)
                 continue
             fresh = fit_error(case, module, linear)
-            assert module.from_linear(linear) is module
+            assert module.fit_to_linear_(linear) is module
             fitted = fit_error(case, module, linear)
             assert fitted <= fresh
             assert fitted < 1
             torch.manual_seed(0)
-            from_conv = case.config.build(*shape, dtype=torch.float64).from_linear(target(shape, "Conv1D"))
+            from_conv = case.config.build(*shape, dtype=torch.float64).fit_to_linear_(target(shape, "Conv1D"))
             assert abs(fit_error(case, from_conv, linear) - fitted) < 1e-8
             with pytest.raises(ValueError, match="size"):
-                module.from_linear(nn.Linear(shape[0] + 1, shape[1], dtype=torch.float64))
+                module.fit_to_linear_(nn.Linear(shape[0] + 1, shape[1], dtype=torch.float64))
             if case.lossless_config is not None:
-                exact = case.lossless_config.build(*shape, dtype=torch.float64).from_linear(linear)
+                exact = case.lossless_config.build(*shape, dtype=torch.float64).fit_to_linear_(linear)
                 assert fit_error(case, exact, linear) <= case.exact_tolerance
 
     @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
