@@ -73,7 +73,7 @@ def cgt() -> dict[str, dict]:
     recipe = CompareSettings.load(read_recipe("cgt-text"))
     arms = {"no-aux": recipe.settings_of("cgt"), "aux": recipe.settings_of("cgt_aux")}
     equal = recipe.settings_of("gpt2_equal")
-    arms["gpt2-equal"] = equal.updated(model_overrides=equal.model_overrides | {"n_embd": 92})  # as it was then
+    arms["gpt2-equal"] = equal.replace(model_overrides=equal.model_overrides | {"n_embd": 92})  # as it was then
     sizes = {arm: measure_size(settings, 258) for arm, settings in arms.items()}
     return {arm: _sized(size.parameters, size.flops) for arm, size in sizes.items()}
 

@@ -95,7 +95,7 @@ def one_step(part, settings):
     drawn, seen, model = torch.randn, Gradients(), built(part)
     torch.randn = without_noise
     try:
-        result = fit(model, DATA["full" if part == CGT else "padded"](), settings.updated(steps=2), callbacks=[seen])
+        result = fit(model, DATA["full" if part == CGT else "padded"](), settings.replace(steps=2), callbacks=[seen])
     finally:
         torch.randn = drawn
     losses = [value for row in result.curve for key, value in row.items() if key in ("loss", "cross_entropy")]
@@ -248,7 +248,7 @@ class Stop(TrainerCallback):
 
 def interrupted(folder, rank, parts):
     """A run of six steps that is cut off after the fourth; its last checkpoint is of the third."""
-    settings = SETTINGS.updated(steps=6, save_every=3)
+    settings = SETTINGS.replace(steps=6, save_every=3)
     started, deadline = folder / "interrupted" / "checkpoints", time.monotonic() + 60
     while rank and not started.exists() and time.monotonic() < deadline:
         time.sleep(0.01)  # the second rank finds what the first has begun

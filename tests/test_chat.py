@@ -65,7 +65,7 @@ def test_files_with_a_column_of_messages(suffix: str, tmp_path) -> None:
     documents = list(iter_texts(settings, "all", conversations=True))
     expected = [token for i in range(3) for token in wanted(f"[user]Number {i}?|\n")]
     assert ids_of(documents, chat_tokenizer()) == expected
-    assert list(iter_texts(settings.updated(text_column="id"), "all")) == ["0", "1", "2"]
+    assert list(iter_texts(settings.replace(text_column="id"), "all")) == ["0", "1", "2"]
     with pytest.raises(ValueError, match="holds conversations, which only compress, distill and training read"):
         list(iter_texts(settings, "all"))
 

@@ -59,7 +59,7 @@ def test_matching_finds_the_nearest_size(written, by, factor):
     (operator,) = found.operators.values()
     for other in (operator["rank"] - 1, operator["rank"] + 1):
         if other >= 1:
-            changed = found.updated(operators={"all-linear": operator | {"rank": other}})
+            changed = found.replace(operators={"all-linear": operator | {"rank": other}})
             assert abs(measure_size(changed, VOCABULARY).of(by) - target) >= abs(size.of(by) - target)
 
 
@@ -148,7 +148,7 @@ def test_tuning_finds_the_minimum_and_grows_the_grid(tmp_path):
     assert tried == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]
     assert found.rate == 6.4e-2
     assert found.edge  # the grid has grown as often as it may
-    found, _ = by_rate(tune.updated(extensions=6), tmp_path, evaluate)
+    found, _ = by_rate(tune.replace(extensions=6), tmp_path, evaluate)
     assert tried[7:] == [0.128]  # what has ended is not run again
     assert found.rate == 6.4e-2
     assert not found.edge

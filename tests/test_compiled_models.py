@@ -205,7 +205,7 @@ def test_a_run_compiles_in_its_first_step(run, monkeypatch):
     curves, stock = [], MODELS[name]()
     for compile_ in (False, True):
         graphs, given = Graphs(), (DATA[data](), Tokens(samples=8, seed=1))
-        changed = settings.updated(compile=compile_)
+        changed = settings.replace(compile=compile_)
         curves.append(fit(copy.deepcopy(stock), given, changed, objective=objective, callbacks=[graphs]).curve)
     graphs.check()
     for plain, other in zip(*curves, strict=True):
@@ -220,7 +220,7 @@ def test_speeds_of_a_compiled_comparison_are_measured_after_all_is_compiled(monk
         model="tiny", model_overrides={"num_hidden_layers": 1}, data={"sequence_length": 8}, compile=True,
         batch_size=2, dtype="float32", threads=1, device="cpu",
     )  # fmt: skip
-    settings = {"dense": plain, "hdpl": plain.updated(operators={"up_proj": {"kind": "hdpl", "rank": 4, "blocks": 4}})}
+    settings = {"dense": plain, "hdpl": plain.replace(operators={"up_proj": {"kind": "hdpl", "rank": 4, "blocks": 4}})}
     graphs = Graphs()
     counted = functools.partial(speed_file.interleave, on_round=lambda done: graphs.count())
     monkeypatch.setattr(speed_file, "interleave", counted)

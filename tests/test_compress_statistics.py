@@ -24,7 +24,7 @@ def texts(count: int, words: int = 400) -> list[str]:
 
 
 def read(data, **more):
-    return read_corpus(data, {}, byte_tokenizer(), SHORT.updated(**more), False)
+    return read_corpus(data, {}, byte_tokenizer(), SHORT.replace(**more), False)
 
 
 def test_excerpts_are_spread_over_documents_and_others_judge() -> None:

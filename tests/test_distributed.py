@@ -87,7 +87,7 @@ def test_every_operator_and_attachment_has_its_row():
 @pytest.mark.parametrize("part", mostly_slow(MODELS, *FEW))
 def test_two_ranks_have_the_loss_and_the_gradients_of_one(part, found):
     there = torch.load(found / "steps.pt", weights_only=True)[part]
-    here = one_step(part, SETTINGS.updated(batch_size=8))
+    here = one_step(part, SETTINGS.replace(batch_size=8))
     assert there["losses"] == pytest.approx(here["losses"], rel=1e-5)
     assert there["gradients"].keys() == here["gradients"].keys()
     for name, gradient in here["gradients"].items():
@@ -149,7 +149,7 @@ def test_a_sharded_checkpoint_becomes_one_file_and_back(found):
 
 
 def test_a_run_of_two_ranks_goes_on_in_one_process(found, tmp_path):
-    settings = SETTINGS.updated(steps=6, batch_size=8, save_every=3)
+    settings = SETTINGS.replace(steps=6, batch_size=8, save_every=3)
     whole, resumed = built("context"), built("context")
     expected = fit(whole, (DATA["full"](), DATA["full"](seed=1)), settings, out_dir=tmp_path)
     result = fit(resumed, (DATA["full"](), DATA["full"](seed=1)), settings, out_dir=found / "interrupted")

@@ -190,7 +190,7 @@ def test_a_directory_that_is_gone_ends_the_run(tmp_path, phase, step):
 
 def test_a_loss_that_is_not_finite_names_the_last_good_checkpoint(tmp_path):
     settings = FitSettings(steps=40, batch_size=2, save_every=2, warmup_steps=0, device="cpu", threads=1)
-    settings = settings.updated(dtype="float32", max_grad_norm=0, learning_rate=1e-3)
+    settings = settings.replace(dtype="float32", max_grad_norm=0, learning_rate=1e-3)
     model = make_tiny_llama()
 
     def spoil(progress):

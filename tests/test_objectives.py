@@ -53,7 +53,7 @@ def test_divergence_is_that_of_the_distributions_where_labels_count():
 
 def gradient(objective, **changes):
     model, seen = probe_model(dtype=torch.float32), Gradients()
-    result = fit(model, Padded(), FIT.updated(**changes), objective=objective.prepare(model), callbacks=[seen])
+    result = fit(model, Padded(), FIT.replace(**changes), objective=objective.prepare(model), callbacks=[seen])
     return {name.removeprefix("model."): value for name, value in seen.found.items()}, result
 
 
@@ -86,7 +86,7 @@ def test_training_comes_nearer_to_the_teacher_and_leaves_it_alone(teacher):
     model, data = make_tiny_llama(), Tokens()
     objective = Distill(teacher=teacher).prepare(model)
     before = copy.deepcopy(objective.teacher.state_dict())
-    result = fit(model, data, FIT.updated(steps=30, learning_rate=3e-3), objective=objective)
+    result = fit(model, data, FIT.replace(steps=30, learning_rate=3e-3), objective=objective)
     assert result.curve[-1]["aux/kl"] < 0.5 * result.curve[0]["aux/kl"]
     assert all(torch.equal(value, before[name]) for name, value in objective.teacher.state_dict().items())
     assert not any("teacher" in name for name in model.state_dict())
@@ -107,7 +107,7 @@ def test_a_killed_run_with_an_objective_goes_on_to_the_same_end(tmp_path, corpus
     one, other = (relinear.from_pretrained(r.out_dir / "model").state_dict() for r in (whole, resumed))
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     with pytest.raises(ValueError, match="objective"):
-        train(settings.updated(objective=None), tmp_path / "parts")
+        train(settings.replace(objective=None), tmp_path / "parts")
 
 
 def test_the_command_line_takes_an_objective(tmp_path, corpus, big_run, capsys):

@@ -106,7 +106,7 @@ def test_rates_of_operators_and_of_the_model_around_them():
     model = build_model(at_width(256, operators=OPERATORS))
     groups = groups_of(model, MUP)
     assert len(groups) == len(list(model.parameters()))
-    plain = groups_of(model, MUP.updated(parametrization="standard"))
+    plain = groups_of(model, MUP.replace(parametrization="standard"))
     for ending, factor in RATES.items():
         (name,) = [name for name in groups if name.endswith(ending)]
         assert groups[name]["lr"] == pytest.approx(1e-2 * factor), name
@@ -203,14 +203,14 @@ def test_a_tied_head_keeps_its_weight_and_scales_the_logits(make, tmp_path):
     ids = torch.arange(12).view(2, 6)
     table = model.get_input_embeddings().weight.clone()
     with pytest.raises(ValueError, match=r"ReadoutScale\(factor=0.5\)"):
-        parameter_groups(model, MUP.updated(parametrization_base_width=16))
+        parameter_groups(model, MUP.replace(parametrization_base_width=16))
     attach_(model, ReadoutScale(factor=0.5))
     with torch.no_grad():
         scaled = model(input_ids=ids).logits
     plain = make(tied=True)
     plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(scaled, 0.5 * plain(input_ids=ids).logits)
-    groups = groups_of(model, MUP.updated(parametrization_base_width=16))
+    groups = groups_of(model, MUP.replace(parametrization_base_width=16))
     (name,) = [name for name, p in model.named_parameters() if p is model.get_output_embeddings().weight]
     assert groups[name]["lr"] == 1e-2
     assert torch.equal(table, model.get_output_embeddings().weight)
@@ -234,10 +234,10 @@ def test_a_tied_preset_gets_the_factor():
 
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="fan_in_base=64 and parametrization='mup'"):
-        MUP.updated(fan_in_base=64)
+        MUP.replace(fan_in_base=64)
     with pytest.raises(ValueError, match="optimizer='adamw', or weight_decay=0"):
-        MUP.updated(optimizer="adam")
-    assert MUP.updated(optimizer="adam", weight_decay=0).parametrization == "mup"
+        MUP.replace(optimizer="adam")
+    assert MUP.replace(optimizer="adam", weight_decay=0).parametrization == "mup"
     with pytest.raises(ValueError, match="Linear contains no Hugging Face model"):
         parameter_groups(torch.nn.Linear(2, 2), MUP)
 
@@ -261,7 +261,7 @@ def test_a_run_goes_on_to_the_same_bits(tied, tmp_path):
         if progress.done == 3 and progress.stage == "train":
             raise Interrupt
 
-    settings = MUP.updated(steps=6, batch_size=4, save_every=2, dtype="float32")
+    settings = MUP.replace(steps=6, batch_size=4, save_every=2, dtype="float32")
     data = (Tokens(samples=24), Tokens(samples=8, seed=1))
     whole = fit(model(), data, settings, out_dir=tmp_path / "whole")
     with pytest.raises(Interrupt):

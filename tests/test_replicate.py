@@ -44,7 +44,7 @@ def test_a_papers_file_names_what_exists(name):
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_share_scales_tokens_warm_up_and_evaluations(name):
     whole, tenth = replication(name, budget="paper"), replication(name, budget=0.1, model="paper", data="paper")
-    assert whole.recipe.train == whole.whole.train.updated(save_model=False)
+    assert whole.recipe.train == whole.whole.train.replace(save_model=False)
     assert whole.request["model"] == whole.request["data"] == "paper"
     assert tokens_of(tenth.recipe) == pytest.approx(tokens_of(whole.whole) / 10, rel=0.01)
     first = next(iter(whole.recipe.entries))

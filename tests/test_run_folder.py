@@ -490,11 +490,11 @@ def test_fit_that_overwrites_renames_checkpoints(tmp_path):
         fit(dropout_model(), FIT_DATA, FIT, out_dir=tmp_path, on_progress=stop_at(5))
     put(tmp_path / "checkpoints" / "checkpoint-500" / "weights")
     with pytest.raises(ValueError, match=r"seed: 0 -> 1"):
-        fit(dropout_model(), FIT_DATA, FIT.updated(seed=1), out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT.replace(seed=1), out_dir=tmp_path)
     with pytest.raises(ValueError, match=r"batch_size: 4 -> 8"):  # of the same ranks: other batches
-        fit(dropout_model(), FIT_DATA, FIT.updated(batch_size=8), out_dir=tmp_path)
+        fit(dropout_model(), FIT_DATA, FIT.replace(batch_size=8), out_dir=tmp_path)
     with pytest.warns(DeprecationWarning, match="overwrite=True"):
-        fit(dropout_model(), FIT_DATA, FIT.updated(seed=1), out_dir=tmp_path, resume=False)
+        fit(dropout_model(), FIT_DATA, FIT.replace(seed=1), out_dir=tmp_path, resume=False)
     (aside,) = tmp_path.glob("checkpoints.*")
     assert {path.name for path in aside.iterdir()} == {"checkpoint-3", "checkpoint-500"}
     assert treasures(tmp_path) == 1

@@ -134,7 +134,7 @@ def test_what_is_no_task_is_refused(data, said):
 def test_a_task_decides_tokenizer_and_length():
     settings = DataSettings(data="cgt-arithmetic:digits=1")
     assert (settings.tokenizer, settings.sequence_length) == ("symbols", 4 * 4 * 9)
-    assert settings.updated(seed=1).sequence_length == 144
+    assert settings.replace(seed=1).sequence_length == 144
     with pytest.raises(ValueError, match="tokenizer is 'symbols' for this task, got 'bytes'; omit it"):
         DataSettings.load({"data": "cgt-arithmetic", "tokenizer": "bytes"})
     assert task_of("stdlib") is None

@@ -24,7 +24,7 @@ SETTINGS = FitSettings(
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_training_is_the_same(tmp_path, kind, checkpointing):
-    settings = SETTINGS.updated(gradient_checkpointing=checkpointing, keep_checkpoint=True)
+    settings = SETTINGS.replace(gradient_checkpointing=checkpointing, keep_checkpoint=True)
     rows, models = [], []
     for compile_ in (False, True):
         torch._dynamo.reset()
@@ -32,7 +32,7 @@ def test_compiled_training_is_the_same(tmp_path, kind, checkpointing):
         model = probe_model(kind, torch.float32)
         folder = tmp_path / str(compile_)
         data = (Tokens(), Tokens(samples=8, seed=1))
-        rows.append(fit(model, data, settings.updated(compile=compile_), out_dir=folder).curve)
+        rows.append(fit(model, data, settings.replace(compile=compile_), out_dir=folder).curve)
         models.append(model)
     assert torch._dynamo.utils.counters["frames"]["ok"] > 1  # a layer and the loss
     assert not torch._dynamo.utils.counters["graph_break"]

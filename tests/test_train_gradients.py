@@ -25,7 +25,7 @@ def assert_same(found, expected, name):
 
 def gradient(kind, data="full", **changes):
     model, seen = probe_model(kind), Gradients()
-    result = fit(model, DATA[data](), SETTINGS.updated(**changes), callbacks=[seen])
+    result = fit(model, DATA[data](), SETTINGS.replace(**changes), callbacks=[seen])
     return seen.found, result
 
 
@@ -108,7 +108,7 @@ def run_ranks(folder, task, data, settings):
 def test_two_ranks_give_the_gradient_of_one(tmp_path, data):
     expected, _ = gradient("llama", data)
     for changes in ({"batch_size": 16}, {"batch_size": 4, "accumulation": 4}):
-        run_ranks(tmp_path, "gradients", data, SETTINGS.updated(**changes))
+        run_ranks(tmp_path, "gradients", data, SETTINGS.replace(**changes))
         found = torch.load(tmp_path / "gradients.pt", weights_only=True)
         for key, value in expected.items():
             assert_same(found[key], value, key)
@@ -116,7 +116,7 @@ def test_two_ranks_give_the_gradient_of_one(tmp_path, data):
 
 @pytest.mark.slow
 def test_every_rank_draws_its_own_noise_and_resumes_it(tmp_path):
-    settings = SETTINGS.updated(steps=6, batch_size=4, save_every=3, seed=2)
+    settings = SETTINGS.replace(steps=6, batch_size=4, save_every=3, seed=2)
     run_ranks(tmp_path, "noise", "full", settings)
     ranks = [torch.load(tmp_path / f"noise_{rank}.pt", weights_only=True) for rank in (0, 1)]
     data = Tokens()

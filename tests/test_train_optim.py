@@ -41,7 +41,7 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(make, tied):
 def test_embeddings_decay_where_that_is_asked_for_and_nothing_else_changes(make, tied):
     model = make(tied=tied)
     relinear.attach_(model, relinear.ContextManager(dim=8))
-    before, after = by_name(model), by_name(model, SETTINGS.updated(decay_embeddings=True))
+    before, after = by_name(model), by_name(model, SETTINGS.replace(decay_embeddings=True))
     changed = {name for name in before if before[name]["weight_decay"] != after[name]["weight_decay"]}
     assert changed == {n for n in before if any(part in n for part in ("embed_tokens", "wte", "wpe", "embedding"))}
     assert all(after[name]["weight_decay"] == 0.3 for name in changed)
@@ -53,7 +53,7 @@ def test_fan_in_is_that_of_the_product():
     assert roles["transformer.h.0.mlp.c_fc.weight"].fan_in == 32  # Conv1D stores (in, out)
     assert roles["transformer.h.0.mlp.c_proj.weight"].fan_in == 128
     assert roles["transformer.wte.weight"].fan_in is None
-    groups = by_name(model, SETTINGS.updated(fan_in_base=64))
+    groups = by_name(model, SETTINGS.replace(fan_in_base=64))
     assert groups["transformer.h.0.mlp.c_fc.weight"]["lr"] == pytest.approx(2e-2)
     assert groups["transformer.h.0.mlp.c_proj.weight"]["lr"] == pytest.approx(0.5e-2)
     assert groups["transformer.ln_f.weight"]["lr"] == pytest.approx(1e-2)
@@ -111,7 +111,7 @@ def test_so_it_does_in_a_cgt():
 def test_a_rank_keeps_the_learning_rate():
     model = make_tiny_llama()
     replace_(model, {"q_proj": LowRank(rank=8), "k_proj": relinear.Transponder(rank=2, base=relinear.HDPL(rank=8))})
-    groups = by_name(model, SETTINGS.updated(fan_in_base=512))
+    groups = by_name(model, SETTINGS.replace(fan_in_base=512))
     rates = {name.split("self_attn.")[1]: group["lr"] for name, group in groups.items() if "layers.0.self_attn" in name}
     assert rates["q_proj.up"] == rates["k_proj.base.decoder.weight"] == pytest.approx(1e-2)
     assert rates["k_proj.modulator.channel_up"] == pytest.approx(1e-2)
@@ -151,17 +151,17 @@ def rates(settings):
 
 def test_schedules():
     peak, warmup, steps = 1e-2, 10, 100
-    cosine = rates(SETTINGS.updated(schedule="cosine", min_lr_ratio=0.2))
+    cosine = rates(SETTINGS.replace(schedule="cosine", min_lr_ratio=0.2))
     for step, rate in enumerate(cosine):
         falling = 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
         assert rate == pytest.approx(peak * (step / warmup if step < warmup else falling))
-    noam = rates(SETTINGS.updated(schedule="noam"))
+    noam = rates(SETTINGS.replace(schedule="noam"))
     for step, rate in enumerate(noam):
         assert rate == pytest.approx(peak * min(step / warmup, math.sqrt(warmup / step)) if step else 0)
-    assert rates(SETTINGS.updated(schedule="constant")) == pytest.approx(
+    assert rates(SETTINGS.replace(schedule="constant")) == pytest.approx(
         [peak * min(1, s / warmup) for s in range(steps)]
     )
-    onecycle = rates(SETTINGS.updated(schedule="onecycle"))
+    onecycle = rates(SETTINGS.replace(schedule="onecycle"))
     assert onecycle[0] == pytest.approx(peak / 25)
     assert max(onecycle) == pytest.approx(peak, rel=1e-3)
     assert onecycle[-1] == pytest.approx(peak / 25 / 1e4)

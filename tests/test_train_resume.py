@@ -27,7 +27,7 @@ def comparable(rows):
 @pytest.mark.parametrize("optimizer", mostly_slow(["adamw", "adam"], "adamw"))
 @pytest.mark.parametrize("schedule", mostly_slow(["cosine", "onecycle"], "cosine"))
 def test_resumed_run_is_the_same_run(tmp_path, optimizer, schedule):
-    settings = FIT.updated(optimizer=optimizer, schedule=schedule)
+    settings = FIT.replace(optimizer=optimizer, schedule=schedule)
     whole = dropout_model()
     expected = fit(whole, FIT_DATA, settings, out_dir=tmp_path / "whole")
     folder = tmp_path / "parts"
@@ -157,10 +157,10 @@ def test_finished_run_returns_its_result_and_refuses_other_settings(tmp_path, co
     settings = run_settings(corpus, steps=3, save_every=0)
     first = train(settings, tmp_path)
     assert train(settings, tmp_path, on_progress=pytest.fail) == first
-    assert train(settings.updated(threads=None), tmp_path) == first
+    assert train(settings.replace(threads=None), tmp_path) == first
     with pytest.raises(ValueError, match=r"other settings.*:\n  learning_rate: 0\.001 -> 0\.002$"):
-        train(settings.updated(learning_rate=0.002), tmp_path)
-    again = train(settings.updated(learning_rate=0.002), tmp_path, overwrite=True)
+        train(settings.replace(learning_rate=0.002), tmp_path)
+    again = train(settings.replace(learning_rate=0.002), tmp_path, overwrite=True)
     assert again.validation_loss != first.validation_loss
     left = ["block_losses.npy", "metrics.jsonl", "model", "run.json"]
     there = sorted(path.name for path in Path(tmp_path).iterdir())
@@ -182,4 +182,4 @@ def test_another_number_of_ranks_must_keep_the_sequences_of_a_step(tmp_path, cor
     (tmp_path / "run.json").write_text(json.dumps(record | {"ranks": 2}))  # as if two had begun it
     with pytest.raises(ValueError, match="2 ranks with 8 sequences in a step, and this would be 1 with 4"):
         train(settings, tmp_path)
-    assert train(settings.updated(batch_size=8, accumulation=1), tmp_path).steps == settings.steps
+    assert train(settings.replace(batch_size=8, accumulation=1), tmp_path).steps == settings.steps

@@ -36,7 +36,7 @@ class Poisoned(torch.nn.Module):
 def test_nan_stops_the_run_and_says_what_to_try(tmp_path):
     model = Poisoned()
     with pytest.raises(NonFiniteLossError, match=r"training loss is nan at step 3 of 4.*learning_rate") as error:
-        fit(model, Tokens(), FIT.updated(save_every=1), out_dir=tmp_path)
+        fit(model, Tokens(), FIT.replace(save_every=1), out_dir=tmp_path)
     assert isinstance(error.value, ValueError)
     assert torch.isfinite(model.weight).all()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -99,7 +99,7 @@ def test_model_of_a_run_is_trained_on(tmp_path, corpus, monkeypatch):
     assert second.initial_perplexity == pytest.approx(first.perplexity, rel=1e-3)
     monkeypatch.setattr("relinear.training.run.prepare_data", lambda settings: pytest.fail("read the data first"))
     with pytest.raises(ValueError, match="model_overrides needs a preset"):
-        train(further.updated(model_overrides={"hidden_size": 8}), tmp_path / "three")
+        train(further.replace(model_overrides={"hidden_size": 8}), tmp_path / "three")
 
 
 def test_vocabulary_must_hold_the_tokenizer(tmp_path, corpus):
@@ -141,7 +141,7 @@ def test_tensorboard_writes_below_the_run_and_is_named_by_a_text(tmp_path, monke
     """Also the evaluation before the first step, which the Trainer would log in the working directory."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
-    settings = FIT.updated(report_to="tensorboard")
+    settings = FIT.replace(report_to="tensorboard")
     assert settings.report_to == ("tensorboard",)
     fit(make_tiny_llama(), (Tokens(), Tokens()), settings, out_dir=tmp_path / "run")
     assert set(Writer.places) == {str(tmp_path / "run" / "tensorboard")}
@@ -150,7 +150,7 @@ def test_tensorboard_writes_below_the_run_and_is_named_by_a_text(tmp_path, monke
 def test_a_reporter_without_its_package_is_said(monkeypatch):
     monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
     with pytest.raises(ValueError, match=r"report_to=wandb: .*pip install wandb"):
-        fit(make_tiny_llama(), Tokens(), FIT.updated(report_to="wandb"))
+        fit(make_tiny_llama(), Tokens(), FIT.replace(report_to="wandb"))
 
 
 def test_fit_refuses():
@@ -160,9 +160,9 @@ def test_fit_refuses():
     with pytest.raises(ValueError, match="no samples"):
         fit(model, [], FIT)
     with pytest.raises(ValueError, match="no validation data"):
-        fit(model, Tokens(), FIT.updated(eval_every=1))
+        fit(model, Tokens(), FIT.replace(eval_every=1))
     with pytest.raises(ValueError, match="no gradient checkpointing"):
-        fit(Poisoned(), Tokens(), FIT.updated(gradient_checkpointing=True))
+        fit(Poisoned(), Tokens(), FIT.replace(gradient_checkpointing=True))
 
 
 def test_orders_cover_the_data_and_depend_on_the_seed():

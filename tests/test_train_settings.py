@@ -55,10 +55,10 @@ def test_unknown_keys_name_the_nearest():
         Outer(step=3)
 
 
-def test_updated_checks_again():
-    assert Outer().updated(steps=3).steps == 3
+def test_replace_checks_again():
+    assert Outer().replace(steps=3).steps == 3
     with pytest.raises(ValueError, match="unknown setting"):
-        Outer().updated(stepz=3)
+        Outer().replace(stepz=3)
 
 
 def test_tune_allocator_is_idempotent():

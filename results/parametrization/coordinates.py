@@ -77,14 +77,14 @@ def checked(
     settings: TrainSettings, widths: tuple[int, ...], steps: int = 6, seeds: tuple[int, ...] = (0, 1, 2)
 ) -> dict:
     """The record of one entry: activations at all widths, in both parametrisations."""
-    settings = settings.updated(dtype="float32", device="cpu")
+    settings = settings.replace(dtype="float32", device="cpu")
     data = prepare_data(settings.data)
     ids = torch.stack([data.train[index]["input_ids"] for index in range(settings.batch_size)])
     found: dict[str, Any] = {}
     for name in PARAMETRIZATIONS:
 
         def make_model(width: int, seed: int, name: str = name) -> tuple[Any, torch.optim.Optimizer]:
-            sized = at_heads(settings, width).updated(parametrization=name, seed=seed)
+            sized = at_heads(settings, width).replace(parametrization=name, seed=seed)
             model = build_model(sized, data.vocab_size)
             return model, build_optimizer(model, sized)
 

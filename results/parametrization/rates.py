@@ -77,7 +77,7 @@ def main() -> None:
         settings = settings_of(entry, options.steps)
         if options.initializer_range is not None:
             changed = settings.model_overrides | {"initializer_range": options.initializer_range}
-            settings = settings.updated(model_overrides=changed)
+            settings = settings.replace(model_overrides=changed)
         data = prepare_data(settings.data)
         rows = found["entries"].setdefault(entry, {})
         for width in widths:
@@ -89,7 +89,7 @@ def main() -> None:
                         continue
                     start, values = time.process_time(), []
                     for seed in seeds:
-                        one = at_heads(settings, width).updated(
+                        one = at_heads(settings, width).replace(
                             parametrization=name, parametrization_base_width=widths[0], learning_rate=rate, seed=seed
                         )
                         values.append(run(one, data))

@@ -34,4 +34,4 @@ def at_heads(settings: TrainSettings, width: int) -> TrainSettings:
                 f"width {width} has {width // head} heads, which {shared} heads of keys and values cannot serve "
                 f"(num_key_value_heads={groups} at width {config.hidden_size}); give another width"
             )
-    return settings.updated(model_overrides=own | {config.attribute_map.get(k, k): v for k, v in sizes.items()})
+    return settings.replace(model_overrides=own | {config.attribute_map.get(k, k): v for k, v in sizes.items()})

@@ -185,7 +185,7 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     sequences, length = text.sequences, text.length
     task = task_of(text.data.data)
     if isinstance(task, MixtureTask):
-        each = [text.data.updated(data=name) for name in task.sources]
+        each = [text.data.replace(data=name) for name in task.sources]
         count = -(-sequences // len(each))
         parts = [tokens_of(dataclasses.replace(text, data=data, sequences=count), tokenizer) for data in each]
         return torch.stack([part[: min(map(len, parts))] for part in parts], 1).flatten(0, 1)

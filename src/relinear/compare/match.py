@@ -129,7 +129,7 @@ def _operator_sizes(
     shapes = operator_shapes(settings, vocab_size)
 
     def at(scale: float) -> float:
-        return measure(settings.updated(operators=scaled_operators(settings, shapes, scale, name)))
+        return measure(settings.replace(operators=scaled_operators(settings, shapes, scale, name)))
 
     low = high = 1.0
     while at(low) > target and low > 1 / _LARGEST_FACTOR:
@@ -144,7 +144,7 @@ def _operator_sizes(
 def operator_shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[tuple[int, int]]]:
     """Return the distinct (in, out) shapes of the layers that each pattern replaces."""
     replacements = plan(
-        skeleton(settings.updated(operators={}), vocab_size),
+        skeleton(settings.replace(operators={}), vocab_size),
         settings.operator_configs,
         layers=settings.layers,
         exclude=settings.exclude or None,
@@ -227,7 +227,7 @@ def _inner_widths(
     inner, width = _inner(config), getattr(config, _inner(config)) or 4 * config.hidden_size
 
     def at(value: int) -> float:
-        return measure(settings.updated(model_overrides=dict(settings.model_overrides) | {inner: value}))
+        return measure(settings.replace(model_overrides=dict(settings.model_overrides) | {inner: value}))
 
     size = at(width)
     wanted = width + width * (target - size) / (at(2 * width) - size)
@@ -252,7 +252,7 @@ def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
     inner = _inner(config)
     if getattr(config, inner) is not None:
         overrides[inner] = max(8, 8 * round(getattr(config, inner) * width / config.hidden_size / 8))
-    return settings.updated(model_overrides=overrides)
+    return settings.replace(model_overrides=overrides)
 
 
 def _inner(config: Any) -> str:
@@ -326,7 +326,7 @@ def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_pro
     for bits in match.bits:
         on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
         try:
-            candidates.append(matched(base.updated(bits=bits), vocab_size, **wanted))
+            candidates.append(matched(base.replace(bits=bits), vocab_size, **wanted))
         except ValueError as error:
             refused.append(error)
     if not candidates:

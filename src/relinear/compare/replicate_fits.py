@@ -73,7 +73,7 @@ class FitReplication:
         )
         tokens = self.request["budget"] * self.fits.decoder_tokens
         steps = max(2, round(tokens / settings.tokens_per_step))
-        return settings.updated(steps=steps, eval_every=max(1, steps // 4))
+        return settings.replace(steps=steps, eval_every=max(1, steps // 4))
 
     @property
     def _texts(self) -> tuple[str, str | None]:

@@ -175,12 +175,12 @@ def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | 
     overrides = dict(settings.model_overrides)
     if initializer_range is not None:
         overrides["initializer_range"] = initializer_range
-    return settings.updated(learning_rate=rate, model_overrides=overrides)
+    return settings.replace(learning_rate=rate, model_overrides=overrides)
 
 
 def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
     """Return ``settings`` with a warm-up of that share of the steps; None leaves it unchanged."""
-    return settings if ratio is None else settings.updated(warmup_steps=None, warmup_ratio=ratio)
+    return settings if ratio is None else settings.replace(warmup_steps=None, warmup_ratio=ratio)
 
 
 #: short runs of a recipe that does not tune: they choose how files of one size are made
@@ -331,7 +331,7 @@ class _Comparison:
             at = ", ".join(f"{rate:g}" for rate in diverged)
             advice = "no lower learning rate was tried; lower tune.learning_rates"
             raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
-        settings = choice.settings.updated(learning_rate=max(lower))
+        settings = choice.settings.replace(learning_rate=max(lower))
         return choice._replace(settings=settings, tuning=choice.tuning | {"diverged": diverged})
 
     def _trials(
@@ -339,7 +339,7 @@ class _Comparison:
     ) -> Trials:
         """Return the runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
         short = lasting(_with_warmup(settings, ratio), fraction)
-        short = short.updated(seed=(self.recipe.tune or _TUNE_BITS_ONLY).seed, eval_every=0, save_model=False)
+        short = short.replace(seed=(self.recipe.tune or _TUNE_BITS_ONLY).seed, eval_every=0, save_model=False)
         # what the search differs in from others of the entry: in the names of folders, and in rows
         prefix, common = "full-length-" * full, dict[str, Any](steps=short.steps, seed=short.seed)
         prefix += "" if short.bits is None else f"{short.bits}-bits-"
@@ -357,7 +357,7 @@ class _Comparison:
 
     def _final(self, name: str, choice: _Choice, seed: int) -> Run:
         """Return the run of a seed. A run at a rate at which another seed has since diverged is renamed."""
-        settings, folder = choice.settings.updated(seed=seed), self._folder(name, seed)
+        settings, folder = choice.settings.replace(seed=seed), self._folder(name, seed)
         if (rejected := self._rejected(name)) and (folder / RUN).is_file():
             rate = read_json(folder / RUN)["settings"]["learning_rate"]
             if rate in rejected:

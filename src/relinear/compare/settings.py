@@ -419,7 +419,7 @@ def lasting(settings: TrainSettings, fraction: float) -> TrainSettings:
         changes["warmup_steps"] = min(steps - 1, round(fraction * settings.warmup_steps))
     if settings.eval_every:
         changes["eval_every"] = max(1, round(fraction * settings.eval_every))
-    return settings.updated(**changes)
+    return settings.replace(**changes)
 
 
 # Plans: a comparison that is written down before its first final run

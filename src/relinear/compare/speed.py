@@ -129,8 +129,8 @@ def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> f
     tokens = round(_TIMED.get(training_device(settings).type, _TIMED["cpu"]) / (3 * flops))
     length = min(settings.data.sequence_length, max(128, min(tokens, 256)))
     batch = max(1, min(settings.batch_size, tokens // length))
-    data = settings.data.updated(sequence_length=length).model_dump()
-    short = settings.updated(batch_size=batch, accumulation=1, compile=False, data=data)
+    data = settings.data.replace(sequence_length=length).model_dump()
+    short = settings.replace(batch_size=batch, accumulation=1, compile=False, data=data)
     with on_threads(short.threads):
         _, calls = _calls(short, vocab_size)
         return interleave({"": calls["train"]}, "", rounds=2, min_seconds=0.0)[""].seconds / (batch * length)

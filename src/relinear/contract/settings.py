@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from relinear.contract.messages import did_you_mean, quoted, validation_message
-from relinear.deprecated import with_new_keys, without_removed
+from relinear.deprecated import RenamedAttribute, with_new_keys, without_removed
 
 #: seed of random numbers: NumPy takes 32 bits
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -49,7 +49,9 @@ class Settings(BaseModel):
     ValueError with a line for each error instead of pydantic's report.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, ignored_types=(RenamedAttribute,)
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -90,6 +92,9 @@ class Settings(BaseModel):
         except ValueError:
             return saved
 
-    def updated(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """Return a copy with some settings changed, checked again as a whole."""
         return self.load(self.model_dump() | changes)
+
+    # an earlier name, which works for one more version
+    updated = RenamedAttribute("replace")

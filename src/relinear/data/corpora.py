@@ -69,7 +69,7 @@ def _task_corpus(task: Task, settings: DataSettings) -> Corpus:
         key = [task.to_dict(), settings.seed]
         return Corpus(settings, {split: Source(texts(split, size), key) for split, size in sizes.items()})
     if isinstance(task, MixtureTask):
-        corpora = [open_corpus(settings.updated(data=name)) for name in task.sources]
+        corpora = [open_corpus(settings.replace(data=name)) for name in task.sources]
 
         def chained(split: str) -> Callable[[], Iterator[str]]:
             return lambda: itertools.chain.from_iterable(corpus.documents(split) for corpus in corpora)

@@ -193,7 +193,7 @@ def _task_data(task: Task, settings: DataSettings, on_progress: ProgressCallback
             raise ValueError(
                 f"{settings.tokenizer} is trained on one corpus; use a tokenizer that fits all of {task.of}"
             )
-        parts = [prepare_data(settings.updated(data=name), on_progress=on_progress) for name in task.sources]
+        parts = [prepare_data(settings.replace(data=name), on_progress=on_progress) for name in task.sources]
         tokenizer = parts[0].tokenizer
         for split in samples:
             documents = (_split_documents(getattr(source, split).tokens, separator_id(tokenizer)) for source in parts)

@@ -336,7 +336,7 @@ def fit_in_folder(
     with contextlib.ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
         if out_dir is None and settings.save_every is None:
-            settings = settings.updated(save_every=0)
+            settings = settings.replace(save_every=0)
         stack.enter_context(_set_up_for_training(model, settings))
         trainer = RelinearTrainer(
             model if objective is None else GuidedTraining(model, objective),
@@ -363,7 +363,7 @@ def evaluate(model: nn.Module, data: Any, settings: FitSettings, out_dir: Path) 
     from relinear.training.trainer import RelinearTrainer
 
     losses = out_dir / BLOCK_LOSSES
-    with _set_up_for_training(model, settings.updated(compile=False)):
+    with _set_up_for_training(model, settings.replace(compile=False)):
         trainer = RelinearTrainer(model, settings, *_datasets(data), out_dir / "checkpoints", block_losses=losses)
         trainer.state.global_step = settings.steps  # the last evaluation reads the whole validation text
         return trainer.evaluate()["eval_loss"]
