@@ -35,7 +35,7 @@ def test_hooks_of_the_version_before_work_under_their_old_names_and_warn() -> No
     torch.testing.assert_close(layer.to_dense(), expected.to_dense())
 
 
-@pytest.mark.parametrize("old, new", [("from_linear", "fit_to_linear_"), ("fit_", "fit_to_weight_")])
+@pytest.mark.parametrize(("old", "new"), [("from_linear", "fit_to_linear_"), ("fit_", "fit_to_weight_")])
 def test_fits_of_a_weight_work_under_their_old_names_and_warn(old: str, new: str) -> None:
     def override(self, source):
         result = getattr(super(OldLinear, self), old)(source)
