@@ -30,7 +30,7 @@ PLANS = ROOT / "results" / "plans"
 #: the command, where relinear need not be installed
 RELINEAR = [sys.executable, "-c", "from relinear_cli.main import run; run()"]
 #: those that are open, in the order of the questions; the first few are begun at once
-QUEUE = ("hdpl-5M-warmup", "transponder-5M", "hdpl-67M", "transponder-20M")
+QUEUE = ("hdpl-5M-warmup", "hdpl-67M", "transponder-20M", "transponder-5M")
 AT_ONCE = 2
 #: with ``dense_start``, an operator of plans
 OPERATORS = ROOT / "results" / "hdpl"
