@@ -25,7 +25,6 @@ import added  # noqa: E402, F401  operators of the plans
 from biased import FITTED, FRESH  # noqa: E402
 from relinear.compare import CompareSettings, compare  # noqa: E402
 from relinear.compare.match import measure_size, plan_comparison  # noqa: E402
-from relinear.compare.recipe import read_recipe  # noqa: E402
 from relinear.compare.settings import read_plan  # noqa: E402
 from relinear.system.files import read_json, write_json  # noqa: E402
 from relinear.system.machine import describe_machine  # noqa: E402
@@ -69,12 +68,9 @@ def unplanned() -> dict[str, dict]:
 
 
 def cgt() -> dict[str, dict]:
-    """Arm of CGT's plan -> parameters and FLOPs of a forward pass, without those of attention's scores."""
-    recipe = CompareSettings.load(read_recipe("cgt-text"))
-    arms = {"no-aux": recipe.settings_of("cgt"), "aux": recipe.settings_of("cgt_aux")}
-    equal = recipe.settings_of("gpt2_equal")
-    arms["gpt2-equal"] = equal.replace(model_overrides=equal.model_overrides | {"n_embd": 92})  # as it was then
-    sizes = {arm: measure_size(settings, 258) for arm, settings in arms.items()}
+    """Arm of CGT's plan on texts -> parameters and FLOPs of a forward pass, without those of attention's scores."""
+    plan = read_plan(HERE / "plans" / "cgt-sources-anew.yaml").comparison
+    sizes = {arm: measure_size(plan.settings_of(arm), 258) for arm in plan.entries}
     return {arm: _sized(size.parameters, size.flops) for arm, size in sizes.items()}
 
 
