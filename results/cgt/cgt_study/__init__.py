@@ -1,1 +1,1 @@
-"""The study of the Contextually Guided Transformer: its tasks, measures, figures and speeds."""
+"""Speeds of the Contextually Guided Transformer."""
