@@ -157,6 +157,7 @@ def _page(paper: Mapping[str, Any]) -> str:
         table(["the paper says", "verdict", "in short"], [[c.says, f"**{c.verdict}**", c.brief] for c in claims]),
         "## What was found\n\nOpen a claim for details; letters refer to the runs at the end.",
         *map(_found, claims),
+        *_withdrawn(paper),
         folded("The runs: commands, budgets, pages with machine and settings", "\n\n".join(runs)),
         folded("How to read the intervals", _read("overview")["notes"].strip()),
         "## The paper, line by line",
@@ -166,6 +167,15 @@ def _page(paper: Mapping[str, Any]) -> str:
         "[All claims](../claims.md)",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _withdrawn(paper: Mapping[str, Any]) -> list[str]:
+    """Folded: what earlier records of a paper said, and what took its place."""
+    if "withdrawn" not in paper:
+        return []
+    told = paper["withdrawn"]
+    inside = f"{told['said'].strip()}\n\n{table(told['head'], told['rows'])}"
+    return [folded("Withdrawn figures beside the new ones", inside)]
 
 
 def _lines(part: str, rows: Sequence[Mapping[str, str]]) -> str:
