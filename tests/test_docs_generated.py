@@ -179,6 +179,46 @@ def test_no_difference_takes_a_half_width_below_half_of_the_papers_effect(make) 
     assert verdict(-0.1, -0.11, -0.12, unlike="the rate") == "inconclusive"
 
 
+def test_gaps_by_file_size_are_drawn_where_a_size_has_only_some_of_the_structures(make, monkeypatch) -> None:
+    """A line and a band for each."""
+    file_sizes = make("file_sizes")
+    drawn, sizes = file_sizes.picture("light", "file-sizes"), file_sizes._sizes()
+    structures = {name for names in file_sizes.verdicts().values() for name in names}
+    assert drawn.count("<polygon") == len(structures) == 7
+    assert all(f">{name}</text>" in drawn for name in structures)
+    (full,) = [size["entries"] for size in sizes if size["bytes"] == 500_000]
+    some = [entry for entry in full if entry["name"] in ("dense", "block_hadamard")]
+    larger = {"bytes": 4_000_000, "title": "4 MB", "entries": some}
+    monkeypatch.setattr(file_sizes, "_sizes", lambda: [*sizes, larger])
+    with_larger = file_sizes.picture("light", "file-sizes")
+    assert with_larger.count("<polygon") == 7
+    assert with_larger.count("<circle") == drawn.count("<circle") + 1
+    assert with_larger.count(">4 MB<") == 7
+    assert "| 4 MB, block-Hadamard |" in file_sizes.in_page()
+
+
+def test_a_structure_is_worth_its_bytes_where_it_is_ahead_at_every_size(make, monkeypatch) -> None:
+    file_sizes = make("file_sizes")
+    ahead, behind, neither = (-0.1, -0.11, -0.12), (0.1, 0.11, 0.12), (-0.1, 0.1, 0.0)
+
+    def size(**gaps: tuple[float, ...]) -> dict:
+        loss = {"validation_loss": {"mean": 1.0}}
+        return {"entries": [{"name": n, "gap": {"values": g, "standard_error": 0.0}} | loss for n, g in gaps.items()]}
+
+    sizes = [
+        size(ccl=ahead, hdpl=ahead, transponder=ahead, rotor=behind, monarch=behind),
+        size(ccl=ahead, hdpl=neither, transponder=behind, rotor=behind, monarch=neither),
+        size(ccl=ahead),
+    ]
+    monkeypatch.setattr(file_sizes, "_sizes", lambda: sizes)
+    assert file_sizes.verdicts() == {
+        "held": ["CCL"],
+        "partly": ["HDPL", "Transponder"],
+        "did not hold": ["rotor"],
+        "inconclusive": ["Monarch"],
+    }
+
+
 @pytest.mark.parametrize(
     ("verdict", "gap", "match"),
     [

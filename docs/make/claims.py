@@ -13,6 +13,7 @@ from typing import Any
 import budgets
 import decisions
 import evidence
+import file_sizes
 import forest
 from measured import RESULTS, folded, table
 from relinear.compare.recipe import read_yaml
@@ -113,7 +114,9 @@ def _overview() -> str:
         told["drawn"],
         table(["verdict", *names], lines),
         table(["verdict", "claims", "meaning"], legend),
-        told["bytes"],
+        "## Is a structure worth its bytes?",
+        f"{_worth()} {told['bytes']}",
+        file_sizes.in_claims(),
         "## How far short runs decide",
         told["short"],
         decisions.in_page(),
@@ -123,6 +126,12 @@ def _overview() -> str:
         "Each paper's page ends with its equations: where each is in the code, its test, and what differs.",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _worth() -> str:
+    found = file_sizes.verdicts()
+    said = [f"**{verdict}** for {', '.join(found[verdict])}" for verdict in VERDICTS if verdict in found]
+    return f"At equal file size, against dense: {'; '.join(said)}."
 
 
 def in_readme() -> str:

@@ -45,6 +45,12 @@ def line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{colour}" stroke-width="{width}"/>'
 
 
+def area(places: Iterable[tuple[float, float]], colour: str) -> str:
+    """Return what places surround, in a paler colour."""
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polygon points="{points}" fill="{colour}" fill-opacity="0.25"/>'
+
+
 def text(
     x: float, y: float, said: str, colour: str, anchor: str = "middle", weight: int = 400, size: int | None = None
 ) -> str:
