@@ -115,7 +115,7 @@ def _overview() -> str:
         table(["verdict", *names], lines),
         table(["verdict", "claims", "meaning"], legend),
         "## Is a structure worth its bytes?",
-        f"{_worth()} {told['bytes']}",
+        f"{_worth()}\n{told['bytes']}",
         file_sizes.in_claims(),
         "## How far short runs decide",
         told["short"],

@@ -24,7 +24,8 @@ RECORDS = {
 BITS = 3
 WIDTH, LEFT, STEP, TOP, PLOT, EDGE = 400, 108, 24, 48, 230, 34
 #: panels in a row; between their left edges, their upper edges, and of each its width and height
-COLUMNS, ASIDE, BELOW, ACROSS, DOWN = 3, 122, 162, 112, 118
+COLUMNS, ASIDE, BELOW, ACROSS, DOWN = 3, 122, 180, 112, 136
+MARGIN = 18
 #: one colour a structure, readable on light and dark
 COLOURS = ("#7F7F7F", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 NAMES = {
@@ -107,7 +108,7 @@ def _over_sizes(theme: str) -> str:
     def place(number: int, size: int, gap: float) -> tuple[float, float]:
         row, column = divmod(number, COLUMNS)
         share = math.log(size / sizes[0]) / math.log(sizes[-1] / sizes[0])
-        across = EDGE + 8 + column * ASIDE + 20 + share * (ACROSS - 40)
+        across = EDGE + 8 + column * ASIDE + MARGIN + share * (ACROSS - 2 * MARGIN)
         return across, top + row * BELOW + (high - gap) / (high - low) * DOWN
 
     parts = [
@@ -115,8 +116,8 @@ def _over_sizes(theme: str) -> str:
         svg.text(0, 32, f"all in {BITS} bits; band: 95 % interval; grey: the others", soft, "start"),
     ]
     for number, (name, line) in enumerate(lines.items()):
-        left = place(number, sizes[0], 0)[0] - 20
-        parts.append(svg.text(left, place(number, sizes[0], high)[1] - 8, name, ink, "start", weight=600))
+        left = place(number, sizes[0], 0)[0] - MARGIN
+        parts.append(svg.text(left, place(number, sizes[0], high)[1] - 10, name, ink, "start", weight=600, size=12))
         for tick in range(math.ceil(low * 10), math.floor(high * 10) + 1):
             y = place(number, sizes[0], tick / 10)[1]
             parts.append(svg.line(left, y, left + ACROSS, y, grid if tick else ink, 1))
@@ -124,7 +125,7 @@ def _over_sizes(theme: str) -> str:
                 parts.append(svg.text(left - 6, y + 4, svg.number(tick / 10), soft, "end"))
         for size in sizes:
             x, y = place(number, size, low)
-            parts.append(svg.text(x, y + 16, _size(size), soft, size=11))
+            parts.append(svg.text(x, y + 18, f"{size / 1e3:g}", soft, size=11))
         for other in lines.values():
             places = [place(number, size, gap["mean"]) for size, gap in other.items()]
             colour, width = (colours[name], 2.4) if other is line else (soft, 0.5)
@@ -134,10 +135,10 @@ def _over_sizes(theme: str) -> str:
         for size, gap in line.items():
             ends = (place(number, size, gap[end]) for end in ("low", "high"))
             parts.append(svg.line(*next(ends), *next(ends), colours[name], 1.4))
-            parts.append(svg.circle(*place(number, size, gap["mean"]), colours[name]))
+            parts.append(svg.circle(*place(number, size, gap["mean"]), colours[name], radius=3))
     bottom = place(len(lines) - 1, sizes[0], low)[1]
-    parts.append(svg.text(WIDTH, bottom + 36, "size of the file, on a logarithmic axis", soft, "end"))
-    return svg.whole(WIDTH, math.ceil(bottom + 44), _described_over_sizes(), parts)
+    parts.append(svg.text(WIDTH, bottom + 40, "size of the file in KB, logarithmic", soft, "end"))
+    return svg.whole(WIDTH, math.ceil(bottom + 48), _described_over_sizes(), parts)
 
 
 def _described_over_sizes() -> str:

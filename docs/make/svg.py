@@ -29,10 +29,10 @@ def themed(name: str, alt: str) -> str:
     )
 
 
-def circle(x: float, y: float, colour: str, hollow: bool = False) -> str:
+def circle(x: float, y: float, colour: str, hollow: bool = False, radius: float = 5) -> str:
     """Return a dot, or a ring where ``hollow``."""
     fill = f'fill="none" stroke="{colour}" stroke-width="2"' if hollow else f'fill="{colour}"'
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{5.6 if hollow else 5}" {fill}/>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius + 0.6 * hollow:g}" {fill}/>'
 
 
 def diamond(x: float, y: float, colour: str) -> str:
