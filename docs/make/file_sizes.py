@@ -24,7 +24,7 @@ RECORDS = {
 BITS = 3
 WIDTH, LEFT, STEP, TOP, PLOT, EDGE = 400, 108, 24, 48, 230, 34
 #: panels in a row; between their left edges, their upper edges, and of each its width and height
-COLUMNS, ASIDE, BELOW, ACROSS, DOWN = 3, 122, 180, 112, 136
+COLUMNS, ASIDE, BELOW, ACROSS, DOWN = 3, 122, 186, 112, 136
 MARGIN = 18
 #: one colour a structure, readable on light and dark
 COLOURS = ("#7F7F7F", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
