@@ -142,6 +142,21 @@ def test_a_copy_made_under_an_intervention_is_a_plain_model(model) -> None:
     assert torch.equal(run(model)[0], before)
 
 
+def test_hooks_are_removed_if_one_of_them_cannot_be_set(monkeypatch) -> None:
+    points = hook_points(with_latents(), outputs=True)
+    *first, last = points.values()
+
+    def fails(hook):
+        if hook is not None:
+            raise RuntimeError("no hooks here")
+
+    monkeypatch.setattr(last, "set_hook", fails)
+    with pytest.raises(RuntimeError, match="no hooks here"), observe_hook_points(points, print):
+        pass
+    assert len(first) > 1
+    assert not any(point.hook() for point in first)
+
+
 def test_edits_of_gates_nest_reach_generation_and_are_refused_where_wrong() -> None:
     model = with_modulators()
     name = "model.layers.0.mlp.down_proj.modulator.channel"

@@ -222,19 +222,15 @@ def with_hooks(
             "cannot intervene in training under gradient checkpointing, which recomputes without the interventions; "
             "call model.eval() or model.gradient_checkpointing_disable()"
         )
-    added = []
-    for name, point in points.items():
-        previous = point.hook()
-        outer = previous or ActivationHook()
-        added.append((point, previous))
-        # a new hook object, so that a compiled forward sees the change
-        all_interventions = (*outer.interventions, *(interventions or {}).get(name, ()))
-        point.set_hook(ActivationHook(all_interventions, (*outer.observers, *(observers or {}).get(name, ()))))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, point in points.items():
+            previous = point.hook()
+            outer = previous or ActivationHook()
+            stack.callback(point.set_hook, previous)
+            # a new hook object, so that a compiled forward sees the change
+            all_interventions = (*outer.interventions, *(interventions or {}).get(name, ()))
+            point.set_hook(ActivationHook(all_interventions, (*outer.observers, *(observers or {}).get(name, ()))))
         yield yielded
-    finally:
-        for point, previous in added:
-            point.set_hook(previous)
 
 
 def observe_hook_points(

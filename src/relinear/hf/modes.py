@@ -56,9 +56,7 @@ def forward_hooks_on(
     modules: Iterable[tuple[str, nn.Module]], hook: Callable[[str, nn.Module, tuple, Any], Any]
 ) -> Iterator[None]:
     """Call ``hook(name, module, args, output)`` after each forward of ``modules``; it may return another output."""
-    handles = [module.register_forward_hook(functools.partial(hook, name)) for name, module in modules]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in modules:
+            stack.callback(module.register_forward_hook(functools.partial(hook, name)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
