@@ -14,7 +14,7 @@ import relinear
 from cases import Case, case_of_every_kind, every_case, model_with
 from conftest import make_tiny_gpt2, make_tiny_llama
 from dist_ranks import without_noise
-from relinear.contract.auxiliary_losses import named_operators
+from relinear.contract.operator import named_operators
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
 

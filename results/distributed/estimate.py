@@ -19,8 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import relinear
-from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.operator import OperatorConfig
+from relinear.contract.operator import OperatorConfig, named_operators
 from relinear.surgery.parallel import split_parameters, tensor_parallel_plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "distributed.md"

@@ -81,6 +81,9 @@ _RENAMED = {
     ("relinear.activations.hook_points", "Gated"): "HasHookPoints",
     ("relinear.activations.hook_points", "Site"): "HookPoint",
     ("relinear.activations.hook_points", "sites"): "hook_points",
+    ("relinear.contract.auxiliary_losses", "IGNORED_LABEL"): "relinear.hf.labels:IGNORED_LABEL",
+    ("relinear.contract.auxiliary_losses", "share_of_batch"): "relinear.hf.labels:share_of_batch",
+    ("relinear.contract.objective", "GuidedTraining"): "relinear.hf.training_loss:GuidedTraining",
 }
 
 

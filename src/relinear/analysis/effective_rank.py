@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject, layer_row
 from relinear.analysis.recording import record_gates
-from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.operator import NotLinearError
+from relinear.contract.operator import NotLinearError, named_operators
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 

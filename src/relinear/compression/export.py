@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from relinear.compression.budget import at_half_precision
-from relinear.contract.auxiliary_losses import named_operators
 from relinear.contract.linear_layers import embeds, is_conv1d, linear_features
-from relinear.contract.operator import NotLinearError
+from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attachments import attachments
 from relinear.surgery.checkpoint import model_directory
 from relinear.surgery.fold import fold_

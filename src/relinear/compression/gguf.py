@@ -12,8 +12,8 @@ from torch import Tensor
 
 from relinear.compression.export import check_stock
 from relinear.compression.gguf_tokenizer import tokenizer_fields
-from relinear.contract.auxiliary_losses import named_operators
-from relinear.contract.folding import to_stock_layer
+from relinear.contract.operator import named_operators
+from relinear.hf.stock_layer import to_stock_layer
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
 

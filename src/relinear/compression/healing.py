@@ -22,7 +22,7 @@ from relinear.compression.budget import in_dtype
 from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
-from relinear.contract.auxiliary_losses import named_operators
+from relinear.contract.operator import named_operators
 from relinear.hf.modes import eval_mode, frozen_parameters
 from relinear.system.progress import Progress
 from relinear.training.distill import objective_with_teacher

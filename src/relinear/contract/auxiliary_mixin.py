@@ -1,6 +1,6 @@
 """Record an operator's auxiliary losses and metrics per token, and reduce them to means over tokens.
 
-1. Before a forward, hooks on the model (``auxiliary_losses``) clear what the last forward recorded.
+1. Before a forward, hooks on the model (``hf.training_loss``) clear what the last forward recorded.
 2. During the forward, operators call ``record_auxiliary`` with one value per token.
 3. After it, the hooks reduce the values over the loss mask (``reduce_over_tokens``) and add them to the loss.
 """
@@ -21,7 +21,7 @@ def is_recomputing() -> bool:
 
 
 class AuxiliaryLossMixin(nn.Module):
-    """Record auxiliary losses and metrics per token; ``auxiliary_losses.loss_mask`` says which tokens are averaged."""
+    """Record auxiliary losses and metrics per token; ``hf.labels.loss_mask`` says which tokens are averaged."""
 
     # earlier names, which work for one more version
     note = RenamedAttribute("record_auxiliary")
@@ -36,7 +36,7 @@ class AuxiliaryLossMixin(nn.Module):
     def aux_losses(self) -> dict[str, Tensor]:
         """Return the weighted auxiliary losses (token means) of the last training forward, by name; {} in eval.
 
-        In a model the means are over the tokens of ``auxiliary_losses.loss_mask``, in a layer alone over all tokens.
+        In a model the means are over the tokens of ``hf.labels.loss_mask``, in a layer alone over all tokens.
         """
         recorded = [(part, part._aux_losses) for part in self._recorders() if part.training]
         return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}

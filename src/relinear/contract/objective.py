@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_losses import share_of_batch
 from relinear.contract.config import Config
 
 #: (model, batch) -> (loss averaged over the batch's targets, the loss's weighted terms by name, the model's output)
@@ -41,27 +40,3 @@ class ObjectiveConfig(Config):
             ValueError: if ``model`` cannot be trained with this objective; says why and what to do.
         """
         raise TypeError(f"{type(self).__name__} does not implement prepare")
-
-
-class GuidedTraining(nn.Module):
-    """Wrap a model and an objective into a module that returns the objective's loss, as Trainer expects it.
-
-    In training mode the loss is the objective's, in evaluation the model's own. ``terms`` holds the weighted terms of
-    the last training loss, detached.
-    """
-
-    def __init__(self, model: nn.Module, objective: Objective):
-        super().__init__()
-        self.model = model
-        self.objective = objective
-        self.terms: dict[str, Tensor] = {}
-
-    def forward(self, num_items_in_batch: Tensor | None = None, **batch: Tensor) -> dict[str, Any]:
-        """Return ``{"loss", "logits"}`` of a batch; ``num_items_in_batch`` weights the loss for accumulation."""
-        if not self.training:
-            output = self.model(**batch, use_cache=False)
-            return {"loss": output.loss, "logits": output.logits}
-        loss, terms, output = self.objective(self.model, batch)
-        self.terms = {name: term.detach() for name, term in terms.items()}
-        share = share_of_batch({"num_items_in_batch": num_items_in_batch, "labels": batch.get("labels")})
-        return {"loss": loss * share, "logits": output.logits}

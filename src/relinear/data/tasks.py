@@ -20,10 +20,10 @@ from pydantic import AfterValidator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from relinear.contract.auxiliary_losses import IGNORED_LABEL
 from relinear.contract.config import Config, Count, NonNegative, check_value, register
 from relinear.contract.messages import did_you_mean, quoted
 from relinear.contract.setting_text import parse_setting
+from relinear.hf.labels import IGNORED_LABEL
 
 SYMBOLS = "0123456789*=+-|#"
 #: number of samples for training, and for evaluation if ``max_validation_tokens`` does not limit it

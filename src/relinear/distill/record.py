@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import current_context
-from relinear.contract.auxiliary_losses import without_padding
 from relinear.contract.messages import quoted
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
+from relinear.hf.labels import without_padding
 from relinear.hf.modes import forward_hooks_on
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relinear.contract.auxiliary_losses import IGNORED_LABEL
+from relinear.hf.labels import IGNORED_LABEL
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.auxiliary_losses import install_aux_hooks
 from relinear.contract.messages import quoted
 from relinear.contract.operator import named_operators
 from relinear.contract.plugins import packages_of
 from relinear.hf.attachments import attachments
 from relinear.hf.peft_models import stock_name, unwrapped
+from relinear.hf.training_loss import install_aux_hooks
 
 METHOD = "relinear"  # name of the transformers quantizer that rebuilds a model
 LOADER = "configuration_relinear"  # module saved in a checkpoint, by which programs load it without importing relinear

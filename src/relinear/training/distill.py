@@ -9,10 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses
+from relinear.contract.auxiliary_losses import aux_losses
 from relinear.contract.config import register
 from relinear.contract.messages import quoted
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
+from relinear.hf.labels import IGNORED_LABEL
 from relinear.hf.modes import eval_mode
 from relinear.models.presets import locate_model, model_folder
 from relinear.surgery.checkpoint import from_pretrained

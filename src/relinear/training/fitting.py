@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from relinear.contract.objective import GuidedTraining, Objective
+from relinear.contract.objective import Objective
 from relinear.hf.modes import training_modes_restored
+from relinear.hf.training_loss import GuidedTraining
 from relinear.surgery.summary import summary
 from relinear.system.files import MANIFEST
 from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads

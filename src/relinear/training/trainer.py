@@ -19,13 +19,14 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
-from relinear.contract.auxiliary_losses import IGNORED_LABEL, aux_losses, operator_metrics, share_of_batch
+from relinear.contract.auxiliary_losses import aux_losses, operator_metrics
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.messages import warn_user
-from relinear.contract.objective import GuidedTraining
 from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.config_record import finish_surgery_
+from relinear.hf.labels import IGNORED_LABEL, share_of_batch
 from relinear.hf.modes import eval_mode
+from relinear.hf.training_loss import GuidedTraining
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped
 from relinear.system.run_folder import set_aside

@@ -11,10 +11,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_losses import IGNORED_LABEL
 from relinear.contract.config import Count, IntRange, NonNegative, register
-from relinear.contract.objective import GuidedTraining as GuidedTraining
 from relinear.contract.objective import ObjectiveConfig
+from relinear.hf.labels import IGNORED_LABEL
+from relinear.hf.training_loss import GuidedTraining as GuidedTraining
 from relinear.models.cgt import losses
 
 #: name of a batch's entry -> its value at positions that do not count

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from relinear.contract.folding import to_stock_layer
 from relinear.contract.messages import quoted
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attachments import attachments
+from relinear.hf.stock_layer import to_stock_layer
 from relinear.models.cgt.config import CGTRegressionConfig
 from relinear.models.cgt.layers import Modulator
 from relinear.models.cgt.model import CGTForCausalLM, CGTForRegression
