@@ -13,8 +13,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import relinear
 from conftest import make_tiny_llama
+from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator
-from relinear.hf.modes import eval_mode
 from relinear.models.cgt import CGTConfig, CGTForCausalLM
 from tiny_models import FAMILIES, VOCABULARY, make_family
 

@@ -25,11 +25,11 @@ from relinear.compression.corpus import read_corpus
 from relinear.compression.task import Task, check_compressible, check_ids, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import dense_weight, linear_features
+from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 from relinear.hf.model_layout import layer_finder, model_name
-from relinear.hf.modes import eval_mode
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import write_json

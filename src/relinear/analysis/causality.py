@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
+from relinear.contract.module_state import eval_mode, forward_hooks_on
+from relinear.contract.numerics import largest_epsilon
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import eval_mode, forward_hooks_on
-from relinear.hf.next_token_check import largest_epsilon
 from relinear.hf.vocabulary import max_positions
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject
 from relinear.analysis.cgt_context import context_variation
+from relinear.contract.module_state import eval_mode, forward_hooks_on
 from relinear.data.tasks import SYMBOLS, ArithmeticTask, Samples
-from relinear.hf.modes import eval_mode, forward_hooks_on
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 

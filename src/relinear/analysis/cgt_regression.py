@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject
+from relinear.contract.module_state import eval_mode
 from relinear.data.tasks import RegressionTask, Samples
-from relinear.hf.modes import eval_mode
 from relinear.models.cgt import CGTForRegression
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Panel, Series

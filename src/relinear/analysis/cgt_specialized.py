@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject
+from relinear.contract.module_state import eval_mode
 from relinear.data.tasks import SYMBOLS
-from relinear.hf.modes import eval_mode
 from relinear.models.cgt import CGTForCausalLM
 from relinear.pages.blocks import Block, Cell, Chart, Row, Table, Text
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series

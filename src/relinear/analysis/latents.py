@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from relinear.activations.latent_recording import Latent, LatentOperator, observe
 from relinear.analysis.analyses import Subject, layer_row
-from relinear.hf.modes import eval_mode
+from relinear.contract.module_state import eval_mode
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series
 

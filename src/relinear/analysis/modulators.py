@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.analysis.analyses import Subject, layer_row
+from relinear.contract.module_state import eval_mode, forward_hooks_on
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import eval_mode, forward_hooks_on
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Heat, Panel, Series, numbered
 from relinear.system.grouped import grouped

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from relinear.analysis.analyses import Subject, layer_row, short_name
 from relinear.analysis.effective_rank import decay_panel, decays, effective_rank, singular_values
 from relinear.contract.linear_layers import embeds, linear_features
+from relinear.contract.module_state import eval_mode, forward_hooks_on
 from relinear.contract.operator import is_replaceable, named_operators
-from relinear.hf.modes import eval_mode, forward_hooks_on
 from relinear.pages.blocks import Block, Cell, Chart, Table
 from relinear.pages.figures import PALETTE, REFERENCE, Axis, Guide, Panel, Series
 from relinear.training.run import initial_values

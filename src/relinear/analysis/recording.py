@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.shared_context import context_owner
+from relinear.contract.module_state import eval_mode, forward_hooks_on
 from relinear.hf.model_layout import decoder
-from relinear.hf.modes import eval_mode, forward_hooks_on
 
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from relinear.compression.checksums import Streams, load_tensors, read_record, s
 from relinear.compression.layerwise import LayerByLayer
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import linear_features
+from relinear.contract.module_state import forward_hooks_on, frozen_parameters
 from relinear.distill.record import fingerprint_of
-from relinear.hf.modes import forward_hooks_on, frozen_parameters
 from relinear.surgery.tied import tied_head
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import remove_temporaries

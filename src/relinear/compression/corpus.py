@@ -20,10 +20,10 @@ from torch import Tensor
 from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
+from relinear.contract.module_state import eval_mode
 from relinear.data.chat import Conversation, TerminatedText
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents
-from relinear.hf.modes import eval_mode
 
 #: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
 DOCUMENTS, LOOKED_AT = 4, 2**26

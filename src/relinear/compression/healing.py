@@ -22,8 +22,8 @@ from relinear.compression.budget import in_dtype
 from relinear.compression.calibrate import fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
+from relinear.contract.module_state import eval_mode, frozen_parameters
 from relinear.contract.operator import named_operators
-from relinear.hf.modes import eval_mode, frozen_parameters
 from relinear.system.progress import Progress
 from relinear.training.distill import objective_with_teacher
 from relinear.training.fitting import fit_in_folder, remove_checkpoints

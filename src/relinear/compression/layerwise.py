@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.linear_layers import row_scale
+from relinear.contract.module_state import frozen_parameters
+from relinear.contract.numerics import rounding_bound
 from relinear.distill.record import first_call
 from relinear.hf.model_layout import decoder_layers
-from relinear.hf.modes import frozen_parameters
-from relinear.hf.next_token_check import rounding_bound
 
 _Call = tuple[tuple, dict[str, Any]]
 

@@ -35,8 +35,8 @@ from relinear.compression.task import (
     tables_of,
     unreached,
 )
+from relinear.contract.module_state import eval_mode
 from relinear.hf.model_layout import model_name
-from relinear.hf.modes import eval_mode
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts

@@ -16,9 +16,9 @@ from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
 from relinear.contract.input_checks import check_finite
 from relinear.contract.linear_layers import linear_features
+from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, max_positions, vocab_size_of
 from relinear.surgery.coverage import coverage, out_of_reach

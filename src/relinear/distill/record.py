@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import current_context
 from relinear.contract.messages import quoted
+from relinear.contract.module_state import forward_hooks_on
 from relinear.data.chat import as_document
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.hf.labels import without_padding
-from relinear.hf.modes import forward_hooks_on
 
 
 def documents(data: Iterable[Any], tokenizer: Any) -> Iterator[str | list[int]]:

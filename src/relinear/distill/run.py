@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from relinear.contract.config import to_legacy_dict
 from relinear.contract.messages import warn_user
+from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
@@ -24,7 +25,6 @@ from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.model_layout import layer_finder, model_name
-from relinear.hf.modes import eval_mode
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.peft_models import stock_name
 from relinear.hf.vocabulary import check_tokenizer_fits

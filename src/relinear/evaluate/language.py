@@ -18,11 +18,12 @@ from torch.utils.data import Dataset
 from relinear.contract.config import Count, IntRange, check_value
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.input_checks import check_model
+from relinear.contract.module_state import eval_mode
+from relinear.contract.numerics import check_no_nan
 from relinear.data.tokenizers import encode, text_start
 from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.labels import IGNORED_LABEL, without_padding
-from relinear.hf.modes import eval_mode
-from relinear.hf.next_token_check import check_no_nan, check_predicts_next_token
+from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from relinear.activations.hook_points import HookPoint
 from relinear.activations.interventions import Intervention, intervene
 from relinear.analysis.analyses import HeldOutText, tokens_of
+from relinear.contract.module_state import eval_mode
 from relinear.data import DataSettings
 from relinear.data.tokenizers import encode, text_start
 from relinear.explore.units import Index, choose_hook_points, index_folder, index_units, read_index, values_of
-from relinear.hf.modes import eval_mode
 from relinear.hf.vocabulary import check_length_fits, check_tokenizer_fits, max_positions
 from relinear.system.private_cache import cache_folder, check_all_private, check_private, digest
 from relinear.system.progress import ProgressCallback, no_progress

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points, observe_hook_points
 from relinear.contract.messages import did_you_mean
+from relinear.contract.module_state import eval_mode
 from relinear.hf.model_layout import layer_finder
-from relinear.hf.modes import eval_mode
 from relinear.system.files import atomic_directory, read_json, write_json
 from relinear.system.private_cache import check_all_private
 from relinear.system.progress import Progress, ProgressCallback, no_progress

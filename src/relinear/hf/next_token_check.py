@@ -5,28 +5,15 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from relinear.contract.input_checks import check_finite, check_model
-from relinear.hf.modes import eval_mode
+from relinear.contract.input_checks import check_model
+from relinear.contract.module_state import eval_mode
+from relinear.contract.numerics import check_no_nan, rounding_bound
 from relinear.hf.vocabulary import max_positions
 
 _REQUIREMENT = "needs a causal language model, one that AutoModelForCausalLM loads"
 _TOKENS = 8
-
-
-def largest_epsilon(model: nn.Module) -> float:
-    """Return the machine epsilon of the parameters of ``model``, the largest if dtypes differ: 2^-23 in float32."""
-    return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
-
-
-def rounding_bound(model: nn.Module, values: Tensor) -> float:
-    """Return by how much ``values`` of two runs of ``model`` may differ through rounding alone.
-
-    This is the square root of the machine epsilon times the largest value: errors grow with depth, and the dtype of
-    ``values`` may be wider than that of the layers.
-    """
-    return float(largest_epsilon(model) ** 0.5 * values.abs().max())
 
 
 @torch.no_grad()
@@ -64,15 +51,6 @@ def check_predicts_next_token(model: Any, caller: str, *, needs_logits: bool = T
         raise ValueError(
             f"{class_name} sees later tokens: its logits move by {float(change):.2g} where only later ones change; "
             f"{caller} {_REQUIREMENT}"
-        )
-
-
-def check_no_nan(model: Any, values: Tensor, caller: str) -> None:
-    """Raise ValueError if ``values``, computed by ``model``, contain NaN; names a weight that is not finite, if any."""
-    if bool(values.isnan().any()):
-        check_finite(model)
-        raise ValueError(
-            f"{caller}: {type(model).__name__} gives NaN though its weights are finite: compute in float32 or bfloat16"
         )
 
 

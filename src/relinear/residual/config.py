@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part
+from relinear.contract.module_state import swap_hooks
 from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
 from relinear.hf.attachments import attachments
-from relinear.hf.replacing import swap_hooks
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
 #: name of the submodule with a residual method's parameters

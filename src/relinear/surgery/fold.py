@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.input_checks import check_model
+from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.config_record import finish_surgery_
-from relinear.hf.modes import eval_mode
 from relinear.hf.stock_layer import to_stock_layer
 from relinear.surgery.select import is_adapted
 from relinear.surgery.separate_experts import fuse_experts_

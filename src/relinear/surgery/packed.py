@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from relinear.contract.config import IntRange, check_value
+from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import named_operators
 from relinear.functional.quantized import dequantized, group_count, pack, packed_width
 from relinear.functional.rounding import gptq, nearest, nearest_grid, shrunk
-from relinear.hf.modes import eval_mode
 from relinear.hf.peft_models import unwrapped
 
 #: neighbouring inputs that share a scale and a zero point

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relinear.contract.module_state import forward_hooks_on
 from relinear.deprecated import RenamedAttribute
 from relinear.hf.model_layout import decoder_layers
-from relinear.hf.modes import forward_hooks_on
 from relinear.hf.sub_blocks import unnormalised_sub_blocks
 
 #: kinds of activations that are measured, in the order of a forward pass

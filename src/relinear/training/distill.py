@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from relinear.contract.auxiliary_losses import aux_losses
 from relinear.contract.config import register
 from relinear.contract.messages import quoted
+from relinear.contract.module_state import eval_mode
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.hf.labels import IGNORED_LABEL
-from relinear.hf.modes import eval_mode
 from relinear.models.presets import locate_model, model_folder
 from relinear.surgery.checkpoint import from_pretrained
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from relinear.contract.module_state import training_modes_restored
 from relinear.contract.objective import Objective
-from relinear.hf.modes import training_modes_restored
 from relinear.hf.training_loss import GuidedTraining
 from relinear.surgery.summary import summary
 from relinear.system.files import MANIFEST

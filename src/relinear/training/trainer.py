@@ -22,10 +22,10 @@ from transformers.trainer_callback import PrinterCallback
 from relinear.contract.auxiliary_losses import aux_losses, operator_metrics
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.messages import warn_user
+from relinear.contract.module_state import eval_mode
 from relinear.evaluate.losses import perplexity_of, token_losses
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.labels import IGNORED_LABEL, share_of_batch
-from relinear.hf.modes import eval_mode
 from relinear.hf.training_loss import GuidedTraining
 from relinear.system.files import MANIFEST, atomic_path, check_manifest, os_errors_named, sync_files, write_manifest
 from relinear.system.grouped import grouped

@@ -21,8 +21,8 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from relinear.activations.hook_points import HasHookPoints
 from relinear.contract.config import UnknownSettingError
 from relinear.contract.messages import did_you_mean, quoted
+from relinear.contract.module_state import eval_mode
 from relinear.functional.cgt import moving_average
-from relinear.hf.modes import eval_mode
 from relinear.models.cgt.config import CGTConfig, CGTRegressionConfig
 from relinear.models.cgt.layers import CGTBlock, Modulator
 

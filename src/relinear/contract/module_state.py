@@ -1,4 +1,4 @@
-"""Context managers that restore a model afterwards: its training modes, requires_grad flags and hooks."""
+"""Restore the training modes, requires_grad flags and hooks of modules after a block; exchange hooks of two modules."""
 
 import contextlib
 import functools
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
 
 
 @contextlib.contextmanager
@@ -60,3 +62,9 @@ def forward_hooks_on(
         for name, module in modules:
             stack.callback(module.register_forward_hook(functools.partial(hook, name)).remove)
         yield
+
+
+def swap_hooks(source: nn.Module, target: nn.Module) -> None:
+    """Exchange the hooks of a layer and its replacement; handles of hooks stay valid."""
+    for name in _HOOKS:
+        source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]

@@ -4,15 +4,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from relinear.contract.module_state import swap_hooks
 from relinear.hf.initialization import mark_initialized_
-
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
-
-
-def swap_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Exchange the hooks of a layer and its replacement; handles of hooks stay valid."""
-    for name in _HOOKS:
-        source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]
 
 
 def swap_module(model: nn.Module, names: Iterable[str], source: nn.Module, target: nn.Module) -> None:
