@@ -124,7 +124,7 @@ def fix_gates(model, low: float, high: float) -> None:
     """Every basis gate ``high`` after token ids below 10 and ``low`` after others, through the embedding alone."""
     owner = context_owner(model)
 
-    def contexts(base, inputs):
+    def contexts(decoder, inputs):
         open_ = (inputs["input_ids"] < 10).float()[..., None]
         return open_.expand(-1, -1, owner.context_dim)
 

@@ -102,3 +102,15 @@ def test_a_callback_of_progress_may_be_none_as_before() -> None:
 def test_the_sizes_of_an_operator_are_its_candidates() -> None:
     with pytest.warns(DeprecationWarning, match="LowRank.sizes has a new name: candidates"):
         assert relinear.LowRank(rank=4).sizes(64, 32) == relinear.LowRank(rank=4).candidates(64, 32)
+
+
+def test_an_attachment_with_for_part_is_asked_by_it() -> None:
+    with pytest.warns(DeprecationWarning, match="OldBias.for_part has a new name: for_model"):
+
+        class OldBias(relinear.contract.AttachmentConfig):
+            kind = "old_bias"
+
+            def for_part(self, model):
+                return None
+
+    assert OldBias().for_model(make_tiny_llama()) is None

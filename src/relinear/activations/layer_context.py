@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.hf.model_layout import attention_of, decoder, decoder_layers, takes_keywords
+from relinear.hf.model_layout import attention_of, decoder_layers, find_decoder, takes_keywords
 
 #: per thread: attribute ``key`` is a weak reference to the value of the forward that is running
 _running = threading.local()
@@ -47,17 +47,17 @@ def install_layer_context(
     """Install the hooks on a decoder and its layers.
 
     Args:
-        model: a decoder.
+        model: a model with one decoder.
         key: name of the keyword argument that carries the value.
         compute: ``compute(decoder, inputs)`` returns a forward's value; it may change ``inputs``, its arguments.
         set_value: ``set_value(index, value)`` is called before layer ``index`` and before its attention,
             ``set_value(-1, None)`` at the end. Both must be module-level functions or bound methods that ``deepcopy``
             copies.
     """
-    base = decoder(model)
-    decoder_hooks = _DecoderHooks(key, base, compute, set_value)
-    base.register_forward_pre_hook(decoder_hooks.start, with_kwargs=True)
-    base.register_forward_hook(decoder_hooks.finish)
+    decoder = find_decoder(model)
+    decoder_hooks = _DecoderHooks(key, decoder, compute, set_value)
+    decoder.register_forward_pre_hook(decoder_hooks.start, with_kwargs=True)
+    decoder.register_forward_hook(decoder_hooks.finish)
     for index, layer in enumerate(decoder_layers(model)):
         hooks = _LayerHooks(key, index, layer, set_value)
         layer.register_forward_pre_hook(hooks.enter_layer, with_kwargs=True)
@@ -67,19 +67,21 @@ def install_layer_context(
 class _DecoderHooks:
     """Compute the value before the decoder runs and forget it afterwards."""
 
-    def __init__(self, key: str, base: nn.Module, compute: Callable[..., Any], set_value: Callable[..., None]) -> None:
+    def __init__(
+        self, key: str, decoder: nn.Module, compute: Callable[..., Any], set_value: Callable[..., None]
+    ) -> None:
         self.key, self.compute, self.set_value = key, compute, set_value
-        parameters = inspect.signature(base.forward).parameters.values()
+        parameters = inspect.signature(decoder.forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
         self.names = tuple(p.name for p in parameters if p.kind in positional)
 
-    def start(self, base: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def start(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs = dict(zip(self.names, args)) | kwargs
-        value = self.compute(base, inputs)
+        value = self.compute(decoder, inputs)
         setattr(_running, self.key, weak_ref(value))  # weak: only the arguments keep the value alive
         return (), inputs | {self.key: value}
 
-    def finish(self, base: nn.Module, args: tuple, output: Any) -> None:
+    def finish(self, decoder: nn.Module, args: tuple, output: Any) -> None:
         setattr(_running, self.key, None)
         self.set_value(-1, None)
 

@@ -1,6 +1,6 @@
 """The shared context: a tensor that one owner computes once a forward pass and many operators read.
 
-A pre-hook on the base model lets the owner compute the context, and every decoder layer gets it as an argument (see
+A pre-hook on the decoder lets the owner compute the context, and every decoder layer gets it as an argument (see
 ``layer_context``). Before a layer runs, a hook puts the context into a thread-local carrier, from which operators read
 it. The carrier holds a weak reference, so no operator can read the context of an earlier forward.
 """
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from relinear.activations.layer_context import check_passes_to_layers, deref, install_layer_context, weak_ref
 from relinear.contract.operator import Operator
-from relinear.hf.model_layout import decoder, decoder_layers, takes_keywords
+from relinear.hf.model_layout import decoder_layers, find_decoder, takes_keywords
 from relinear.hf.peft_models import unwrapped
 
-#: name of the owner's submodule in the base model
+#: name of the owner's submodule in the decoder
 OWNER_NAME = "relinear_context"
 _KEY = "relinear_context"
 
@@ -168,17 +168,17 @@ def decoder_for_context(model: Any) -> nn.Module:
         raise ValueError(f"{name} is made of several models; attach the context manager to its language model alone")
     if context_owner(model) is not None:
         raise ValueError(f"{name} has a context manager already; a model has one, shared by all conditioned layers")
-    base = decoder(model)
+    decoder = find_decoder(model)
     check_passes_to_layers(model)
-    if not hasattr(base, "get_input_embeddings"):
-        raise ValueError(f"{type(base).__name__}, which runs the layers of {name}, has no get_input_embeddings")
-    if not takes_keywords(base):
+    if not hasattr(decoder, "get_input_embeddings"):
+        raise ValueError(f"{type(decoder).__name__}, which runs the layers of {name}, has no get_input_embeddings")
+    if not takes_keywords(decoder):
         raise ValueError(
-            f"{type(base).__name__}.forward takes no further keyword arguments, so it cannot pass on a context"
+            f"{type(decoder).__name__}.forward takes no further keyword arguments, so it cannot pass on a context"
         )
     for key in conditioned_operators(model):
         _check_reached(model, key, key)
-    return base
+    return decoder
 
 
 class ContextOwner(nn.Module):
@@ -192,20 +192,20 @@ class ContextOwner(nn.Module):
     #: attribute with this module's own token embedding, if any, which is resized with the model's
     token_table: str | None = None
 
-    def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the context (B, T, C) for ``inputs``, the arguments of the base model's forward; may change them."""
+    def contexts(self, decoder: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the context (B, T, C) for ``inputs``, the arguments of the decoder's forward; may change them."""
         raise TypeError(f"{type(self).__name__} does not implement contexts")
 
-    def install(self, base: nn.Module) -> None:
-        """Register this module and its hooks on ``base``, which ``decoder_for_context`` returned."""
-        base.add_module(OWNER_NAME, self)
-        install_layer_context(base, _KEY, self._context, _enter_layer)
+    def install(self, decoder: nn.Module) -> None:
+        """Register this module and its hooks on ``decoder``, which ``decoder_for_context`` returned."""
+        decoder.add_module(OWNER_NAME, self)
+        install_layer_context(decoder, _KEY, self._context, _enter_layer)
 
-    def _context(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        if getattr(base, "_is_replica", False):
+    def _context(self, decoder: Any, inputs: dict[str, Any]) -> Tensor:
+        if getattr(decoder, "_is_replica", False):
             raise ValueError("nn.DataParallel does not copy hooks correctly; use DistributedDataParallel (torchrun)")
         # looked up by name, so that PEFT may wrap it
-        return getattr(base, OWNER_NAME).contexts(base, inputs)
+        return getattr(decoder, OWNER_NAME).contexts(decoder, inputs)
 
 
 def _enter_layer(index: int, value: Tensor | None) -> None:

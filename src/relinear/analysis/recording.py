@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relinear.activations.shared_context import context_owner
 from relinear.contract.module_state import eval_mode, forward_hooks_on
-from relinear.hf.model_layout import decoder
+from relinear.hf.model_layout import find_decoder
 
 
 def gated_operators(model: nn.Module) -> dict[str, Any]:
@@ -48,4 +48,4 @@ def record_contexts(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the context vectors (N, T, C) of token ids (N, T), from the context manager of ``model``."""
     owner: Any = context_owner(model)
     with eval_mode(model):
-        return owner.contexts(decoder(model), {"input_ids": ids, "use_cache": False}).float()
+        return owner.contexts(find_decoder(model), {"input_ids": ids, "use_cache": False}).float()

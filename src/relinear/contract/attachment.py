@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from relinear.contract.config import Config
+from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,12 @@ class AttachmentConfig(Config):
     """
 
     family: ClassVar[str] = "attachment"
+    # an earlier name, which works for one more version
+    for_part = RenamedAttribute("for_model")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adopt_renamed_attributes(cls)
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError, saying why and what to do, if ``model`` does not support this; must change nothing."""
@@ -38,7 +45,7 @@ class AttachmentConfig(Config):
         """
         raise TypeError(f"{type(self).__name__} does not implement attach")
 
-    def for_part(self, model: nn.Module) -> Self | None:
+    def for_model(self, model: nn.Module) -> Self | None:
         """Return the settings for ``model``, which has another head or is a part of the original; None to skip it."""
         return self
 

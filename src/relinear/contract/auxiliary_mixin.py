@@ -38,13 +38,13 @@ class AuxiliaryLossMixin(nn.Module):
 
         In a model the means are over the tokens of ``hf.labels.loss_mask``, in a layer alone over all tokens.
         """
-        recorded = [(part, part._aux_losses) for part in self._recorders() if part.training]
-        return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}
+        recorded = [(recorder, recorder._aux_losses) for recorder in self._recorders() if recorder.training]
+        return {name: value for recorder, values in recorded for name, value in recorder._reduced(values, None).items()}
 
     def metrics(self) -> dict[str, Tensor]:
         """Return detached scalars of the last training forward to log, by name; they are not losses."""
-        recorded = [(part, part._metrics) for part in self._recorders()]
-        return {name: value for part, values in recorded for name, value in part._reduced(values, None).items()}
+        recorded = [(recorder, recorder._metrics) for recorder in self._recorders()]
+        return {name: value for recorder, values in recorded for name, value in recorder._reduced(values, None).items()}
 
     def _recorders(self) -> list[AuxiliaryLossMixin]:
         """Return the modules that record losses and metrics for this one: a wrapper's are its inner operators."""
@@ -52,12 +52,12 @@ class AuxiliaryLossMixin(nn.Module):
 
     def has_auxiliary(self) -> bool:
         """Return whether the last forward recorded a loss or a metric."""
-        return any(part._aux_losses or part._metrics for part in self._recorders())
+        return any(recorder._aux_losses or recorder._metrics for recorder in self._recorders())
 
     def clear_auxiliary_losses(self) -> None:
         """Drop the losses of an earlier forward, with their graph."""
-        for part in self._recorders():
-            part._aux_losses = {}
+        for recorder in self._recorders():
+            recorder._aux_losses = {}
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
         """Reduce the per-token loss or metric ``name`` to a scalar: by default the mean over the tokens in ``mask``.
@@ -99,9 +99,9 @@ class AuxiliaryLossMixin(nn.Module):
             mask: (B, T) bool, or None for all. If shapes differ from the mask (an expert sees the tokens that are
                 routed to it), the loss averages over all tokens that the operator saw.
         """
-        for part in self._recorders():
-            part._aux_losses = part._reduced(part._aux_losses, mask)
-            part._metrics = part._reduced(part._metrics, mask)
+        for recorder in self._recorders():
+            recorder._aux_losses = recorder._reduced(recorder._aux_losses, mask)
+            recorder._metrics = recorder._reduced(recorder._metrics, mask)
 
     def __getstate__(self) -> dict[str, Any]:
         # deepcopy refuses tensors with a graph

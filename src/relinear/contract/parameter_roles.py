@@ -64,18 +64,18 @@ class ParamRole(NamedTuple):
         """
         if not self.fan_in or ratio == 1:
             return 1.0
-        base, fan_out = self._base_fan_in(ratio), self.fan_in if self.fan_out is None else self.fan_out
-        base_out = fan_out / ratio**self.growth if self.fan_out_scales else fan_out
-        std = (base / self.fan_in) ** (1.0 if self.readout else 0.5)
-        return std * self._default_std(base, base_out) / self._default_std(self.fan_in, fan_out)
+        base_fan_in, fan_out = self._base_fan_in(ratio), self.fan_in if self.fan_out is None else self.fan_out
+        base_fan_out = fan_out / ratio**self.growth if self.fan_out_scales else fan_out
+        std = (base_fan_in / self.fan_in) ** (1.0 if self.readout else 0.5)
+        return std * self._default_std(base_fan_in, base_fan_out) / self._default_std(self.fan_in, fan_out)
 
     def _base_fan_in(self, ratio: float) -> float:
         assert self.fan_in is not None
         if ratio == 1 or not self.fan_in_scales:
             return self.fan_in
         grown = ratio**self.growth
-        base = (self.fan_in + self.fan_in_offset) / grown - self.fan_in_offset
-        return base if base > 0 else self.fan_in / grown  # the base model has no such inputs
+        base_fan_in = (self.fan_in + self.fan_in_offset) / grown - self.fan_in_offset
+        return base_fan_in if base_fan_in > 0 else self.fan_in / grown  # the base model has no such inputs
 
     def _default_std(self, fan_in: float, fan_out: float) -> float:
         if self.init_law == "constant":

@@ -103,7 +103,7 @@ class Wrapper(Operator):
         return [] if base is None else [operator for _, operator in named_operators(base)]
 
     def _recorders(self) -> list[AuxiliaryLossMixin]:
-        return [part for operator in self._inner_operators for part in operator._recorders()]
+        return [recorder for operator in self._inner_operators for recorder in operator._recorders()]
 
     def neutralize(self) -> None:
         """Set the wrapper's own parameters so that it returns the wrapped layer's output unchanged.

@@ -38,8 +38,8 @@ def apply_attachment_(model: nn.Module, config: AttachmentConfig) -> None:
 def attachments(model: nn.Module) -> tuple[AttachmentConfig, ...]:
     """Return the configs of the parts attached to ``model`` or its submodules, in order of attachment."""
     hf_model: Any = unwrapped(model)
-    lists = {id(listed): listed for part in hf_model.modules() if (listed := vars(part).get(_ATTRIBUTE))}
-    configs = (config.for_part(hf_model) for listed in lists.values() for config in listed)
+    lists = {id(listed): listed for module in hf_model.modules() if (listed := vars(module).get(_ATTRIBUTE))}
+    configs = (config.for_model(hf_model) for listed in lists.values() for config in listed)
     return tuple(config for config in configs if config is not None)
 
 

@@ -102,7 +102,7 @@ def _decoder_stack(model: nn.Module) -> _Stack:
     return stacks[0]
 
 
-def decoder(model: nn.Module) -> nn.Module:
+def find_decoder(model: nn.Module) -> nn.Module:
     """Return the module that runs the decoder layers and returns the last hidden state (``LlamaModel``).
 
     Raises:
@@ -112,7 +112,7 @@ def decoder(model: nn.Module) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the decoder's layers, in order. Raises ValueError as ``decoder`` does."""
+    """Return the decoder's layers, in order. Raises ValueError as ``find_decoder`` does."""
     return _decoder_stack(model).layers
 
 
@@ -140,9 +140,9 @@ def layer_finder(model: Any) -> Callable[[str], int | None]:
     return find
 
 
-def is_checkpointing(base: Any) -> bool:
-    """Return whether gradient checkpointing is on in a base model; OPT keeps the flag in its decoder."""
-    owner = base if hasattr(base, "gradient_checkpointing") else decoder(base)
+def is_checkpointing(decoder: Any) -> bool:
+    """Return whether gradient checkpointing is on in a decoder; OPT keeps the flag in a module inside."""
+    owner = decoder if hasattr(decoder, "gradient_checkpointing") else find_decoder(decoder)
     return bool(getattr(owner, "gradient_checkpointing", False))
 
 

@@ -11,8 +11,8 @@ def token_tables(model: nn.Module) -> list[nn.Embedding]:
     Raises:
         ValueError: if an adapter wraps one, so that it cannot be resized.
     """
-    names = [(part, getattr(part, "token_table", None)) for part in model.modules()]
-    tables = [getattr(part, name) for part, name in names if isinstance(name, str)]
+    names = [(module, getattr(module, "token_table", None)) for module in model.modules()]
+    tables = [getattr(module, name) for module, name in names if isinstance(name, str)]
     for table in tables:
         if table is not None and not isinstance(table, nn.Embedding):
             raise ValueError(f"a {type(table).__name__} wraps a token embedding; merge or unload it first")
@@ -24,12 +24,12 @@ def vocab_size_of(table: Any) -> int:
     return getattr(table, "num_embeddings", None) or table.weight.shape[0]
 
 
-def check_table_fits(table: nn.Embedding, base: Any, part: str) -> None:
-    """Raise ValueError if ``base`` has more tokens than ``table``, the token embedding of ``part``."""
-    vocab_size = vocab_size_of(base.get_input_embeddings())
+def check_table_fits(table: nn.Embedding, model: Any, owner: str) -> None:
+    """Raise ValueError if ``model`` has more tokens than ``table``, the token embedding of its ``owner``."""
+    vocab_size = vocab_size_of(model.get_input_embeddings())
     if vocab_size > table.num_embeddings:
         raise ValueError(
-            f"the model's vocabulary has grown to {vocab_size}, the {part} knows {table.num_embeddings} tokens; "
+            f"the model's vocabulary has grown to {vocab_size}, the {owner} knows {table.num_embeddings} tokens; "
             "resize it by model.resize_token_embeddings, which resizes both"
         )
 

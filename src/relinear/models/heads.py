@@ -17,7 +17,7 @@ SCALE = "relinear_readout_scale"
 class _OnHead(AttachmentConfig):
     """Base of attachments on the output head."""
 
-    def for_part(self, model: nn.Module) -> Self | None:
+    def for_model(self, model: nn.Module) -> Self | None:
         """Return None if ``model`` has no output head."""
         return None if output_head(model) is None else self
 

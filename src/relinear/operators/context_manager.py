@@ -201,52 +201,52 @@ class SharedContext(ContextOwner):
             raise ValueError(f"{type(self).__name__}, {self.config}: expected token ids (integers), got {got}")
         return self.embedding(source)
 
-    def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the context for the base model's arguments; the state is read from and written to its cache."""
-        source = self._source(base, inputs)
+    def contexts(self, decoder: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the context for the decoder's arguments; the state is read from and written to its cache."""
+        source = self._source(decoder, inputs)
         if self.memory is None:
             return self(source)[0]
-        cache = _cache(base, inputs)
-        layer = None if cache is None else _state_layer(cache, base)
+        cache = _cache(decoder, inputs)
+        layer = None if cache is None else _state_layer(cache, decoder)
         valid = _valid_tokens(inputs.get("attention_mask"), source.shape[1], cache)
         context, state = self(source, valid, None if layer is None else layer.state, _starts(inputs))
         if layer is not None and state is not None:
             layer.set(state)
         return context
 
-    def _source(self, base: Any, inputs: dict[str, Any]) -> Tensor:
+    def _source(self, decoder: Any, inputs: dict[str, Any]) -> Tensor:
         tokens, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
         if self.embedding is None:
-            return base.get_input_embeddings()(tokens) if embeddings is None else embeddings
+            return decoder.get_input_embeddings()(tokens) if embeddings is None else embeddings
         if tokens is None:
             raise ValueError(
                 "ContextManager(source='tokens') needs input_ids; with inputs_embeds use source='embeddings'"
             )
-        check_table_fits(self.embedding, base, "context manager")
+        check_table_fits(self.embedding, decoder, "context manager")
         return tokens
 
     def extra_repr(self) -> str:
         return str(self.config)
 
 
-def _cache(base: Any, inputs: dict[str, Any]) -> Any:
+def _cache(decoder: Any, inputs: dict[str, Any]) -> Any:
     """Return the call's cache; made here rather than by the model, so that the context's state can be stored in it."""
-    if base.training and is_checkpointing(base):
+    if decoder.training and is_checkpointing(decoder):
         return None  # the model drops its cache as well
     cache = inputs.get("past_key_values")
     use_cache = inputs.get("use_cache")
-    if cache is None and (base.config.use_cache if use_cache is None else use_cache):
-        cache = inputs["past_key_values"] = DynamicCache(config=base.config)
+    if cache is None and (decoder.config.use_cache if use_cache is None else use_cache):
+        cache = inputs["past_key_values"] = DynamicCache(config=decoder.config)
     return cache
 
 
-def _state_layer(cache: Any, base: Any) -> ContextState:
+def _state_layer(cache: Any, decoder: Any) -> ContextState:
     """Return the cache's layer with the state; append one to a new cache."""
     for layer in cache.layers:
         if isinstance(layer, ContextState):
             return layer
     # A cache that makes layers on demand finds them by index, so the state must come after all of them.
-    while cache.layer_class_to_replicate is not None and len(cache.layers) < base.config.num_hidden_layers:
+    while cache.layer_class_to_replicate is not None and len(cache.layers) < decoder.config.num_hidden_layers:
         cache.layers.append(cache.layer_class_to_replicate())
     length = cache.get_seq_length()
     if isinstance(length, int) and length > 0:
@@ -325,9 +325,9 @@ class ContextManager(AttachmentConfig):
                 )
 
     def attach(self, model: nn.Module) -> None:
-        """Register ``relinear_context`` on the base model, on the embedding's device and in its dtype."""
-        base = decoder_for_context(model)
-        table = base.get_input_embeddings()
+        """Register ``relinear_context`` on the decoder, on the embedding's device and in its dtype."""
+        decoder = decoder_for_context(model)
+        table = decoder.get_input_embeddings()
         width = getattr(table, "embedding_dim", 0) or table.in_features
         owner = SharedContext(self, table.num_embeddings, width, **factory_kwargs_like(table))
-        owner.train(base.training).install(base)
+        owner.train(decoder.training).install(decoder)

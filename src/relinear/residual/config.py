@@ -6,13 +6,12 @@ DeepNorm) subtract x, which rounds twice in half precision.
 """
 
 import dataclasses
-from typing import Any
 
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part
 from relinear.contract.module_state import swap_hooks
-from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
+from relinear.deprecated import RenamedAttribute
 from relinear.hf.attachments import attachments
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
@@ -24,17 +23,13 @@ PART = "relinear_residual"
 class ResidualConfig(AttachmentConfig):
     """Hold the settings of a residual method: at most one per model, for pre-norm decoders (``sub_blocks``)."""
 
+    site = RenamedAttribute("residual_part")  # the earlier name, which works for one more version
+
     def check(self, model: nn.Module) -> None:
         present = [config for config in attachments(model) if isinstance(config, ResidualConfig)]
         if present:
             raise ValueError(f"the model already has the residual method {present[0]}; start from one without")
         sub_blocks(model)
-
-    site = RenamedAttribute("residual_part")
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        adopt_renamed_attributes(cls)
 
     def residual_part(self, block: SubBlock, index: int, count: int) -> nn.Module:
         """Return the module of sub-block ``index`` of ``count``: its ``forward(x, y)`` is added to the stream x."""

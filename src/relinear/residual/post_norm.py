@@ -12,7 +12,7 @@ from relinear.contract.linear_layers import is_conv1d
 from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator
 from relinear.contract.wrapper import Wrapper
-from relinear.hf.model_layout import decoder
+from relinear.hf.model_layout import find_decoder
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 from relinear.residual.config import ResidualConfig, without_norm
 
@@ -63,7 +63,7 @@ class PostLN(ResidualConfig):
     def attach(self, model: nn.Module) -> None:
         super().attach(model)
         if not self.final_norm:
-            owner = decoder(model)
+            owner = find_decoder(model)
             for name in _FINAL_NORMS:
                 if isinstance(getattr(owner, name, None), nn.Module):
                     setattr(owner, name, nn.Identity())

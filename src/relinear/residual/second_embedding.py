@@ -46,12 +46,12 @@ class _Table(ContextOwner):
         vectors = self.embedding(ids)
         return vectors if self.projection is None else self.projection(vectors)
 
-    def contexts(self, base: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the vectors for the MLPs, from the arguments of the base model."""
+    def contexts(self, decoder: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the vectors for the MLPs, from the arguments of the decoder."""
         ids = inputs.get("input_ids")
         if ids is None:
             raise ValueError("a second embedding needs input_ids and got inputs_embeds; give the model token ids")
-        check_table_fits(self.embedding, base, "second embedding")
+        check_table_fits(self.embedding, decoder, "second embedding")
         return self(ids)
 
 
@@ -95,13 +95,13 @@ class SecondEmbedding(AttachmentConfig):
             )
 
     def attach(self, model: nn.Module) -> None:
-        base: Any = decoder_for_context(model)
-        table = base.get_input_embeddings()
+        decoder: Any = decoder_for_context(model)
+        table = decoder.get_input_embeddings()
         config: Any = model.config  # type: ignore[union-attr]
         width = config.get_text_config().hidden_size
         std = getattr(config, "initializer_range", 0.02) if self.std is None else self.std
         owner = _Table(table.num_embeddings, self.dim or width, width, std, **factory_kwargs_like(table))
-        owner.train(base.training).requires_grad_(next(table.parameters()).requires_grad).install(base)
+        owner.train(decoder.training).requires_grad_(next(table.parameters()).requires_grad).install(decoder)
         for block in sub_blocks(model):
             if block.role == "mlp":
                 block.module.register_forward_pre_hook(add_embedding)

@@ -36,7 +36,7 @@ class LayerBias(AttachmentConfig):
             if layer.bias is not None:
                 raise ValueError(f"layer_bias: {name} has a bias already")
 
-    def for_part(self, model: nn.Module) -> Self | None:
+    def for_model(self, model: nn.Module) -> Self | None:
         """Return the biases of the layers that ``model`` has."""
         layers = tuple(name for name in self.layers if find_module(model, name) is not None)
         return self if layers == self.layers else self.replace(layers=layers) if layers else None

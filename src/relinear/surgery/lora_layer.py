@@ -52,11 +52,11 @@ class OperatorLora(lora.Linear):
         Raises:
             ValueError: if it still is one, which has no weight.
         """
-        base = self.get_base_layer()
-        if isinstance(base, Operator):
+        layer = self.get_base_layer()
+        if isinstance(layer, Operator):
             raise ValueError(
-                f"an adapter cannot be merged into {type(base).__name__}, which has no weight; do not merge it, or "
+                f"an adapter cannot be merged into {type(layer).__name__}, which has no weight; do not merge it, or "
                 "fold the operator first (relinear.fold_)"
             )
-        self.fan_in_fan_out = is_conv1d(base)
+        self.fan_in_fan_out = is_conv1d(layer)
         super().merge(safe_merge, adapter_names)

@@ -191,7 +191,7 @@ def rebuild_(model: nn.Module, settings: RelinearConfig) -> None:
     present = [*attachments(model)]
     for values in settings.attachments:
         setting = AttachmentConfig.from_dict(values)
-        wanted = setting.for_part(model) if has_another_head(model) else setting
+        wanted = setting.for_model(model) if has_another_head(model) else setting
         if wanted in present:
             present.remove(wanted)
         elif wanted is not None:

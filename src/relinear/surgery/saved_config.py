@@ -62,12 +62,12 @@ class SavedConfig(PreTrainedConfig):
             ValueError: if the record of operators is gone, or the type of the model underneath is unknown.
         """
         values = {key: value for key, value in without_loader(config_dict).items() if key != "transformers_weights"}
-        base = values.pop(_BASE_TYPE, values.get("model_type"))
-        if not isinstance(base, str) or base == METHOD or base not in CONFIG_MAPPING:
+        stock_type = values.pop(_BASE_TYPE, values.get("model_type"))
+        if not isinstance(stock_type, str) or stock_type == METHOD or stock_type not in CONFIG_MAPPING:
             raise ValueError(
-                f"config.json gives {quoted(base)} as {_BASE_TYPE}, unknown to this transformers; upgrade it"
+                f"config.json gives {quoted(stock_type)} as {_BASE_TYPE}, unknown to this transformers; upgrade it"
             )
-        config = CONFIG_MAPPING[base].from_dict(values | {"model_type": base}, **kwargs)
+        config = CONFIG_MAPPING[stock_type].from_dict(values | {"model_type": stock_type}, **kwargs)
         if values.get("model_type") == METHOD and not values.get("quantization_config"):
             raise ValueError("config.json has lost its record of operators (quantization_config); restore a copy")
         return config
@@ -94,15 +94,15 @@ def remove_file_only_fields_(config: PreTrainedConfig) -> None:
 def write_config(config: PreTrainedConfig, path: Path, text: str) -> None:
     """Write ``text``, the stock JSON of ``config``, to ``path`` with the changes above, and the loader next to it."""
     values = json.loads(text)
-    base = type(config).model_type
-    is_known = base in CONFIG_MAPPING  # else the model's own remote code has to read the file
+    stock_type = type(config).model_type
+    is_known = stock_type in CONFIG_MAPPING  # else the model's own remote code has to read the file
     if is_known:
         values["auto_map"] = values.get("auto_map", {}) | {"AutoConfig": f"{LOADER}.{SavedConfig.__name__}"}
         write_text(path.with_name(f"{LOADER}.py"), _LOADER_TEXT)
     if record_in_config(config) is not None:
         values["transformers_weights"] = _HOW_TO_LOAD
         if is_known:
-            values |= {"model_type": METHOD, _BASE_TYPE: base}
+            values |= {"model_type": METHOD, _BASE_TYPE: stock_type}
     if path.is_symlink():  # do not write through a link, such as one into the Hub's cache
         path.unlink()
     write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")

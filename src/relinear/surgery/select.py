@@ -41,7 +41,7 @@ class Target:
 
 def _descends_from(module: Any, *names: str) -> bool:
     """Return whether ``module`` is of one of PEFT's classes ``names``, without importing PEFT."""
-    return any(base.__name__ in names and base.__module__.startswith("peft.") for base in type(module).__mro__)
+    return any(cls.__name__ in names and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
 def is_adapted(module: Any) -> bool:

@@ -72,11 +72,11 @@ def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
 
 def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:
     """Create an adapter; for an operator an ``OperatorLora``, as PEFT only adapts nn.Linear and a few other classes."""
-    base = target.get_base_layer() if is_adapted(target) else target
-    if isinstance(base, Operator):
-        if embeds(base):
+    layer = target.get_base_layer() if is_adapted(target) else target
+    if isinstance(layer, Operator):
+        if embeds(layer):
             raise ValueError(
-                f"{base.name_in_model} is an embedding that is an operator, which LoRA does not support; leave it out"
+                f"{layer.name_in_model} is an embedding that is an operator, which LoRA does not support; leave it out"
             )
         from relinear.surgery.lora_layer import OperatorLora
 
