@@ -297,7 +297,7 @@ def test_bad_settings_are_refused(settings):
 
 def test_paths_twice_or_out_of_range_are_refused():
     model = make_tiny_llama()
-    with pytest.raises(ValueError, match="out of range"):
+    with pytest.raises(ValueError, match="layer 2 does not exist"):
         relinear.attach_(model, relinear.PathTransponder(layers=[2]))
     relinear.attach_(model, relinear.PathTransponder())
     with pytest.raises(ValueError, match="already"):

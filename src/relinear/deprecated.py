@@ -83,6 +83,7 @@ _RENAMED = {
     ("relinear.activations.hook_points", "sites"): "hook_points",
     ("relinear.contract.auxiliary_losses", "IGNORED_LABEL"): "relinear.hf.labels:IGNORED_LABEL",
     ("relinear.contract.auxiliary_losses", "share_of_batch"): "relinear.hf.labels:share_of_batch",
+    ("relinear.contract.config", "layer_indices"): "relinear.hf.model_layout:layer_indices",
     ("relinear.contract.objective", "GuidedTraining"): "relinear.hf.training_loss:GuidedTraining",
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -283,30 +282,3 @@ def check_divides(name: str, value: int, **sizes: int) -> None:
         possible = [k for k in range(1, min(sizes.values()) + 1) if not any(size % k for size in sizes.values())]
         listed = ", ".join(f"{key}={size}" for key, size in sizes.items())
         raise ValueError(f"{name}={value} does not divide {listed}; possible values: {', '.join(map(str, possible))}")
-
-
-def layer_indices(layers: Any) -> tuple[int, ...]:
-    """Return the argument ``layers`` of surgery and attachments, one index or several, as a tuple of ints.
-
-    Raises:
-        ValueError: for anything but integers.
-    """
-    index = _index(layers)
-    if index is not None:
-        return (index,)
-    if isinstance(layers, Iterable) and not isinstance(layers, str | bytes):
-        items = list(layers)
-        indices = [_index(item) for item in items]
-        if None not in indices:
-            return tuple(index for index in indices if index is not None)
-        layers = items[indices.index(None)]
-    hint = '; "4-11" is for --layers on the command line, here write range(4, 12)' if isinstance(layers, str) else ""
-    raise ValueError(f"layers= takes indices of decoder layers, such as 3 or [0, -1]; got {quoted(layers)}{hint}")
-
-
-def _index(value: Any) -> int | None:
-    """Return ``value`` as an int if it is an integer (also of numpy or torch) and not a bool; else None."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None

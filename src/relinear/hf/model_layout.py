@@ -5,12 +5,14 @@ The layers are the module list whose length the config gives, under any name: ``
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from relinear.contract.messages import quoted
 from relinear.contract.module_tree import outermost
 from relinear.hf.peft_models import unwrapped
 
@@ -116,6 +118,36 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
     return _decoder_stack(model).layers
 
 
+def is_checkpointing(decoder: Any) -> bool:
+    """Return whether gradient checkpointing is on in a decoder; OPT keeps the flag in a module inside."""
+    owner = decoder if hasattr(decoder, "gradient_checkpointing") else find_decoder(decoder)
+    return bool(getattr(owner, "gradient_checkpointing", False))
+
+
+def attention_of(index: int, layer: nn.Module) -> nn.Module:
+    """Return the attention of decoder layer ``index``.
+
+    Raises:
+        ValueError: unless the layer has exactly one child with a known name.
+    """
+    attentions = [child for name, child in layer.named_children() if name in ATTENTION_NAMES]
+    if len(attentions) != 1:
+        raise ValueError(
+            f"layer {index} ({type(layer).__name__}) must have one attention, called {', '.join(ATTENTION_NAMES[:-1])} "
+            f"or {ATTENTION_NAMES[-1]}; it has {len(attentions)}"
+        )
+    return attentions[0]
+
+
+def takes_keywords(module: nn.Module) -> bool:
+    """Return whether a module's forward accepts any keyword arguments (``**kwargs``)."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+# Indices of layers
+
+
 def layer_finder(model: Any) -> Callable[[str], int | None]:
     """Return a function from the name of a module or parameter to the index of its decoder layer; None outside.
 
@@ -140,28 +172,41 @@ def layer_finder(model: Any) -> Callable[[str], int | None]:
     return find
 
 
-def is_checkpointing(decoder: Any) -> bool:
-    """Return whether gradient checkpointing is on in a decoder; OPT keeps the flag in a module inside."""
-    owner = decoder if hasattr(decoder, "gradient_checkpointing") else find_decoder(decoder)
-    return bool(getattr(owner, "gradient_checkpointing", False))
-
-
-def takes_keywords(module: nn.Module) -> bool:
-    """Return whether a module's forward accepts any keyword arguments (``**kwargs``)."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def attention_of(index: int, layer: nn.Module) -> nn.Module:
-    """Return the attention of decoder layer ``index``.
+def layer_indices(layers: Any) -> tuple[int, ...]:
+    """Return the argument ``layers`` of surgery and attachments, one index or several, as a tuple of ints.
 
     Raises:
-        ValueError: unless the layer has exactly one child with a known name.
+        ValueError: for anything but integers.
     """
-    attentions = [child for name, child in layer.named_children() if name in ATTENTION_NAMES]
-    if len(attentions) != 1:
-        raise ValueError(
-            f"layer {index} ({type(layer).__name__}) must have one attention, called {', '.join(ATTENTION_NAMES[:-1])} "
-            f"or {ATTENTION_NAMES[-1]}; it has {len(attentions)}"
-        )
-    return attentions[0]
+    index = _index(layers)
+    if index is not None:
+        return (index,)
+    if isinstance(layers, Iterable) and not isinstance(layers, str | bytes):
+        items = list(layers)
+        indices = [_index(item) for item in items]
+        if None not in indices:
+            return tuple(index for index in indices if index is not None)
+        layers = items[indices.index(None)]
+    hint = '; "4-11" is for --layers on the command line, here write range(4, 12)' if isinstance(layers, str) else ""
+    raise ValueError(f"layers= takes indices of decoder layers, such as 3 or [0, -1]; got {quoted(layers)}{hint}")
+
+
+def _index(value: Any) -> int | None:
+    """Return ``value`` as an int if it is an integer (also of numpy or torch) and not a bool; else None."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def existing_layers(layers: Any, count: int) -> list[int]:
+    """Return the argument ``layers`` as sorted indices of a model's ``count`` layers; negative ones count from the end.
+
+    Raises:
+        ValueError: as ``layer_indices``, or for a layer that does not exist.
+    """
+    indices = layer_indices(layers)
+    for index in indices:
+        if not -count <= index < count:
+            raise ValueError(f"layer {index} does not exist: the model has {count} layers (0 to {count - 1})")
+    return sorted({index % count for index in indices})

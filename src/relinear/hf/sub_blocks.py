@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from relinear.hf.model_layout import ATTENTION_NAMES, attention_of, decoder_layers
+from relinear.hf.model_layout import ATTENTION_NAMES, attention_of, decoder_layers, existing_layers
 
 #: names of the norms of a decoder layer that read the stream for its attention and for its MLP
 _NORM_PAIRS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("ln_attn", "ln_mlp"))
@@ -35,11 +35,7 @@ class SubBlock(NamedTuple):
 def _layers_at(model: nn.Module, layers: Iterable[int] | None) -> list[tuple[int, nn.Module]]:
     """Return decoder layers by index, in order (negative ones count from the end); all of them by default."""
     stack = decoder_layers(model)
-    indices = list(range(len(stack)) if layers is None else layers)
-    wrong = [i for i in indices if not -len(stack) <= i < len(stack)]
-    if wrong:
-        raise ValueError(f"layers {wrong} are out of range: the model has {len(stack)} layers")
-    return [(i, stack[i]) for i in sorted({i % len(stack) for i in indices})]
+    return [(i, stack[i]) for i in (range(len(stack)) if layers is None else existing_layers(layers, len(stack)))]
 
 
 def sub_blocks(model: nn.Module, layers: Iterable[int] | None = None) -> list[SubBlock]:

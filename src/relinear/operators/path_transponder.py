@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, apply_to_output, factory_kwargs_like
-from relinear.contract.config import layer_indices, register
+from relinear.contract.config import register
+from relinear.hf.model_layout import layer_indices
 from relinear.hf.sub_blocks import SubBlock, unnormalised_sub_blocks
 from relinear.operators.transponder import ModulatorConfig, build_modulator
 

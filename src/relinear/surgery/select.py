@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from relinear.contract.config import layer_indices
 from relinear.contract.linear_layers import is_embedding
 from relinear.contract.messages import quoted
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.hf.model_layout import layer_finder, output_head
+from relinear.hf.model_layout import existing_layers, layer_finder, output_head
 from relinear.hf.peft_models import BASE_LAYER, stock_name, unwrapped
 from relinear.surgery.patterns import ALL_LINEAR, check_patterns, is_plain, listed, matches
 
@@ -107,19 +106,14 @@ def parameter_tied_to(model: nn.Module, module: nn.Module, head: Any = None) -> 
     return None
 
 
-def _check_layers(model: nn.Module, layers: Iterable[int] | int | None, names: Iterable[str]) -> set[int] | None:
+def _wanted_layers(find: Callable[[str], int | None], layers: Any, names: Iterable[str]) -> set[int] | None:
+    """Return the argument ``layers`` as a set of indices; None for all layers."""
     if layers is None:
         return None
-    indices = layer_indices(layers)
-    find = layer_finder(model)
     present = {index for name in names if name and (index := find(name)) is not None}
     if not present:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
-    count = max(present) + 1
-    for index in indices:
-        if not -count <= index < count:
-            raise ValueError(f"layer {index!r} does not exist: the model has {count} layers (0 to {count - 1})")
-    return {index % count for index in indices}
+    return set(existing_layers(layers, max(present) + 1))
 
 
 def _no_match(pattern: str, named_modules: Iterable[tuple[nn.Module, list[str]]]) -> ValueError:
@@ -174,8 +168,8 @@ def select_targets(
             raise ValueError(f"exclude= {_no_match(pattern, named.values())}")
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function of (module, name), got {quoted(filter_fn)}")
-    wanted_layers = _check_layers(model, layers, (name for _, names in named.values() for name in names))
     find = layer_finder(model)
+    wanted_layers = _wanted_layers(find, layers, (name for _, names in named.values() for name in names))
     used: set[str] = set()
     chosen: list[Target] = []
     left: dict[str, str] = {}
