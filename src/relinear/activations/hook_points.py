@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: kinds of hook points; OUTPUT is also the last part of the name of a layer's output
 OUTPUT = "output"
 LATENT = "latent"
+#: attribute of ``HasHookPoints`` with the hooks by name
+ACTIVATION_HOOKS = "_activation_hooks"
 
 
 class Latent(NamedTuple):

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from relinear.contract.input_checks import check_model
 
 Model = TypeVar("Model", bound=nn.Module)
-#: attribute of modules with activation hooks (``relinear.activations.hook_points``)
-ACTIVATION_HOOKS = "_activation_hooks"
-#: a decoder layer's class as "module.Class" -> function that returns a layer's fused forward, or None if unsupported;
-#: ``operators.fused_decoder`` fills it
-FUSED_FORWARDS: dict[str, Callable[[nn.Module], Callable[..., Any] | None]] = {}
+#: functions that ``for_inference_`` calls with the model at the end, such as ``operators.fused_decoder.fuse_layers_``
+PREPARATIONS: list[Callable[[nn.Module], None]] = []
 
 
 class ParameterCache:
@@ -203,10 +200,8 @@ def for_inference_(model: Model, mode: bool = True) -> Model:
         if module.parameter_cache is not None:
             module.parameter_cache.rounds_inputs = True
     if mode:
-        for layer in model.modules():
-            fuse = FUSED_FORWARDS.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
-            if fuse is not None and (forward := fuse(layer)) is not None:
-                layer.forward = forward  # stays in place: without caches it calls the class's forward
+        for prepare in PREPARATIONS:
+            prepare(model)
     return model
 
 

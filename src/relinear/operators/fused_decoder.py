@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from relinear.contract.inference import FUSED_FORWARDS, ParameterCache
+from relinear.contract.inference import PREPARATIONS, ParameterCache
 from relinear.kernels.implementations import Call
 from relinear.kernels.native import kernels, rows_unsupported
 from relinear.kernels.quantized import unsupported_reason
@@ -21,6 +21,8 @@ from relinear.operators.quantized import QuantizedLinear
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+#: class that the fused forward replaces; importing transformers' module takes time
+_LLAMA = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
 
 
 class FusedDecoderLayer:
@@ -77,4 +79,11 @@ def fused_llama(layer: Any) -> FusedDecoderLayer | None:
     return FusedDecoderLayer(layer) if supported and not patched and _matrices(layer) else None
 
 
-FUSED_FORWARDS["transformers.models.llama.modeling_llama.LlamaDecoderLayer"] = fused_llama
+def fuse_layers_(model: nn.Module) -> None:
+    """Give the Llama decoder layers of ``model`` their fused forward, where there is one."""
+    for layer in model.modules():
+        if f"{type(layer).__module__}.{type(layer).__qualname__}" == _LLAMA and (forward := fused_llama(layer)):
+            layer.forward = forward  # stays in place: without caches it calls the class's forward
+
+
+PREPARATIONS.append(fuse_layers_)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from relinear.contract.inference import ACTIVATION_HOOKS, CachingModule
+from relinear.activations.hook_points import ACTIVATION_HOOKS
+from relinear.contract.inference import CachingModule
 from relinear.contract.parameters import forward_hooks
 from relinear.kernels.native import build, rows_unsupported
 
