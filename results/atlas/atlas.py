@@ -29,7 +29,8 @@ from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import OperatorConfig
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
-from relinear.hf.model_layout import layer_finder, model_name
+from relinear.hf.model_config import model_name
+from relinear.hf.model_layout import layer_finder
 from relinear.pages.figures import PALETTE, Axis, Guide, Panel, Series, colours
 from relinear.pages.matplotlib_figures import save_panels
 from relinear.system.files import write_json

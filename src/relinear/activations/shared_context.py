@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from relinear.activations.layer_context import check_passes_to_layers, deref, install_layer_context, weak_ref
 from relinear.contract.operator import Operator
+from relinear.hf.model_config import is_encoder_decoder, text_config
 from relinear.hf.model_layout import decoder_layers, find_decoder, takes_keywords
 from relinear.hf.peft_models import unwrapped
 
@@ -159,12 +160,12 @@ def decoder_for_context(model: Any) -> nn.Module:
         raise ValueError(
             f"a context manager needs a Hugging Face decoder, not {name}; use relinear.activations.context"
         )
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if is_encoder_decoder(model) or getattr(config, "add_cross_attention", False):
         raise ValueError(
             f"{name} is an encoder-decoder or has cross-attention: encoder and decoder tokens differ, and one causal "
             "context cannot serve both; use a decoder-only model"
         )
-    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
+    if text_config(model) is not config:
         raise ValueError(f"{name} is made of several models; attach the context manager to its language model alone")
     if context_owner(model) is not None:
         raise ValueError(f"{name} has a context manager already; a model has one, shared by all conditioned layers")

@@ -13,6 +13,7 @@ from torch import Tensor
 from relinear.compression.export import check_stock
 from relinear.compression.gguf_tokenizer import tokenizer_fields
 from relinear.contract.operator import named_operators
+from relinear.hf.model_config import loaded_from
 from relinear.hf.stock_layer import to_stock_layer
 from relinear.system.files import atomic_path
 from relinear.system.version import __version__
@@ -139,7 +140,7 @@ def _begun(path: Path, model: Any, fields: dict[str, Any], tokenizer: Any) -> An
 
     writer = GGUFWriter(path, _ARCHITECTURES[type(model).__name__])
     writer.add_string("relinear.version", __version__)
-    name = Path(getattr(model.config, "_name_or_path", "") or "model").name
+    name = Path(loaded_from(model) or "model").name
     if _PHI_3 - {*fields["tokens"]}:
         name = re.sub("(?i)phi-?3", "phi", name)
     writer.add_name(name)

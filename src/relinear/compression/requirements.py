@@ -9,6 +9,7 @@ import torch
 from relinear.compression.budget import stored_bytes
 from relinear.compression.calibrate import states_on_disk
 from relinear.compression.settings import BUDGETS, CompressSettings
+from relinear.hf.model_config import text_config
 from relinear.hf.model_layout import decoder_layers
 from relinear.surgery.summary import summary
 from relinear.system.timing import duration, seconds_of
@@ -29,7 +30,7 @@ def passes(settings: CompressSettings) -> int:
 
 def disk_bytes(model: Any, settings: CompressSettings) -> tuple[int, int]:
     """Return bytes on disk: about the most while it runs, and the most that remain."""
-    stream = settings.tokens * model.config.get_text_config().hidden_size * next(model.parameters()).element_size()
+    stream = settings.tokens * text_config(model).hidden_size * next(model.parameters()).element_size()
     original = stored_bytes(model)
     _, states = states_on_disk(len(decoder_layers(model)), stream, original)
     return states + original, original

@@ -36,7 +36,7 @@ from relinear.compression.task import (
     unreached,
 )
 from relinear.contract.module_state import eval_mode
-from relinear.hf.model_layout import model_name
+from relinear.hf.model_config import model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts

@@ -24,7 +24,8 @@ from relinear.distill.record import Recording, fingerprint_of, record, token_blo
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
 from relinear.evaluate.losses import perplexity_of, token_losses
-from relinear.hf.model_layout import layer_finder, model_name
+from relinear.hf.model_config import model_name
+from relinear.hf.model_layout import layer_finder
 from relinear.hf.next_token_check import check_predicts_next_token
 from relinear.hf.peft_models import stock_name
 from relinear.hf.vocabulary import check_tokenizer_fits

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relinear.contract.messages import quoted
+from relinear.hf.model_config import is_encoder_decoder
 
 #: label of positions that the loss ignores
 IGNORED_LABEL = -100
@@ -17,7 +18,7 @@ IGNORED_LABEL = -100
 
 def _shifts_labels(model: Any) -> bool:
     """Return whether a model predicts the next token: True unless its loss type says otherwise."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         return False
     # The property ``loss_function`` logs if the type is unknown, which torch.compile cannot trace.
     loss_function = getattr(model, "_loss_function", None)
@@ -47,7 +48,7 @@ def loss_mask(inputs: Mapping[str, Any], model: Any = None) -> Tensor | None:
     if tokens is None:
         tokens = inputs.get("inputs_embeds")
     shape = None if tokens is None else tokens.shape[:2]
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         return None  # labels belong to the decoder's tokens, most layers see the encoder's
     shifted = _shifts_labels(model)
     mask = _target_mask(inputs, shifted)

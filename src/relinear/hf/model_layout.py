@@ -7,13 +7,13 @@ The layers are the module list whose length the config gives, under any name: ``
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from relinear.contract.messages import quoted
 from relinear.contract.module_tree import outermost
+from relinear.hf.model_config import is_encoder_decoder, text_config
 from relinear.hf.peft_models import unwrapped
 
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
@@ -23,12 +23,6 @@ def output_head(model: Any) -> Any:
     """Return the layer that computes the logits (``get_output_embeddings``); None if there is none."""
     getter = getattr(unwrapped(model), "get_output_embeddings", None)
     return getter() if callable(getter) else None
-
-
-def model_name(model: Any) -> str:
-    """Return a model's name: the last part of the path that it was loaded from (RUN for RUN/model), or its class."""
-    parts = Path(getattr(model, "name_or_path", "") or type(model).__name__).parts
-    return next((part for part in reversed(parts) if part != "model"), "model")
 
 
 def find_module(model: Any, name: str) -> nn.Module | None:
@@ -74,10 +68,7 @@ def _outermost_stacks(model: nn.Module) -> Iterator[_Stack]:
 
 
 def _layer_count(model: Any) -> int | None:
-    config = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", None)
-    text = text_config() if callable(text_config) else config
-    return getattr(text, "num_hidden_layers", None)
+    return getattr(text_config(model), "num_hidden_layers", None)
 
 
 def _decoder_stacks(model: Any) -> list[_Stack]:
@@ -155,8 +146,7 @@ def layer_finder(model: Any) -> Callable[[str], int | None]:
     stack of layers.
     """
     hf_model = unwrapped(model)
-    is_encoder_decoder = getattr(getattr(hf_model, "config", None), "is_encoder_decoder", False)
-    stacks = [] if is_encoder_decoder else _decoder_stacks(hf_model)
+    stacks = [] if is_encoder_decoder(hf_model) else _decoder_stacks(hf_model)
     if len(stacks) != 1:
         stacks = list(_outermost_stacks(hf_model))
     indices = {id(layer): index for stack in stacks for index, layer in enumerate(stack.layers)}

@@ -1,6 +1,6 @@
 """Check that a model predicts next tokens, as perplexity, distillation and compression require."""
 
-# Legend: T tokens, V vocabulary
+# Legend: T tokens
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from relinear.contract.input_checks import check_model
 from relinear.contract.module_state import eval_mode
 from relinear.contract.numerics import check_no_nan, rounding_bound
+from relinear.hf.model_config import is_encoder_decoder
 from relinear.hf.vocabulary import max_positions
 
 _REQUIREMENT = "needs a causal language model, one that AutoModelForCausalLM loads"
@@ -29,7 +30,7 @@ def check_predicts_next_token(model: Any, caller: str, *, needs_logits: bool = T
     """
     check_model(model, caller)
     class_name = type(model).__name__
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if is_encoder_decoder(model):
         raise ValueError(f"{class_name} is an encoder-decoder; {caller} {_REQUIREMENT}")
     if (input_name := getattr(model, "main_input_name", "input_ids")) != "input_ids":
         raise ValueError(f"{class_name} reads {input_name}, not tokens; {caller} {_REQUIREMENT}")

@@ -9,6 +9,7 @@ from torch import nn
 
 from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, apply_to_output, factory_kwargs_like
 from relinear.contract.config import register
+from relinear.hf.model_config import text_config
 from relinear.hf.model_layout import layer_indices
 from relinear.hf.sub_blocks import SubBlock, unnormalised_sub_blocks
 from relinear.operators.transponder import ModulatorConfig, build_modulator
@@ -72,7 +73,7 @@ class PathTransponder(ModulatorConfig, AttachmentConfig):
                 raise ValueError(f"layer {block.layer}: no norm reads the stream for {name}; use reads='normed'")
 
     def attach(self, model: nn.Module) -> None:
-        width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        width = text_config(model).hidden_size
         for block in self._targets(model):
             module = block.module
             add_part(module, _NAME, build_modulator(self, width, width, **factory_kwargs_like(module)), module)

@@ -14,6 +14,7 @@ from relinear.contract.config import register
 from relinear.contract.input_checks import check_features
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import is_replaceable
+from relinear.hf.model_config import text_config
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 
 _GATE = "relinear_gate"
@@ -88,7 +89,7 @@ class SDPAGate(AttachmentConfig):
                 raise ValueError("the attention already has a gate; start from a model without one")
 
     def attach(self, model: nn.Module) -> None:
-        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        config = text_config(model)
         for block in _attentions(model):
             projection = _output_projection(block)
             channels, width = linear_features(getattr(block.module, projection))[0], config.hidden_size

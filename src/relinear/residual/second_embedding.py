@@ -14,6 +14,7 @@ from relinear.activations.shared_context import (
 )
 from relinear.contract.attachment import AttachmentConfig, factory_kwargs_like
 from relinear.contract.config import Count, NonNegative, register
+from relinear.hf.model_config import text_config
 from relinear.hf.sub_blocks import sub_blocks
 from relinear.hf.vocabulary import check_table_fits
 
@@ -97,9 +98,8 @@ class SecondEmbedding(AttachmentConfig):
     def attach(self, model: nn.Module) -> None:
         decoder: Any = decoder_for_context(model)
         table = decoder.get_input_embeddings()
-        config: Any = model.config  # type: ignore[union-attr]
-        width = config.get_text_config().hidden_size
-        std = getattr(config, "initializer_range", 0.02) if self.std is None else self.std
+        width = text_config(model).hidden_size
+        std = getattr(model.config, "initializer_range", 0.02) if self.std is None else self.std
         owner = _Table(table.num_embeddings, self.dim or width, width, std, **factory_kwargs_like(table))
         owner.train(decoder.training).requires_grad_(next(table.parameters()).requires_grad).install(decoder)
         for block in sub_blocks(model):

@@ -8,6 +8,7 @@ from torch import nn
 
 from relinear.contract.operator import named_operators
 from relinear.hf.attachments import attachments
+from relinear.hf.model_config import loaded_from
 from relinear.surgery.summary import module_bytes, module_parameters
 from relinear.system.files import write_text
 from relinear.system.grouped import grouped
@@ -41,7 +42,7 @@ def _card(model: Any, record: Mapping[str, Any]) -> str:
 
 def _base_model(model: Any) -> str | None:
     """Return the model's name on the Hub; None for a local directory or a model that was built from a config."""
-    name = str(getattr(model.config, "_name_or_path", "") or "")
+    name = loaded_from(model)
     return name if name.count("/") == 1 and not Path(name).exists() and name[0] not in "./~" else None
 
 

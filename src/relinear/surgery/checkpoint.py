@@ -25,6 +25,7 @@ from relinear.hf.config_record import (
     parse_record,
     record_in_config,
 )
+from relinear.hf.model_config import loaded_from
 from relinear.hf.model_source import locate_checkpoint
 from relinear.surgery.card import CARD, is_generated_card, write_card
 from relinear.surgery.packed import check_packable, packed_state
@@ -241,7 +242,7 @@ def _check_saving(model: Any, directory: Any) -> None:
 
 def _special_tokens(holder: Any, model: Any, tokenizer: Any) -> dict[str, int]:
     """Return the tokenizer's special tokens to set in ``holder``, a config of ``model``."""
-    built = not getattr(model.config, "_name_or_path", "")  # its ids are the defaults of the config's class
+    built = not loaded_from(model)  # its ids are the defaults of the config's class
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokens = {name: getattr(tokenizer, name, None) for name in names if built or getattr(holder, name, None) is None}
     return {name: token for name, token in tokens.items() if token is not None}

@@ -20,6 +20,7 @@ from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
 from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import finish_surgery_, refuse_quantized
+from relinear.hf.model_config import loaded_from
 from relinear.hf.peft_models import unfreeze_new_parameters_, unwrapped, warn_adapters_omit
 from relinear.surgery.coverage import warn_of_gaps
 from relinear.surgery.patterns import ALL_LINEAR
@@ -184,7 +185,7 @@ def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shap
 def _notes(model: Any, replacements: list[Replacement], init: Init) -> Iterator[str]:
     """Yield warnings about a plan: trained weights that are lost, operators larger than the layers they replace."""
     replaced = [r for r in replacements if not isinstance(r.config, WrapperConfig)]  # a wrapper may keep the layer
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    name = loaded_from(model)
     lost = [r.name for r in replaced if not isinstance(r.target.module, Operator)]
     if init == "fresh" and name and lost:
         yield (

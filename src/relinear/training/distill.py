@@ -15,6 +15,7 @@ from relinear.contract.messages import quoted
 from relinear.contract.module_state import eval_mode
 from relinear.contract.objective import Objective, ObjectiveConfig, kl_terms
 from relinear.hf.labels import IGNORED_LABEL
+from relinear.hf.model_config import text_config
 from relinear.models.presets import locate_model, model_folder
 from relinear.surgery.checkpoint import from_pretrained
 
@@ -68,7 +69,7 @@ def objective_with_teacher(
     Raises:
         ValueError: if teacher and model have different vocabularies.
     """
-    entries = [int(causal_model.config.get_text_config().vocab_size) for causal_model in (teacher, model)]
+    entries = [int(text_config(causal_model).vocab_size) for causal_model in (teacher, model)]
     if entries[0] != entries[1]:
         raise ValueError(f"the teacher{name} has {entries[0]} tokens, the model {entries[1]}; use one tokenizer")
 

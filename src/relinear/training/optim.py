@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from relinear.contract.linear_layers import is_conv1d
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.contract.parameter_roles import DeclaredFans, ParamRole
+from relinear.hf.model_config import text_config
 from relinear.hf.model_layout import output_head
 from relinear.models import ReadoutScale
 from relinear.models.heads import SCALE
@@ -59,9 +60,7 @@ def width_ratio(model: nn.Module, settings: FitSettings) -> float:
     if settings.parametrization == "standard":
         return 1.0
     for module in model.modules():
-        config = getattr(module, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else None
-        if isinstance(width := getattr(text, "hidden_size", None), int):
+        if isinstance(width := getattr(text_config(module), "hidden_size", None), int):
             return width / settings.parametrization_base_width
     raise ValueError(
         f"parametrization='mup' needs a config with hidden_size, and {type(model).__name__} contains no Hugging Face "
