@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 import relinear
 from conftest import make_tiny_gpt2, make_tiny_llama
 from relinear import activations
-from relinear.activations.latent_recording import Latent, aggregated_posterior, latent_operators
+from relinear.activations.latent_recording import Activation, aggregated_posterior, latent_operators
 
 IDS = torch.randint(0, 96, (2, 7), generator=torch.Generator().manual_seed(3))
 Q0, Q1 = (f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))
@@ -216,7 +216,7 @@ def test_a_copy_made_while_reading_is_a_plain_model(model) -> None:
 
 def test_moments_of_the_mixture() -> None:
     mu, sigma = torch.randn(3, 4, 2), torch.rand(3, 4, 2) + 0.5
-    mean, std = aggregated_posterior(Latent(mu, mu, 2 * sigma.log()))
+    mean, std = aggregated_posterior(Activation(mu, mu, 2 * sigma.log()))
     torch.manual_seed(0)
     draws = (mu + sigma * torch.randn(50_000, 3, 4, 2)).flatten(0, -2)
     torch.testing.assert_close(mean, draws.mean(0), atol=1e-2, rtol=0)

@@ -77,6 +77,8 @@ _RENAMED = {
         ("relinear.activations.latent_recording", old): f"relinear.activations.interventions:{new}"
         for old, new in _INTERVENTIONS.items()
     },
+    ("relinear.activations.hook_points", "Latent"): "Activation",
+    ("relinear.activations.latent_recording", "Latent"): "Activation",
     ("relinear.activations.hook_points", "LatentTap"): "ActivationHook",
     ("relinear.activations.hook_points", "Gated"): "HasHookPoints",
     ("relinear.activations.hook_points", "Site"): "HookPoint",

@@ -37,8 +37,13 @@ LATENT = "latent"
 ACTIVATION_HOOKS = "_activation_hooks"
 
 
-class Latent(NamedTuple):
-    """Hold a Gaussian latent of one forward: its value z, its posterior's mu, logvar and ``sigma``; all (..., R)."""
+class Activation(NamedTuple):
+    """Hold a value of one forward: a latent, gate or output, with its distribution if it is a Gaussian latent.
+
+    Args:
+        z: the value (..., R).
+        mu, logvar: mean and log variance (..., R) of the distribution that z is drawn from; z and -inf if of none.
+    """
 
     z: Tensor
     mu: Tensor
@@ -52,29 +57,34 @@ class Latent(NamedTuple):
         return torch.exp(0.5 * self.logvar)
 
 
-def as_latent(value: Tensor) -> Latent:
-    """Return a deterministic value (..., R) as a latent whose sigma is 0."""
-    return Latent(value, value, torch.full_like(value, -math.inf))
+def as_activation(value: Tensor) -> Activation:
+    """Return a deterministic value (..., R) as an activation whose sigma is 0."""
+    return Activation(value, value, torch.full_like(value, -math.inf))
 
 
-Observer = Callable[[Latent], None]
+Observer = Callable[[Activation], None]
 
 
 @dataclasses.dataclass(eq=False)
 class ActivationHook:
-    """Apply interventions to an activation and show it to observers, as a ``Latent`` even if it is a gate or output."""
+    """Apply interventions to an activation and show it to observers.
+
+    Args:
+        interventions: applied in order.
+        observers: called with the activation after all interventions.
+    """
 
     interventions: Sequence[Intervention] = ()
     observers: Sequence[Observer] = ()
 
-    def __call__(self, latent: Latent) -> Tensor:
-        """Return the value after all interventions, applied in order, and show it to the observers."""
+    def __call__(self, activation: Activation) -> Tensor:
+        """Return the value after all interventions, which the observers see."""
         for intervention in self.interventions:
-            latent = latent._replace(z=intervention.apply(latent))
+            activation = activation._replace(z=intervention.apply(activation))
         if not is_recomputing():  # which is not a new observation
             for observer in self.observers:
-                observer(latent)
-        return latent.z
+                observer(activation)
+        return activation.z
 
 
 class HasHookPoints:
@@ -110,7 +120,7 @@ class HasHookPoints:
 
     def _hooked(self, name: str, value: Tensor) -> Tensor:
         hook = None if self._activation_hooks is None else self._activation_hooks.get(name)
-        return value if hook is None else hook(as_latent(value))
+        return value if hook is None else hook(as_activation(value))
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()  # a copy has no hooks
@@ -139,9 +149,13 @@ class LatentOperator(HasHookPoints, Operator):
 
 @dataclasses.dataclass(eq=False)
 class HookPoint:
-    """Name a value of a module to which one hook can be attached; ``size`` is its number of dimensions.
+    """Name a value of a module to which one hook can be attached.
 
-    ``kind`` is "latent", "gate" or another ``hook_kind``, or "output". ``set_hook(None)`` removes the hook.
+    Args:
+        module: whose forward computes the value.
+        name: of the value in the module.
+        size: R, the number of its dimensions.
+        kind: "latent", "gate" or another ``hook_kind``, or "output".
     """
 
     module: Any
@@ -150,9 +164,11 @@ class HookPoint:
     kind: str
 
     def hook(self) -> ActivationHook | None:
+        """Return the hook that is set; None if there is none."""
         return (self.module._activation_hooks or {}).get(self.name)
 
     def set_hook(self, hook: ActivationHook | None) -> None:
+        """Set the hook, in place of any earlier one; None removes it."""
         # a new mapping, so that a compiled forward sees the change
         hooks = {n: h for n, h in (self.module._activation_hooks or {}).items() if n != self.name}
         self.module._activation_hooks = (hooks if hook is None else hooks | {self.name: hook}) or None
@@ -167,7 +183,7 @@ class _OutputHook:
         self.hook = hook
 
     def __call__(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        return self.hook(as_latent(output))
+        return self.hook(as_activation(output))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"hook": ActivationHook()}
@@ -236,7 +252,7 @@ def with_hooks(
 
 
 def observe_hook_points(
-    points: Mapping[str, HookPoint], observer: Callable[[str, Latent], None]
+    points: Mapping[str, HookPoint], observer: Callable[[str, Activation], None]
 ) -> AbstractContextManager[None]:
     """Call ``observer(name, value)`` for every value at hook points, by their names, within the block."""
     return with_hooks(points, observers={name: [functools.partial(observer, name)] for name in points})

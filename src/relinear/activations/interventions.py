@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points, with_hooks
+from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, hook_points, with_hooks
 from relinear.contract.input_checks import check_model
 from relinear.contract.messages import did_you_mean, quoted
 
@@ -22,7 +22,7 @@ class Intervention:
     def check(self, name: str, size: int) -> None:
         """Raise ValueError if this cannot be applied to the hook point ``name`` with ``size`` dimensions."""
 
-    def apply(self, latent: Latent) -> Tensor:
+    def apply(self, activation: Activation) -> Tensor:
         """Return the new z (..., R)."""
         raise TypeError(f"{type(self).__name__} does not implement apply")
 
@@ -45,12 +45,12 @@ class _DimensionIntervention(Intervention):
                     f"{name}: {type(self).__name__}({field}=) of shape {tuple(shape)} must end in {width} or 1"
                 )
 
-    def apply(self, latent: Latent) -> Tensor:
+    def apply(self, activation: Activation) -> Tensor:
         dims = getattr(self, "dims", None)
         if dims is None:
-            return self.change(latent.z)
-        z = latent.z.clone()
-        z[..., list(dims)] = self.change(latent.z[..., list(dims)])
+            return self.change(activation.z)
+        z = activation.z.clone()
+        z[..., list(dims)] = self.change(activation.z[..., list(dims)])
         return z
 
     def change(self, z: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Inject(Intervention):
     """Replace z by another tensor, such as the output of a hypernetwork; gradients flow into it.
 
     Args:
-        source: a tensor that broadcasts to z (..., R), or a function from the ``Latent`` (z, mu, sigma) to one.
+        source: a tensor that broadcasts to z (..., R), or a function from the ``Activation`` (z, mu, sigma) to one.
 
     Raises:
         ValueError: by ``intervene``, if the source is neither, or its last dimension is not R.
@@ -160,18 +160,18 @@ class Inject(Intervention):
         ...     logits = model(ids).logits
     """
 
-    source: Tensor | Callable[[Latent], Tensor]
+    source: Tensor | Callable[[Activation], Tensor]
 
     def check(self, name: str, size: int) -> None:
         if isinstance(self.source, Tensor):
             if self.source.ndim == 0 or self.source.shape[-1] != size:
                 raise ValueError(f"{name}: Inject got shape {tuple(self.source.shape)}; it must end in {size}")
         elif not callable(self.source):
-            raise ValueError(f"{name}: Inject takes a tensor or a function of the latent, got {self.source!r}")
+            raise ValueError(f"{name}: Inject takes a tensor or a function of the activation, got {self.source!r}")
 
-    def apply(self, latent: Latent) -> Tensor:
-        value = self.source if isinstance(self.source, Tensor) else self.source(latent)
-        return _broadcastable(value, latent.z).expand_as(latent.z)
+    def apply(self, activation: Activation) -> Tensor:
+        value = self.source if isinstance(self.source, Tensor) else self.source(activation)
+        return _broadcastable(value, activation.z).expand_as(activation.z)
 
 
 def _like(value: Values, z: Tensor) -> Tensor:

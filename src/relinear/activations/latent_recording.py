@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from relinear.activations.hook_points import (
     LATENT,
+    Activation,
     HookPoint,
-    Latent,
     LatentOperator,
     hook_points,
     observe_hook_points,
@@ -40,10 +40,10 @@ def _latent_points(model: nn.Module) -> dict[str, HookPoint]:
     return points
 
 
-class Latents(dict[str, Latent]):
+class Latents(dict[str, Activation]):
     """Map operator names to the latents of the last forward within the block; a wrong name raises with a hint."""
 
-    def __missing__(self, name: str) -> Latent:
+    def __missing__(self, name: str) -> Activation:
         hint = did_you_mean(name, self) if self else "no forward has run within the block"
         raise KeyError(f"no latent {name!r}; {hint}")
 
@@ -77,7 +77,7 @@ def latents(model: nn.Module) -> AbstractContextManager[Latents]:
     return with_hooks(points, observers={name: [_Recorder(record, name)] for name in points}, yielded=record)
 
 
-def observe(model: nn.Module, observer: Callable[[str, Latent], None]) -> AbstractContextManager[None]:
+def observe(model: nn.Module, observer: Callable[[str, Activation], None]) -> AbstractContextManager[None]:
     """Call ``observer(name, latent)`` for every latent that a forward within the block computes."""
     return observe_hook_points(_latent_points(model), observer)
 
@@ -87,25 +87,29 @@ class _Recorder:
     record: Latents
     name: str
 
-    def __call__(self, latent: Latent) -> None:
+    def __call__(self, latent: Activation) -> None:
         self.record[self.name] = latent
 
 
 class LatentDistribution(NamedTuple):
-    """Hold the mean and the standard deviation of a latent's dimensions over tokens; both (R,)."""
+    """Hold the distribution of a latent over tokens.
+
+    Args:
+        mean, std: mean and standard deviation (R,) of its dimensions.
+    """
 
     mean: Tensor
     std: Tensor
 
 
-def aggregated_posterior(latent: Latent) -> LatentDistribution:
-    """Return the moments of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
+def aggregated_posterior(latent: Activation) -> LatentDistribution:
+    """Return mean and standard deviation of the aggregated posterior: the mixture of N(mu, sigma^2) over all tokens."""
     mu = latent.mu.flatten(0, -2).to(torch.promote_types(latent.mu.dtype, torch.float32))
     variance = latent.sigma.flatten(0, -2).to(mu.dtype).square().mean(0) + mu.var(0, correction=0)
     return LatentDistribution(mu.mean(0), variance.sqrt())
 
 
-Recorded = nn.Module | Mapping[str, Latent] | Mapping[str, LatentDistribution]
+Recorded = nn.Module | Mapping[str, Activation] | Mapping[str, LatentDistribution]
 
 
 def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | None = None) -> Tensor:
@@ -116,8 +120,8 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     both models; run one under ``no_grad`` to align the other to it.
 
     Args:
-        a, b: a model that has run a forward within a ``latents`` block, what such a block yielded, or moments by
-            operator name (``relinear.training.read_moments``).
+        a, b: a model that has run a forward within a ``latents`` block, what such a block yielded, or
+            distributions by operator name (``relinear.training.read_moments``).
         names: operator name in ``a`` -> name in ``b``; by default equal names.
 
     Returns:
@@ -154,7 +158,7 @@ def moment_alignment(a: Recorded, b: Recorded, *, names: Mapping[str, str] | Non
     return torch.stack(distances).mean()
 
 
-def _distribution(value: Latent | LatentDistribution) -> LatentDistribution:
+def _distribution(value: Activation | LatentDistribution) -> LatentDistribution:
     return value if isinstance(value, LatentDistribution) else aggregated_posterior(value)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.latent_recording import Latent, LatentOperator, observe
+from relinear.activations.latent_recording import Activation, LatentOperator, observe
 from relinear.analysis.analyses import Subject, layer_row
 from relinear.contract.module_state import eval_mode
 from relinear.pages.blocks import Block, Cell, Chart, Table
@@ -41,7 +41,7 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
     """
     sums: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(float))
 
-    def look(name: str, latent: Latent) -> None:
+    def look(name: str, latent: Activation) -> None:
         mu, logvar = (part.flatten(0, -2).double() for part in (latent.mu, latent.logvar))
         total = sums[name]
         total["tokens"] += len(mu)

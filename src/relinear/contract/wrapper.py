@@ -17,7 +17,7 @@ from relinear.contract.parameter_roles import ParamRole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrapperConfig(OperatorConfig):
-    """Settings of an operator that wraps another layer.
+    """Hold the settings of an operator that wraps another layer.
 
     Args:
         base: settings of the wrapped operator. None wraps the layer that is replaced (an ``nn.Linear``, a ``Conv1D`` or

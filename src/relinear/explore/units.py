@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import OUTPUT, HookPoint, Latent, hook_points, observe_hook_points
+from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, hook_points, observe_hook_points
 from relinear.contract.messages import did_you_mean
 from relinear.contract.module_state import eval_mode
 from relinear.hf.model_layout import layer_finder
@@ -266,8 +266,8 @@ def values_of(model: nn.Module, ids: Tensor, chosen: Mapping[str, HookPoint]) ->
 def _run(model: Any, ids: Tensor, chosen: Mapping[str, HookPoint], callback: Callable[[str, Tensor], None]) -> None:
     """Run a forward pass over ids (B, T); call ``callback`` with the name and the values (B, T, R) of each point."""
 
-    def observer(name: str, latent: Latent) -> None:
-        values = latent.z.detach().float().cpu()
+    def observer(name: str, activation: Activation) -> None:
+        values = activation.z.detach().float().cpu()
         if values.shape[:-1] != ids.shape:
             return
         if not values.isfinite().all():

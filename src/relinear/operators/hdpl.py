@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import Latent, LatentOperator
+from relinear.activations.hook_points import Activation, LatentOperator
 from relinear.contract.config import Count, NonNegative, check_divides, register
 from relinear.contract.operator import OperatorConfig
 from relinear.contract.parameters import AffineParameters, are_affine_parameters
@@ -105,7 +105,7 @@ class HDPLLinear(FusedInference, LatentOperator):
         decoder, _ = self.decoder()
         y, z, mu, logvar = hdpl(x, self.blocks, *mu_encoder, *logvar_encoder, decoder, self.bias, noise)
         if self._activation_hooks is not None and (hook := self._latent_hook) is not None:
-            changed = hook(Latent(z, mu, self._log_variance(x, mu) if logvar is None else logvar))
+            changed = hook(Activation(z, mu, self._log_variance(x, mu) if logvar is None else logvar))
             y = y if changed is z else reference.hdpl_decode(x, changed, self.blocks, decoder, self.bias)
         if logvar is not None:
             bound, free_nats = self.config.bound, self.config.free_nats

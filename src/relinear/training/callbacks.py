@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from relinear.activations.latent_recording import Latent, LatentDistribution, observe
+from relinear.activations.latent_recording import Activation, LatentDistribution, observe
 from relinear.contract.messages import quoted
 from relinear.system import files
 from relinear.system.progress import Progress, ProgressCallback, no_progress
@@ -227,7 +227,7 @@ class LatentMoments(TrainerCallback):
         return {name: _distribution(sums) for name, sums in self._sums.items()}
 
     @torch.no_grad()
-    def _observe_latent(self, name: str, latent: Latent) -> None:
+    def _observe_latent(self, name: str, latent: Activation) -> None:
         mu, sigma = (t.detach().flatten(0, -2).double() for t in (latent.mu, latent.sigma))
         new = (torch.tensor(len(mu), dtype=torch.float64), mu.sum(0), mu.square().sum(0), sigma.square().sum(0))
         old = self._sums.get(name, dict.fromkeys(_SUMS, 0.0))
