@@ -10,6 +10,8 @@ from torch import Tensor, nn
 _CONV1D = "transformers.pytorch_utils.Conv1D"
 #: transformers' own linear layers, by name, so that the contract does not import it
 _STOCK = (_CONV1D, "transformers.models.falcon.modeling_falcon.FalconLinear")
+#: transformers' embeddings that only multiply their rows by a number
+_SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
 
 
 def _class_name(module: Any) -> str:
@@ -27,10 +29,6 @@ def is_stock_linear(module: Any) -> bool:
     Other subclasses of nn.Linear are not: they may compute something else.
     """
     return type(module) is nn.Linear or _class_name(module) in _STOCK
-
-
-#: transformers' embeddings that only multiply their rows by a number
-_SCALED = re.compile(r"transformers\.models\..*ScaledWordEmbedding")
 
 
 def is_embedding(module: Any) -> bool:

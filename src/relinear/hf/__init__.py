@@ -1,1 +1,1 @@
-"""What relinear knows about Hugging Face models: their layers, heads and embeddings, initialisation and configs."""
+"""What relinear knows about Hugging Face models: their layers, heads, embeddings, initialisation, configs, losses."""

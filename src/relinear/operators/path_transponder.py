@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, apply_to_output, factory_kwargs_like
+from relinear.activations.residual_hooks import ResidualHooks, apply_to_output
+from relinear.contract.attachment import AttachmentConfig, add_part, factory_kwargs_like
 from relinear.contract.config import register
 from relinear.hf.model_config import text_config
 from relinear.hf.model_layout import layer_indices

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.hook_points import HasHookPoints
-from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part, factory_kwargs_like
+from relinear.activations.residual_hooks import ResidualHooks
+from relinear.contract.attachment import AttachmentConfig, add_part, factory_kwargs_like
 from relinear.contract.config import register
 from relinear.contract.input_checks import check_features
 from relinear.contract.linear_layers import linear_features

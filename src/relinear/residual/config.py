@@ -9,7 +9,8 @@ import dataclasses
 
 from torch import nn
 
-from relinear.contract.attachment import AttachmentConfig, ResidualHooks, add_part
+from relinear.activations.residual_hooks import ResidualHooks
+from relinear.contract.attachment import AttachmentConfig, add_part
 from relinear.contract.module_state import swap_hooks
 from relinear.deprecated import RenamedAttribute
 from relinear.hf.attachments import attachments

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from relinear.activations.layer_context import check_passes_to_layers, install_layer_context
-from relinear.contract.attachment import ResidualHooks, add_part, apply_to_output, factory_kwargs_like
+from relinear.activations.residual_hooks import ResidualHooks, apply_to_output
+from relinear.contract.attachment import add_part, factory_kwargs_like
 from relinear.contract.config import Count, register
 from relinear.hf.sub_blocks import SubBlock, sub_blocks
 from relinear.residual.config import PART, ResidualConfig, connect

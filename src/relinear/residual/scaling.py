@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.attachment import ResidualHooks, add_part, factory_kwargs_like
+from relinear.activations.residual_hooks import ResidualHooks
+from relinear.contract.attachment import add_part, factory_kwargs_like
 from relinear.contract.config import register
 from relinear.hf.sub_blocks import sub_blocks
 from relinear.residual.config import PART, ResidualConfig, connect, without_norm
