@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from relinear.compare.match import measure_size
 from relinear.models.cgt import losses
 from relinear.models.cgt.objective import (
     CGTObjective,
@@ -12,7 +13,7 @@ from relinear.models.cgt.objective import (
     real_positions,
     rest_of,
 )
-from relinear.training import FitSettings, fit
+from relinear.training import FitSettings, TrainSettings, fit
 from tiny_models import make_cgt
 
 B, T, E = 4, 6, 3
@@ -207,6 +208,16 @@ def test_splits_leave_a_prefix_and_a_rest():
     assert len(set(draw_splits(64, 7, shared=True).tolist())) == 1
     with pytest.raises(ValueError, match="horizon=9"):
         draw_splits(2, 7, horizon=9)
+
+
+def test_splits_beyond_the_texts_are_refused_when_a_run_is_planned():
+    CGTObjective(splits=(4, 9)).check_length(11)
+    with pytest.raises(ValueError, match=r"texts of 11 tokens at 9: splits must lie in 1 \.\. 8"):
+        CGTObjective(splits=(4, 9), horizon=2).check_length(11)
+    data = {"data": "cgt-arithmetic:tasks=1,examples=4,digits=1"}
+    settings = TrainSettings(model="cgt-arithmetic", objective="cgt:splits=[9,45]", data=data)
+    with pytest.raises(ValueError, match=r"texts of 36 tokens at 45.*change objective\.splits or sequence_length"):
+        measure_size(settings, 16)
 
 
 @pytest.mark.parametrize("horizon", [None, 3])

@@ -33,6 +33,9 @@ class ObjectiveConfig(Config):
     def check(self) -> None:
         """Raise ValueError or OSError if something that the settings name does not exist; runs before data are read."""
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if the settings do not suit texts of ``length`` tokens; runs before training."""
+
     def prepare(self, model: nn.Module) -> Objective:
         """Return the function that training calls.
 

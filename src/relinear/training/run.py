@@ -268,6 +268,8 @@ def _check_model_matches_data(model: Any, settings: TrainSettings, vocab_size: i
             f"{entries}; use the model's tokenizer, or (for a preset) model_overrides: vocab_size"
         )
     check_length_fits(settings.data.sequence_length, model)
+    if settings.objective_config is not None:
+        settings.objective_config.check_length(settings.data.sequence_length)
 
 
 def read_result(out_dir: str | Path) -> TrainResult | None:

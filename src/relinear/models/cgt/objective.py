@@ -38,14 +38,14 @@ def draw_splits(
     Args:
         batch, length: B and T.
         horizon: Delta, or None for the whole rest.
-        allowed: lengths to draw from (such as the ends of examples); None for all.
+        allowed: lengths to draw from (such as the ends of examples), as far as T has room; None for all.
         shared: draw one length for the whole batch, so that no computation is wasted on padding.
         device: of the result.
 
     Raises:
         ValueError: if no split is possible.
     """
-    last = length - 2 if horizon is None else length - 1 - horizon
+    last = _last_split(length, horizon)
     possible = [s for s in (range(1, last + 1) if allowed is None else allowed) if 1 <= s <= last]
     if not possible:
         raise ValueError(
@@ -54,6 +54,10 @@ def draw_splits(
         )
     index = torch.randint(len(possible), (1 if shared else batch,), device=device)
     return torch.tensor(possible, device=device)[index].expand(batch)
+
+
+def _last_split(length: int, horizon: int | None) -> int:
+    return length - 2 if horizon is None else length - 1 - horizon
 
 
 def rest_of(
@@ -182,6 +186,15 @@ class CGTObjective(ObjectiveConfig):
     kernel: Literal["rbf", "exponential", "estimation"] = "rbf"
     kernel_scale: float = 0.1
     kernel_nu: float = 0.03
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError for ``splits`` that leave no prefix and no rest of texts of ``length`` tokens."""
+        last = _last_split(length, self.horizon)
+        if wrong := [str(split) for split in self.splits or () if not 1 <= split <= last]:
+            raise ValueError(
+                f"the cgt objective cannot split texts of {length} tokens at {', '.join(wrong)}: splits must lie in "
+                f"1 .. {last}; change objective.splits or sequence_length"
+            )
 
     def prepare(self, model: nn.Module) -> CGTObjective:
         """Return the objective itself, for a model that has a context.
