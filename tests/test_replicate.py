@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 
 import pytest
 import yaml
@@ -55,6 +56,10 @@ def test_a_share_scales_tokens_warm_up_and_evaluations(name):
         "stdlib" if name != "cgt" else read_paper(name).small["train.data"]["data"]
     )
     assert replication(name, seeds=[3, 4]).recipe.seeds == (3, 4)
+    ours = replication(name).recipe
+    short = ours.settings_of(first)
+    evaluated = math.ceil(short.steps / short.eval_every) * short.data.max_validation_tokens
+    assert evaluated <= max(tokens_of(ours) / 2, short.data.max_validation_tokens)
 
 
 @pytest.mark.parametrize("budget", ["0", "-1", "2", "all", "nan"])

@@ -167,7 +167,7 @@ def replication(
         # evaluations read at most half as many tokens as training
         most = min(_EVALUATIONS, tokens // (2 * held_out))
         evaluations = min(most, whole.steps // (whole.train.eval_every or whole.steps))
-        changes |= {"tokens": tokens, "train.eval_every": max(1, steps // max(1, evaluations))}
+        changes |= {"tokens": tokens, "train.eval_every": math.ceil(steps / max(1, evaluations))}
         changes |= {"train.data.max_validation_tokens": held_out, "train.eval_start_tokens": held_out}
     changes |= {"name": f"replicate {name}", "description": paper.title}
     recipe = CompareSettings.load(change_recipe(values, changes), name)
