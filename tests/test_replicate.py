@@ -132,8 +132,16 @@ def test_it_ends_in_a_page_and_goes_on(smallest, tmp_path, capfd):
     results = json.loads((tmp_path / "runs" / "hdpl" / "comparison" / "results.json").read_text())
     assert main(arguments) == 0  # nothing is trained again
     assert json.loads((tmp_path / "runs" / "hdpl" / "comparison" / "results.json").read_text()) == results
-    assert main([*arguments[:-1], "0"]) == 2
-    assert "other settings" in capfd.readouterr().err
+    capfd.readouterr()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "report.html").write_text("of another program")
+    foreign = [*arguments, "--out", "foreign"]
+    for wrong, said in (([*arguments[:-1], "0"], "other settings"), (foreign, "has report.html, and no record")):
+        for more in ([], ["--dry-run"]):
+            assert main([*wrong, *more]) == 2
+            printed = capfd.readouterr()
+            assert said in printed.err
+            assert not printed.out  # nothing is estimated first
     results["diverged"] = [{"name": "baseline", "text": "training diverged"}]
     results["entries"] = [entry | {"gap": None} for entry in results["entries"] if entry["name"] != "baseline"]
     (tmp_path / "runs" / "hdpl" / "comparison" / "results.json").write_text(json.dumps(results))

@@ -47,19 +47,19 @@ def command(
     **Example:** `relinear replicate hdpl --budget 0.01 --seeds 0,1,2 --out runs/hdpl`
     """
     from relinear.compare.papers import COMPARISON
-    from relinear.compare.replicate import replicate, replication
+    from relinear.compare.replicate import replicate, replication, replication_folder
     from relinear_cli.progress import watch
     from relinear_cli.report import analyze_models, trained_in, write_report_of
     from relinear_cli.terminal import print_requirements
 
     choices = {"budget": budget, "model": model, "data": data, "tokenizer": tokenizer, "evaluate_on": evaluate_on}
     planned = replication(paper, **choices, seeds=options.parse_numbers("--seeds", seeds))
-    placement = options.placement(workers, executor, slurm)
+    placement, out = options.placement(workers, executor, slurm), out or Path("runs") / paper
+    replication_folder(out).check(planned.request, overwrite=overwrite)
     options.prepare_process()
     print_requirements(planned.requirements(workers))
     if dry_run:
         return
-    out = out or Path("runs") / paper
     with watch(resumable=True) as on_progress:
         report = replicate(planned, out, overwrite=overwrite, **placement, on_progress=on_progress)
     if planned.paper.analyse:

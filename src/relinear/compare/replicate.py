@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +74,17 @@ class Replication:
             "tokens": f"{requirements['tokens']}, {self.shown_share}",
         }
 
-    def run(self, folder: Path, on_progress: ProgressCallback, **placement: Any) -> None:
-        """Train; ``placement`` as for ``compare``."""
-        compare(self.recipe, folder / papers.COMPARISON, on_progress=on_progress, **placement)
+    def run(
+        self,
+        folder: Path,
+        on_progress: ProgressCallback,
+        workers: int | None = None,
+        executor: Executor | str | None = None,
+        slurm: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Train; ``workers``, ``executor`` and ``slurm`` as for ``compare``."""
+        folder /= papers.COMPARISON
+        compare(self.recipe, folder, workers=workers, executor=executor, slurm=slurm, on_progress=on_progress)
 
     def section(self, folder: Path) -> Section:
         """Return its page: the paper compared with ours, then the comparison. Raises as ``replicate_section``."""
@@ -179,8 +188,10 @@ def replicate(
     out_dir: str | Path,
     *,
     overwrite: bool = False,
+    workers: int | None = None,
+    executor: Executor | str | None = None,
+    slurm: Mapping[str, Any] | None = None,
     on_progress: ProgressCallback = no_progress,
-    **placement: Any,
 ) -> Path:
     """Run a replication and return its page, ``report.html`` in ``out_dir``.
 
@@ -191,16 +202,21 @@ def replicate(
         plan: from ``replication``.
         out_dir: directory of the results.
         overwrite: start over, and rename what is in the way.
-        on_progress: as in ``compare``; placement: its workers, executor and slurm.
+        workers, executor, slurm, on_progress: as in ``compare``.
 
     Raises:
         ValueError, ChildProcessError, OSError: as ``compare``; if ``out_dir`` holds another replication.
     """
-    folder = RunFolder(out_dir, "replicate", papers.RECORD, (papers.COMPARISON, DECODER, FITS, SECOND, papers.REPORT))
+    folder = replication_folder(out_dir)
     with folder.open(plan.request, overwrite=overwrite):
         folder.write()
-        plan.run(folder.path, on_progress, **placement)
+        plan.run(folder.path, on_progress, workers, executor, slurm)
         return write_page(folder.path / papers.REPORT, [plan.section(folder.path)])
+
+
+def replication_folder(out_dir: str | Path) -> RunFolder:
+    """Return the folder of a replication."""
+    return RunFolder(out_dir, "replicate", papers.RECORD, (papers.COMPARISON, DECODER, FITS, SECOND, papers.REPORT))
 
 
 # The page
