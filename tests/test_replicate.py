@@ -84,10 +84,29 @@ def test_the_second_text_is_not_in_the_first():
     assert sum(line in first for line in lines) < 0.05 * len(lines)
 
 
-def test_fused_projections_are_not_covered_and_the_message_says_so(tmp_path):
-    relinear.save_pretrained(make_tiny_gpt2(), tmp_path / "fused", tokenizer=byte_tokenizer())
-    with pytest.raises(ValueError, match=r"no layer k_proj.*fused.*do not cover"):
-        replication("rotor", model=str(tmp_path / "fused")).requirements()
+def test_texts_that_the_small_sizes_do_not_read_are_refused_with_what_to_do():
+    for data, length in (("cgt-mixture:of=stdlib", 256), ("cgt-arithmetic:tasks=1,examples=5,digits=1", 45)):
+        said = f"texts of 54 tokens, and those of --data .* have {length}: add --model paper"
+        with pytest.raises(ValueError, match=said):
+            replication("cgt", data=data)
+    assert replication("cgt", data="cgt-mixture:of=stdlib", model="paper").recipe.train.data.sequence_length == 256
+    assert replication("cgt", data="cgt-arithmetic:tasks=1,examples=6,digits=1").recipe.train.data.sequence_length == 54
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_models_that_a_method_does_not_fit_are_refused_before_anything_is_timed(fused, tmp_path, monkeypatch):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = make_tiny_gpt2() if fused else relinear.from_preset("tiny", **sizes, num_key_value_heads=1)
+    relinear.save_pretrained(model, tmp_path / "model", tokenizer=byte_tokenizer())
+    monkeypatch.setattr("relinear.compare.replicate_fits.fitted", None)
+    reason = "low_rank:rank=1, .*q_proj" if fused else "block_hadamard:blocks=64, .*q_proj.*at most 32"
+    with pytest.raises(ValueError, match=f"model cannot take {reason}.* Give a model with q_proj, k_proj, v_proj,"):
+        replication("rotor", model=str(tmp_path / "model")).requirements()
+
+
+def test_rotors_are_not_fitted_to_a_preset():
+    with pytest.raises(ValueError, match=r"--model tiny is a preset, .*untrained.*or leave --model out"):
+        replication("rotor", model="tiny")
 
 
 def test_an_unknown_paper_is_named():

@@ -148,6 +148,11 @@ def replication(
     model, data = model or (papers.PAPER if full else papers.SMALL), data or (papers.PAPER if full else paper.data)
     request = {"paper": name, "budget": share, "model": model, "data": data, "tokenizer": tokenizer}
     if paper.fits is not None:
+        if model in preset_names() and not Path(model).is_dir():
+            raise ValueError(
+                f"--model {model} is a preset, which is untrained, and {name} fits to a pretrained decoder: give its "
+                "directory or Hub name, or leave --model out, which trains a small one first"
+            )
         second = evaluate_on or (papers.PAPER if data == papers.PAPER else None)
         check_value("seeds", tuple(seeds or [0]), Seeds)
         return FitReplication(paper, paper.fits, request | {"seeds": list(seeds or [0]), "evaluate_on": second})
@@ -169,6 +174,13 @@ def replication(
         changes["seeds"] = list(seeds)
     changes |= {f"entries.{entry}.set.save_model": True for entry in paper.analyse} | {"train.save_model": False}
     sized = CompareSettings.load(apply_overrides(values, changes), name)
+    if model == papers.SMALL:
+        length = CompareSettings.load(apply_overrides(values, paper.small), name).train.data.sequence_length
+        if sized.train.data.sequence_length != length:
+            raise ValueError(
+                f"the small sizes of {name} are for texts of {length} tokens, and those of --data {data} have "
+                f"{sized.train.data.sequence_length}: add --model paper, or leave --data out"
+            )
     if tokens_of(sized) != tokens_of(whole) or share != 1:
         tokens = max(round(share * tokens_of(whole)), sized.train.tokens_per_step)
         steps = math.ceil(tokens / sized.train.tokens_per_step)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import as_completed
+from collections.abc import Mapping
+from concurrent.futures import Executor, as_completed
 from inspect import isroutine
 from pathlib import Path
 from statistics import fmean
@@ -32,6 +32,7 @@ from relinear.pages.blocks import Cell, Section
 from relinear.pages.figures import colours
 from relinear.pages.records import read_values, what_ran
 from relinear.surgery.checkpoint import from_pretrained
+from relinear.surgery.plan import plan
 from relinear.surgery.summary import summary
 from relinear.system.files import write_json, write_text
 from relinear.system.machine import available_cores, on_threads
@@ -103,7 +104,7 @@ class FitReplication:
         A fit on fewer tokens and a step of training are timed; it takes seconds.
 
         Raises:
-            ValueError, OSError: for a model or text that is not there.
+            ValueError, OSError: for a model or text that is not there, a model that a method does not fit.
         """
         for text in filter(None, self._texts):
             open_corpus(settings_of(text))
@@ -119,7 +120,7 @@ class FitReplication:
             tokenizer = load_tokenizer(trained.data.tokenizer)
             flops = measure_size(trained, vocabulary).flops
             seconds = trained.steps * trained.tokens_per_step * seconds_per_token(trained, vocabulary, flops)
-        check_projections(model, self.fits.projections.values(), self._model)
+        check_projections(model, self.fits, self._shown)
         pace = seconds_of(lambda: fitted(model, tokenizer, [self._texts[0]] * 2, short))
         longer = first["settings"]["tokens"] / short["settings"]["tokens"]
         seconds += longer * pace * len(jobs) / at_once
@@ -144,8 +145,8 @@ class FitReplication:
         folder: Path,
         on_progress: ProgressCallback,
         workers: int | None = None,
-        executor: Any = None,
-        slurm: Any = None,
+        executor: Executor | str | None = None,
+        slurm: Mapping[str, Any] | None = None,
     ) -> None:
         """Train the decoder unless one is named, then make the remaining fits."""
         first, second = self._texts
@@ -245,14 +246,22 @@ def fit(path: str, model: str, tokenizer: str | None, texts: list[str], threads:
     write_json(path, results)
 
 
-def check_projections(model: Any, projections: Iterable[Sequence[str]], name: str) -> None:
-    """Raise ValueError unless the model called ``name`` has all projections, each a layer of its own."""
-    there = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    if missing := sorted({projection for names in projections for projection in names} - there):
-        raise ValueError(
-            f"{name} has no layer {', '.join(missing)}: fused projections and other names are what this paper's fits "
-            "do not cover; give a model with layers q, k and v, such as a Llama"
-        )
+def check_projections(model: Any, fits: papers.Fits, name: str) -> None:
+    """Raise ValueError unless every method can replace all projections of the model called ``name``."""
+    projections = dict.fromkeys(each for names in fits.projections.values() for each in names)
+    for method in fits.methods.values():
+        try:
+            plan(model, dict.fromkeys(projections, method.operator), layers=fitted_layer(model))
+        except ValueError as error:
+            raise ValueError(
+                f"{name} cannot take {method.operator}, which the paper fits: {error}. Give a model with "
+                f"{', '.join(projections)}, each a layer of its own and wide enough, such as a Llama"
+            ) from None
+
+
+def fitted_layer(model: Any) -> int:
+    """Return the number of the decoder layer whose projections are replaced: the one in the middle."""
+    return len(decoder_layers(model)) // 2
 
 
 def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,7 +278,7 @@ def fitted(model: Any, tokenizer: Any, texts: list[str], job: Mapping[str, Any])
             model,
             dict.fromkeys(job["projections"], job["operator"]),
             iter_texts(settings_of(texts[0]), "train"),
-            layers=[len(decoder_layers(model)) // 2],
+            layers=fitted_layer(model),
             tokenizer=tokenizer,
             settings=job["settings"],
         )
