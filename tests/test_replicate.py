@@ -202,12 +202,21 @@ def test_fits_to_a_decoder_end_in_a_page(tmp_path, monkeypatch, capfd):
         "Loss of rotor minus that of lr1: -0.979 nats per token in the paper",
         "tiny, trained here",
         "PyTorch&#39;s documentation",
+        "with --budget paper",
+        "128 tokens of text, 0.2 % of those with --budget paper",
+        "compare the gaps, not the values",
     ):
         assert said in page
+    assert "These fits are bad" not in page
     fits = tmp_path / "runs" / "rotor" / "fits"
     assert len(list(fits.glob("*.json"))) == 1 + 2 * 2 * 2
     assert json.loads((fits / "rotor-QV-seed-1.json").read_text()).keys() == {"parameters", "error", "losses"}
     assert "8 fits of 2 methods to 2 sets of projections" in capfd.readouterr().out
+    values = json.loads((fits / "rotor-QV-seed-1.json").read_text())
+    values["losses"][1] += 2
+    (fits / "rotor-QV-seed-1.json").write_text(json.dumps(values))
+    scale = replicate_section(tmp_path / "runs" / "rotor").blocks[1].text
+    assert "These fits are bad, more than 1 nat above the original: rotor in QV." in scale
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,23 +186,33 @@ def paper_blocks(
     cell: Callable[[str, str], Cell],
     gap_of: Callable[[Claim], Gap | None],
     unit: str,
-    differences: Sequence[Block] = (),
-    reading: Sequence[str] = (),
+    facts: tuple[Mapping[str, str], Mapping[str, str]],
+    share: float,
 ) -> list[Block]:
     """Return the page on a paper: verdict, tables, claims, what differs, how to read it.
 
     Args:
-        paper: which. scale: what was run, in a sentence. unit: of our losses.
+        paper: which. scale: what was run, in sentences. unit: of our losses.
         cell, gap_of: as for ``paper_table`` and ``claims_table``.
-        differences, reading: shown before those of the paper.
+        facts: settings with ``--budget paper``, and those of ours, by name.
+        share: of the tokens with ``--budget paper``.
     """
     claims, lead = claims_table(paper.claims, gap_of, unit)
     blocks: list[Block] = [Text(lead, lead=True), Text(scale)]
     for table in paper.tables:
         blocks += [Text(table.title, heading=True), paper_table(table, cell)]
     blocks += [Text("What is claimed", heading=True), claims, Text("What differs from the paper", heading=True)]
-    blocks += [*differences, *map(Text, paper.differences), Text("How to read it", heading=True)]
-    return [*blocks, *map(Text, [*reading, *paper.reading])]
+    rows = [Row([name, text, facts[1][name]]) for name, text in facts[0].items() if text != facts[1][name]]
+    blocks += [Table(["", "with --budget paper", "here"], rows, words=(0, 1, 2))] if rows else []
+    blocks += map(Text, paper.differences)
+    reading = ["A gap below zero means that the first of the two has the lower loss."]
+    if share < 1:
+        reading.append(
+            "Losses here are of another budget than the paper's, and may be of another text and tokenizer: compare the "
+            "gaps, not the values. The order of two operators in short training need not be that of the paper's "
+            "budget; --budget takes a larger share, --budget paper all of it."
+        )
+    return [*blocks, Text("How to read it", heading=True), *map(Text, [*reading, *paper.reading])]
 
 
 def claims_table(claims: list[Claim], gap_of: Callable[[Claim], Gap | None], unit: str) -> tuple[Table, str]:

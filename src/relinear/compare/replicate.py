@@ -28,7 +28,7 @@ from relinear.compare.schema import EntryResult, Gap, Results
 from relinear.compare.settings import CompareSettings, Seeds
 from relinear.contract.config import check_value
 from relinear.models import preset_config, preset_names
-from relinear.pages.blocks import Block, Cell, Row, Section, Table, Text
+from relinear.pages.blocks import Block, Cell, Section, Text
 from relinear.pages.page import write_page
 from relinear.pages.records import read_values
 from relinear.system.progress import ProgressCallback, no_progress
@@ -108,8 +108,9 @@ class Replication:
             return None if ours is None or other is None else gap_of_means([ours], [other])
 
         unit = loss_unit(results["entries"][0]["settings"])
-        more: Any = {"differences": [_differences(self, results)], "reading": _reading(self)}
-        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, unit, **more)
+        facts = _facts(self.whole), _facts(self.recipe)
+        facts[1]["model"] += f" ({number(results['entries'][0]['parameters'])} parameters)"
+        blocks = papers.paper_blocks(self.paper, _scale(self, results), cell, gap_of, unit, facts, self.share)
         blocks += [Text("The comparison in full", heading=True), *map(_plain, below.blocks)]
         blocks += analyses_blocks(folder / papers.COMPARISON)
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, below.entries, below.note)
@@ -316,30 +317,22 @@ def _gap(entry: EntryResult | None, against: EntryResult | None) -> Gap | None:
     return gap(*([np.asarray(run["block_losses"]) for run in each["runs"]] for each in (entry, against)))
 
 
-def _differences(plan: Replication, results: Results) -> Table:
-    """Return a table of the settings that differ from the paper's recipe."""
-    first = results["entries"][0]
-
-    def facts(recipe: CompareSettings) -> dict[str, str]:
-        train = recipe.settings_of(next(iter(recipe.entries)))
-        return {
-            "model": train.model + "".join(f", {key} {value}" for key, value in train.model_overrides.items()),
-            "tokens per run": number(tokens_of(recipe)),
-            "steps": f"{train.steps:,} of {train.tokens_per_step:,} tokens",
-            "warm-up": f"{train.warmup:,} steps",
-            "text": train.data.data,
-            "tokenizer": train.data.tokenizer,
-            "sequence length": str(train.data.sequence_length),
-            "learning rate": f"{train.learning_rate:g}" if recipe.tune is None else "tuned for each entry",
-            "precision": train.dtype,
-            "seeds": ", ".join(map(str, recipe.seeds)),
-            "operators": "; ".join(dict.fromkeys(_operators(recipe))),
-        }
-
-    paper, ours = facts(plan.whole), facts(plan.recipe)
-    ours["model"] += f" ({number(first['parameters'])} parameters)"
-    rows = [Row([name, paper[name], ours[name]]) for name in paper if paper[name] != ours[name]]
-    return Table(["", f"the paper (recipe {plan.paper.recipe})", "here"], rows, words=(0, 1, 2))
+def _facts(recipe: CompareSettings) -> dict[str, str]:
+    """Return the settings that a replication may change, by name."""
+    train = recipe.settings_of(next(iter(recipe.entries)))
+    return {
+        "model": train.model + "".join(f", {key} {value}" for key, value in train.model_overrides.items()),
+        "tokens per run": number(tokens_of(recipe)),
+        "steps": f"{train.steps:,} of {train.tokens_per_step:,} tokens",
+        "warm-up": f"{train.warmup:,} steps",
+        "text": train.data.data,
+        "tokenizer": train.data.tokenizer,
+        "sequence length": str(train.data.sequence_length),
+        "learning rate": f"{train.learning_rate:g}" if recipe.tune is None else "tuned for each entry",
+        "precision": train.dtype,
+        "seeds": ", ".join(map(str, recipe.seeds)),
+        "operators": "; ".join(dict.fromkeys(_operators(recipe))),
+    }
 
 
 def _operators(recipe: CompareSettings) -> list[str]:
@@ -348,14 +341,3 @@ def _operators(recipe: CompareSettings) -> list[str]:
         for entry in recipe.entries.values()
         if entry.operator
     ]
-
-
-def _reading(plan: Replication) -> list[str]:
-    notes = ["A gap below zero means that the first of the two has the lower loss."]
-    if plan.share < 1:
-        notes.append(
-            "Losses here are of another budget than the paper's, and may be of another text and tokenizer: compare the "
-            "gaps, not the values. The order of two operators in short training need not be that of the paper's "
-            "budget; --budget takes a larger share, --budget paper all of it."
-        )
-    return notes

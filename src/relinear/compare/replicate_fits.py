@@ -49,6 +49,8 @@ _TIMED = 1 / 8
 _DOCUMENTS = 50_000
 #: tokens of a sequence
 _LENGTH = 128
+#: nats above the original from which on a page calls a fit bad
+_BAD = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,11 @@ class FitReplication:
     paper: papers.Paper
     fits: papers.Fits
     request: Mapping[str, Any]
+
+    @property
+    def share(self) -> float:
+        """Return the share of the tokens of a fit with ``--budget paper``."""
+        return self._last_job()["settings"]["tokens"] / self.fits.tokens
 
     @property
     def decoder(self) -> TrainSettings | None:
@@ -98,6 +105,9 @@ class FitReplication:
                     jobs[f"{method}-{which}-seed-{seed}"] = budget | facts
         return jobs
 
+    def _last_job(self, part: float = 1.0) -> dict[str, Any]:
+        return list(self._jobs(part).values())[-1]
+
     def requirements(self, workers: int | None = None) -> dict[str, str]:
         """Return the requirements on this machine, by name: runs, parameters, tokens, time, disk.
 
@@ -109,7 +119,7 @@ class FitReplication:
         for text in filter(None, self._texts):
             open_corpus(settings_of(text))
         jobs, trained, at_once = self._jobs(), self.decoder, workers or available_cores()
-        seconds, first, short = 0.0, *(list(each.values())[-1] for each in (jobs, self._jobs(_TIMED)))
+        seconds, first, short = 0.0, self._last_job(), self._last_job(_TIMED)
         if trained is None:
             folder = model_folder(self._model)
             model, tokenizer = from_pretrained(folder), load_tokenizer(self.request["tokenizer"] or folder)
@@ -174,8 +184,6 @@ class FitReplication:
     def section(self, folder: Path) -> Section:
         """Return its page. Raises FileNotFoundError if it has not ended, ValueError for damaged files."""
         fits_by_name = {name: read_values(folder / FITS / f"{name}.json") for name in self._jobs()}
-        first, second = self._texts
-        texts = [first, second or "PyTorch's documentation"]
 
         def values(method: str, measure: str) -> list[float]:
             column, _, which = measure.partition(":")
@@ -199,24 +207,44 @@ class FitReplication:
 
             return gap_of_means(over_seeds(claim.entry), over_seeds(claim.against))
 
+        def is_bad(method: str, which: str) -> bool:
+            return any(max(values(method, f"{text}:{which}")) > values(ORIGINAL, text)[0] + _BAD for text in "12")
+
+        whole: dict[str, Any] = dict.fromkeys(("model", "data", "evaluate_on"), papers.PAPER)
+        whole |= {"budget": 1.0, "tokenizer": None, "seeds": [0]}
+        facts = dataclasses.replace(self, request=whole)._facts, self._facts
+        model, tokens, evaluated, first, second, *_ = facts[1].values()
+        scale = (
+            f"The decoder is {model}. Every method was fitted on {tokens} tokens of {first}, {100 * self.share:.2g} % "
+            f"of those with --budget paper, and evaluated on {evaluated} of it (1) and of {second} (2)."
+        )
+        if bad := [f"{m} in {s}" for m in self.fits.methods for s in self.fits.projections if is_bad(m, s)]:
+            scale += f" These fits are bad, more than {_BAD:g} nat above the original: {', '.join(bad)}. "
+            scale += "Their gaps say more about the fit than about the operator."
         palette = colours([ORIGINAL, *self.fits.methods], ORIGINAL)
-        reading = ["What is claimed is the mean over q, k and v, replaced alone, on the first text."]
         unit = "nats per token" if self.decoder is None else loss_unit({"data": self.decoder.data.model_dump()})
-        blocks = papers.paper_blocks(self.paper, self._scale(texts), cell, gap_of, unit, reading=reading)
-        blocks += what_ran(read_values(folder / "replicate.json"), {"model": self._shown})
-        note = " · ".join([self._shown, *texts])
+        blocks = papers.paper_blocks(self.paper, scale, cell, gap_of, unit, facts, self.share)
+        blocks += what_ran(read_values(folder / papers.RECORD), {"model": model})
+        note = " · ".join([model, first, second])
         return Section(f"{self.paper.title}: replicated", "replicate", blocks, palette, note)
 
     @property
     def _shown(self) -> str:
         return f"{self.decoder.model}, trained here" if self.decoder else self._model
 
-    def _scale(self, texts: list[str]) -> str:
-        first = list(self._jobs().values())[-1]
-        return (
-            f"The decoder is {self._shown}. Every method was fitted on {number(first['settings']['tokens'])} tokens of "
-            f"{texts[0]} and evaluated on {number(first['evaluation'])} of it (1) and of {texts[1]} (2)."
-        )
+    @property
+    def _facts(self) -> dict[str, str]:
+        """Return the settings that a replication may change, by name."""
+        job, (first, second) = self._last_job(), self._texts
+        return {
+            "model": self._shown,
+            "tokens to fit": number(job["settings"]["tokens"]),
+            "tokens to evaluate": number(job["evaluation"]),
+            "text (1)": first,
+            "text (2)": second or "PyTorch's documentation",
+            "tokenizer": self.request["tokenizer"] or (self.decoder.data.tokenizer if self.decoder else "the model's"),
+            "seeds": ", ".join(map(str, self.request["seeds"])),
+        }
 
 
 def prose() -> str:
