@@ -86,10 +86,11 @@ def test_the_second_text_is_not_in_the_first():
 
 def test_texts_that_the_small_sizes_do_not_read_are_refused_with_what_to_do():
     for data, length in (("cgt-mixture:of=stdlib", 256), ("cgt-arithmetic:tasks=1,examples=5,digits=1", 45)):
-        said = f"texts of 54 tokens, and those of --data .* have {length}: add --model paper"
+        said = f"texts of 54 tokens, and those of --data .* have {length}: for text add --model paper --tokenizer"
         with pytest.raises(ValueError, match=said):
             replication("cgt", data=data)
-    assert replication("cgt", data="cgt-mixture:of=stdlib", model="paper").recipe.train.data.sequence_length == 256
+    mixture = replication("cgt", data="cgt-mixture:of=stdlib", model="paper", tokenizer="bytes").recipe.train.data
+    assert (mixture.sequence_length, mixture.tokenizer) == (240, "bytes")
     assert replication("cgt", data="cgt-arithmetic:tasks=1,examples=6,digits=1").recipe.train.data.sequence_length == 54
 
 

@@ -180,7 +180,7 @@ def replication(
         if sized.train.data.sequence_length != length:
             raise ValueError(
                 f"the small sizes of {name} are for texts of {length} tokens, and those of --data {data} have "
-                f"{sized.train.data.sequence_length}: add --model paper, or leave --data out"
+                f"{sized.train.data.sequence_length}: for text add --model paper --tokenizer bytes, else omit --data"
             )
     if tokens_of(sized) != tokens_of(whole) or share != 1:
         tokens = max(round(share * tokens_of(whole)), sized.train.tokens_per_step)
