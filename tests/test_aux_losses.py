@@ -60,7 +60,7 @@ def gradients(model):
 
 def test_the_loss_is_cross_entropy_plus_the_terms(model):
     loss = model(IDS, labels=IDS).loss
-    terms = contract.aux_losses(model)
+    terms = contract.auxiliary_losses_of(model)
     assert set(terms) == {f"model.layers.{i}.mlp.up_proj/energy" for i in (0, 1)}
     logits = model(IDS).logits
     plain = torch.nn.functional.cross_entropy(logits[0, :-1], IDS[0, 1:])
@@ -71,12 +71,12 @@ def test_the_loss_is_cross_entropy_plus_the_terms(model):
 
 def test_absent_in_eval_and_in_generate(model):
     model.eval()
-    assert contract.aux_losses(model) == {}
+    assert contract.auxiliary_losses_of(model) == {}
     logits = model(IDS).logits
     plain = torch.nn.functional.cross_entropy(logits[0, :-1], IDS[0, 1:])
     torch.testing.assert_close(model(IDS, labels=IDS).loss, plain)
     model.generate(IDS, max_new_tokens=2, do_sample=False)
-    assert contract.aux_losses(model) == {}
+    assert contract.auxiliary_losses_of(model) == {}
 
 
 def energy_by_hand(model, ids, counted, **kwargs):
@@ -112,7 +112,7 @@ def test_the_terms_are_means_over_the_tokens_that_the_loss_counts(model):
     ):
         expected = energy_by_hand(model, BATCH, wanted, **inputs)
         model(BATCH, **inputs)
-        found = contract.aux_losses(model)
+        found = contract.auxiliary_losses_of(model)
         assert set(found) == set(expected)
         measured = relinear.contract.auxiliary_losses.operator_metrics(model)
         for name, value in expected.items():
@@ -121,16 +121,16 @@ def test_the_terms_are_means_over_the_tokens_that_the_loss_counts(model):
     changed = BATCH.clone()
     changed[2, 2:] = changed[3, 5:] = 7
     model(BATCH, labels=labels)
-    before = contract.aux_losses(model)
+    before = contract.auxiliary_losses_of(model)
     model(changed, labels=torch.where(labels == -100, -100, changed))
-    for name, value in contract.aux_losses(model).items():
+    for name, value in contract.auxiliary_losses_of(model).items():
         torch.testing.assert_close(value, before[name])
 
 
 def test_a_batch_without_a_target_has_no_terms_and_no_nan(model):
     ignored = torch.full_like(BATCH, -100)
     model(BATCH, labels=ignored, num_items_in_batch=torch.tensor(8)).loss.backward()
-    assert all(value == 0 for value in contract.aux_losses(model).values())
+    assert all(value == 0 for value in contract.auxiliary_losses_of(model).values())
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
 
 
@@ -144,7 +144,7 @@ def test_unshifted_labels_count_where_they_stand():
     labels = torch.where(padded(BATCH) == -100, -100, BATCH % 3)
     expected = energy_by_hand(tokens, BATCH, labels != -100)
     loss = tokens(BATCH, labels=labels).loss
-    (found,), (wanted,) = contract.aux_losses(tokens).values(), expected.values()
+    (found,), (wanted,) = contract.auxiliary_losses_of(tokens).values(), expected.values()
     torch.testing.assert_close(found, wanted)
     assert loss > found
     sequences = LlamaForSequenceClassification(config).train()
@@ -153,7 +153,7 @@ def test_unshifted_labels_count_where_they_stand():
     mask[1:, 4:] = 0
     expected = energy_by_hand(sequences, BATCH, mask == 1)
     sequences(BATCH, attention_mask=mask, labels=torch.tensor([0, 1, 2, 0]), num_items_in_batch=torch.tensor(4))
-    (found,), (wanted,) = contract.aux_losses(sequences).values(), expected.values()
+    (found,), (wanted,) = contract.auxiliary_losses_of(sequences).values(), expected.values()
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -166,12 +166,12 @@ def test_hdpl_leaves_padding_out():
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     labels = padded(BATCH)
     model(BATCH, labels=labels)
-    (term,) = contract.aux_losses(model).values()
+    (term,) = contract.auxiliary_losses_of(model).values()
     x = seen[0][:, :-1][labels[:, 1:] != -100]
     layer(x)
-    torch.testing.assert_close(term, layer.aux_losses()["latent"])
+    torch.testing.assert_close(term, layer.auxiliary_losses()["latent"])
     layer(seen[0])
-    assert (term - layer.aux_losses()["latent"]).abs() > 1e-3
+    assert (term - layer.auxiliary_losses()["latent"]).abs() > 1e-3
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -208,8 +208,9 @@ def test_what_is_recomputed_changes_no_term_and_no_metric(whole):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         loss = run(BATCH)
     loss.backward()
-    for found in () if whole else (contract.aux_losses, operator_metrics):  # of a whole model, torch stops half-way
-        torch.testing.assert_close(found(model), found(plain))
+    # of a whole model, torch stops half-way
+    for recorded in () if whole else (contract.auxiliary_losses_of, operator_metrics):
+        torch.testing.assert_close(recorded(model), recorded(plain))
     for name, gradient in gradients(plain).items():
         torch.testing.assert_close(gradients(model)[name], gradient, atol=1e-6, rtol=1e-4)
 
@@ -256,7 +257,7 @@ def test_a_skipped_layer_leaves_no_stale_loss(model):
     model(IDS, labels=IDS).loss.backward()
     model.model.layers[1].mlp.forward = lambda x: x
     loss = model(IDS, labels=IDS).loss
-    assert set(contract.aux_losses(model)) == {"model.layers.0.mlp.up_proj/energy"}
+    assert set(contract.auxiliary_losses_of(model)) == {"model.layers.0.mlp.up_proj/energy"}
     loss.backward()
 
 
@@ -267,7 +268,7 @@ def test_an_operator_at_two_places_counts_with_its_last_call(model):
     shared.register_forward_hook(lambda module, args, y: seen.append(0.1 * y.square().mean(-1)))
     output = model(BATCH, labels=padded(BATCH))
     counted = torch.nn.functional.pad(padded(BATCH)[:, 1:] != -100, (0, 1))
-    terms = contract.aux_losses(model)
+    terms = contract.auxiliary_losses_of(model)
     assert set(terms) == {"model.layers.0.mlp.up_proj/energy"}
     assert len(seen) == 2
     torch.testing.assert_close(terms["model.layers.0.mlp.up_proj/energy"], seen[1][counted].mean())
@@ -278,7 +279,7 @@ def test_an_operator_at_two_places_counts_with_its_last_call(model):
 def test_deepcopy_after_a_training_forward(model):
     model(IDS, labels=IDS)
     other = copy.deepcopy(model)
-    assert contract.aux_losses(other) == {}
+    assert contract.auxiliary_losses_of(other) == {}
     torch.testing.assert_close(other(IDS, labels=IDS).loss, model(IDS, labels=IDS).loss)
 
 
@@ -290,7 +291,7 @@ def test_fullgraph_compile(model):
     loss = compiled(IDS, labels=IDS).loss
     torch.testing.assert_close(loss, eager(IDS, labels=IDS).loss)
     loss.backward()
-    assert len(contract.aux_losses(model)) == 2
+    assert len(contract.auxiliary_losses_of(model)) == 2
 
 
 def test_a_kind_is_registered_once():

@@ -419,7 +419,7 @@ def test_operators_and_attachments_as_text():
         relinear.summary,
         relinear.fold_,
         relinear.check_causality,
-        relinear.contract.aux_losses,
+        relinear.contract.auxiliary_losses_of,
         relinear.activations.latents,
         lambda model: relinear.activations.intervene(model, {}),
     ],

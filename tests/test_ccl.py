@@ -165,15 +165,15 @@ def test_selection_is_balanced_as_in_the_switch_transformer() -> None:
         probabilities = torch.softmax(hidden @ layer.basis_gate.weight.T + layer.basis_gate.bias, -1)
     routed = nn.functional.one_hot(probabilities.argmax(-1), 4).float().mean(0)
     expected = 0.5 * 4 * (routed * probabilities.mean(0)).sum()
-    torch.testing.assert_close(layer.aux_losses()["balance"], expected)
+    torch.testing.assert_close(layer.auxiliary_losses()["balance"], expected)
     torch.testing.assert_close(layer.metrics()["busiest"], routed.max())
-    (gradient,) = torch.autograd.grad(layer.aux_losses()["balance"], layer.basis_gate.weight)
+    (gradient,) = torch.autograd.grad(layer.auxiliary_losses()["balance"], layer.basis_gate.weight)
     assert gradient.abs().max() > 0
     for other in ({"balance": 0.0}, {"composition": "remixing"}):
         layer = relinear.CCL(rank=8, context_dim=5, templates=4, **({"composition": "selection"} | other)).build(6, 6)
         with relinear.activations.context(context):
             layer(torch.randn(50, 6))
-        assert layer.aux_losses() == {}
+        assert layer.auxiliary_losses() == {}
 
 
 def test_the_balance_of_templates_hangs_neither_on_padding_nor_on_batches() -> None:
@@ -188,7 +188,7 @@ def test_the_balance_of_templates_hangs_neither_on_padding_nor_on_batches() -> N
     def balance(ids, labels, **inputs) -> torch.Tensor:
         model(ids, labels=labels, **inputs)
         (loss,), (busiest,) = (
-            contract.aux_losses(model).values(),
+            contract.auxiliary_losses_of(model).values(),
             relinear.contract.auxiliary_losses.operator_metrics(model).values(),
         )
         return torch.stack([loss, busiest])

@@ -117,7 +117,8 @@ def steps(model, run, after_each, lowered=False):
         torch.manual_seed(5)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=lowered):
             loss = run(input_ids=ids, labels=ids, use_cache=False).loss
-        rows.append(torch.stack([loss, *contract.aux_losses(model).values(), *operator_metrics(model).values()]))
+        recorded = {**contract.auxiliary_losses_of(model), **operator_metrics(model)}
+        rows.append(torch.stack([loss, *recorded.values()]))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

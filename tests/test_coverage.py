@@ -205,7 +205,7 @@ def test_auxiliary_losses_are_added_once_under_peft() -> None:
     outer.train()
     torch.manual_seed(0)
     loss = outer(IDS, labels=IDS).loss
-    added = sum(relinear.contract.aux_losses(outer).values())
+    added = sum(relinear.contract.auxiliary_losses_of(outer).values())
     torch.manual_seed(0)
     without = model.forward(IDS, labels=IDS).loss  # no hooks
     assert (loss - without).item() == pytest.approx(added.item(), rel=0.05)

@@ -118,12 +118,12 @@ def test_share_of_clamped_tokens_and_who_regularises(bound: str, clamped: float 
     # At the paper's sizes on normalised inputs every token is clamped from the start: the regulariser is a constant.
     module = relinear.HDPL(rank=128, blocks=8, bound=bound).build(512, 512)
     module(torch.randn(64, 512))
-    (gradient,) = torch.autograd.grad(module.aux_losses()["latent"], module.mu.weight)
+    (gradient,) = torch.autograd.grad(module.auxiliary_losses()["latent"], module.mu.weight)
     assert (gradient.norm().item() == 0) == (bound == "clamp")
     share = module.metrics()["clamped"].item()
     assert share == clamped if clamped is not None else 0 < share < 0.5
     if bound == "clamp":
-        torch.testing.assert_close(module.aux_losses()["latent"].item(), 0.001 * math.log(2), atol=1e-8, rtol=0)
+        torch.testing.assert_close(module.auxiliary_losses()["latent"].item(), 0.001 * math.log(2), atol=1e-8, rtol=0)
 
 
 def test_accumulated_losses_are_the_mean_over_all_tokens() -> None:
@@ -133,9 +133,9 @@ def test_accumulated_losses_are_the_mean_over_all_tokens() -> None:
         parts = []
         for part in (x[:4], x[4:8], x[8:]):
             module(part)
-            parts.append(module.aux_losses()["latent"])
+            parts.append(module.auxiliary_losses()["latent"])
         module(x)
-        torch.testing.assert_close(module.aux_losses()["latent"], sum(parts) / 3)
+        torch.testing.assert_close(module.auxiliary_losses()["latent"], sum(parts) / 3)
 
 
 def test_initialisation() -> None:
@@ -257,7 +257,7 @@ def test_without_noise_it_is_two_deterministic_paths_and_no_regulariser() -> Non
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other)
     module.train()(x)
-    assert module.aux_losses() == {}
+    assert module.auxiliary_losses() == {}
     assert module.metrics() == {}
 
 

@@ -67,7 +67,7 @@ def test_a_step_against_a_teacher_is_that_of_plain_autograd_however_it_is_divide
     samples = [data[i] for i in SteadySampler(len(data), 32, 0)]
     ids, labels = (torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels"))
     output = model(input_ids=ids, labels=labels)
-    aux = sum(relinear.contract.aux_losses(model).values())
+    aux = sum(relinear.contract.auxiliary_losses_of(model).values())
     ce = cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     with torch.no_grad():
         wanted = big(input_ids=ids).logits

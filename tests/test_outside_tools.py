@@ -217,7 +217,7 @@ def test_adapters_keep_the_operators_dtype_losses_and_roles(lora) -> None:
     model = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).train()
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     model(input_ids=IDS)
-    assert len(relinear.contract.aux_losses(model)) == 2
+    assert len(relinear.contract.auxiliary_losses_of(model)) == 2
     wrapped = model.base_model.model.model.layers[0].mlp.up_proj.param_roles()
     named = {name.replace(".base_layer", ""): role for name, role in wrapped.items()}
     assert {name: role for name, role in named.items() if "lora_" not in name} == roles
@@ -238,7 +238,7 @@ def test_terms_of_an_adapted_base_leave_padding_out(lora, kept: bool) -> None:
     for each in (stock, adapted):
         torch.manual_seed(0)
         losses.append(each(input_ids=IDS, labels=labels).loss)
-        assert len(relinear.contract.aux_losses(each)) == 2
+        assert len(relinear.contract.auxiliary_losses_of(each)) == 2
     torch.testing.assert_close(losses[1], losses[0])
 
 

@@ -106,7 +106,7 @@ def test_a_layer_of_any_size_works_or_is_refused_when_it_is_built(config, sizes,
         assert y.shape == (*leading, sizes[1])
         assert y.dtype == dtype
         assert y.isfinite().all()
-        (y.sum() + sum(layer.aux_losses().values())).backward()
+        (y.sum() + sum(layer.auxiliary_losses().values())).backward()
         assert x.grad.shape == x.shape
         assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
         layer.eval()

@@ -37,7 +37,7 @@ def by_hand(kind, source="full"):
     ids, labels = (torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels"))
     energies = []
     for module in model.modules():
-        if hasattr(module, "aux_losses"):
+        if hasattr(module, "auxiliary_losses"):
             module.register_forward_hook(lambda m, args, y: energies.append(y[:, :-1][labels[:, 1:] != -100]))
     logits = model(input_ids=ids).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -79,8 +79,8 @@ def test_auxiliary_loss_has_a_gradient_of_its_own():
     with_aux, _ = gradient("llama")
     model = probe_model("llama").train()
     for module in model.modules():
-        if hasattr(module, "aux_losses"):
-            module.aux_losses = dict
+        if hasattr(module, "auxiliary_losses"):
+            module.auxiliary_losses = dict
     seen = Gradients()
     fit(model, Tokens(), SETTINGS, callbacks=[seen])
     name = f"model.layers.0.mlp.{TARGETS['llama']}.up"

@@ -11,7 +11,7 @@ from typing import Any
 _HOMES = {
     "relinear.activations": "Add Clamp Inject context intervene latents moment_alignment",
     "relinear.compression": "CompressSettings",
-    "relinear.contract": "AttachmentConfig NotLinearError ObjectiveConfig aux_losses",
+    "relinear.contract": "AttachmentConfig NotLinearError ObjectiveConfig",
     "relinear.data": "prepare_data",
     "relinear.distill": "DistillSettings",
     "relinear.evaluate": "lambada lm_eval",
@@ -24,6 +24,7 @@ _HOMES = {
 }
 #: name in ``relinear`` -> (module that it is in now, its name there)
 MOVED = {name: (module, name) for module, names in _HOMES.items() for name in names.split()}
+MOVED["aux_losses"] = ("relinear.contract", "auxiliary_losses_of")
 MOVED["Replace"] = ("relinear.activations", "Patch")
 MOVED["residual_"] = ("relinear", "attach_")
 
@@ -70,6 +71,7 @@ _RENAMED = {
     ("relinear.contract.calibration_statistics", "descend_"): "fit_by_lbfgs_",
     ("relinear.activations.shared_context", "check_conditioned"): "check_context_serves",
     ("relinear.activations.shared_context", "check_carries_context"): "decoder_for_context",
+    ("relinear.contract.auxiliary_losses", "aux_losses"): "auxiliary_losses_of",
     ("relinear.contract.auxiliary_mixin", "TokenTerms"): "AuxiliaryLossMixin",
     ("relinear.activations.latent_recording", "Moments"): "LatentDistribution",
     ("relinear.activations.latent_recording", "moments"): "aggregated_posterior",

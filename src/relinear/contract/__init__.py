@@ -3,7 +3,7 @@
 from types import ModuleType as _ModuleType
 
 from relinear.contract.attachment import AttachmentConfig as AttachmentConfig
-from relinear.contract.auxiliary_losses import aux_losses as aux_losses
+from relinear.contract.auxiliary_losses import auxiliary_losses_of as auxiliary_losses_of
 from relinear.contract.config import register as register
 from relinear.contract.objective import ObjectiveConfig as ObjectiveConfig
 from relinear.contract.operator import NotLinearError as NotLinearError

@@ -9,7 +9,7 @@ from relinear.contract.input_checks import check_model
 from relinear.contract.operator import named_operators
 
 
-def aux_losses(model: nn.Module) -> dict[str, Tensor]:
+def auxiliary_losses_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the auxiliary losses of the last training forward, as ``{"layer.name/loss": scalar}``, already weighted.
 
     Their sum was added to ``outputs.loss`` (before the scaling for gradient accumulation). Empty in eval. If a forward
@@ -25,11 +25,12 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
         >>> model, ids = relinear.from_preset("tiny"), torch.randint(258, (1, 8))
         >>> _ = relinear.replace_(model, {"q_proj": relinear.HDPL(rank=8)}, layers=0)
         >>> _ = model.train()(ids, labels=ids)
-        >>> list(relinear.contract.aux_losses(model))
+        >>> list(relinear.contract.auxiliary_losses_of(model))
         ['model.layers.0.self_attn.q_proj/latent']
     """
-    check_model(model, "aux_losses")
-    return {f"{name}/{key}": value for name, op in named_operators(model) for key, value in op.aux_losses().items()}
+    check_model(model, "auxiliary_losses_of")
+    named = {name: operator.auxiliary_losses() for name, operator in named_operators(model)}
+    return {f"{name}/{key}": value for name, losses in named.items() for key, value in losses.items()}
 
 
 def operator_metrics(model: nn.Module) -> dict[str, Tensor]:

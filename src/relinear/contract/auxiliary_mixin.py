@@ -24,21 +24,22 @@ class AuxiliaryLossMixin(nn.Module):
     """Record auxiliary losses and metrics per token; ``hf.labels.loss_mask`` says which tokens are averaged."""
 
     # earlier names, which work for one more version
+    aux_losses = RenamedAttribute("auxiliary_losses")
     note = RenamedAttribute("record_auxiliary")
     over_tokens = RenamedAttribute("reduce_over_tokens")
 
     def __init__(self) -> None:
         super().__init__()
         #: by name: one value per token (leading sizes as the input's), or a scalar
-        self._aux_losses: dict[str, Tensor] = {}
+        self._auxiliary_losses: dict[str, Tensor] = {}
         self._metrics: dict[str, Tensor] = {}
 
-    def aux_losses(self) -> dict[str, Tensor]:
+    def auxiliary_losses(self) -> dict[str, Tensor]:
         """Return the weighted auxiliary losses (token means) of the last training forward, by name; {} in eval.
 
         In a model the means are over the tokens of ``hf.labels.loss_mask``, in a layer alone over all tokens.
         """
-        recorded = [(recorder, recorder._aux_losses) for recorder in self._recorders() if recorder.training]
+        recorded = [(recorder, recorder._auxiliary_losses) for recorder in self._recorders() if recorder.training]
         return {name: value for recorder, values in recorded for name, value in recorder._reduced(values, None).items()}
 
     def metrics(self) -> dict[str, Tensor]:
@@ -52,12 +53,12 @@ class AuxiliaryLossMixin(nn.Module):
 
     def has_auxiliary(self) -> bool:
         """Return whether the last forward recorded a loss or a metric."""
-        return any(recorder._aux_losses or recorder._metrics for recorder in self._recorders())
+        return any(recorder._auxiliary_losses or recorder._metrics for recorder in self._recorders())
 
     def clear_auxiliary_losses(self) -> None:
         """Drop the losses of an earlier forward, with their graph."""
         for recorder in self._recorders():
-            recorder._aux_losses = {}
+            recorder._auxiliary_losses = {}
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
         """Reduce the per-token loss or metric ``name`` to a scalar: by default the mean over the tokens in ``mask``.
@@ -80,16 +81,16 @@ class AuxiliaryLossMixin(nn.Module):
             for name, value in values.items()
         }
 
-    def record_auxiliary(self, aux_losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+    def record_auxiliary(self, losses: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
         """Record losses and metrics of this training forward, one value per token or scalars.
 
         If one forward of the model calls this several times, the last call counts. When gradient checkpointing
         recomputes a layer in the backward pass nothing is recorded: that forward is reduced already.
         """
         # the model's forward clears the losses first, so if there are any, this runs within its backward pass
-        if not (self._aux_losses and is_recomputing()):
+        if not (self._auxiliary_losses and is_recomputing()):
             # nn.Module.__setattr__ would look for parameters
-            object.__setattr__(self, "_aux_losses", aux_losses)
+            object.__setattr__(self, "_auxiliary_losses", losses)
             object.__setattr__(self, "_metrics", metrics)
 
     def reduce_auxiliary(self, mask: Tensor | None) -> None:
@@ -100,12 +101,12 @@ class AuxiliaryLossMixin(nn.Module):
                 routed to it), the loss averages over all tokens that the operator saw.
         """
         for recorder in self._recorders():
-            recorder._aux_losses = recorder._reduced(recorder._aux_losses, mask)
+            recorder._auxiliary_losses = recorder._reduced(recorder._auxiliary_losses, mask)
             recorder._metrics = recorder._reduced(recorder._metrics, mask)
 
     def __getstate__(self) -> dict[str, Any]:
         # deepcopy refuses tensors with a graph
-        return super().__getstate__() | {"_aux_losses": {}, "_metrics": {}}
+        return super().__getstate__() | {"_auxiliary_losses": {}, "_metrics": {}}
 
 
 def _mask_for(value: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -114,7 +114,7 @@ def improve(
     with torch.enable_grad():
         for step, rows in enumerate(order, start=1):
             value = objective.loss(rows) + sum(
-                added for operator in operators for added in operator.aux_losses().values()
+                added for operator in operators for added in operator.auxiliary_losses().values()
             )
             optimizer.zero_grad()
             value.backward()

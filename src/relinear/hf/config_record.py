@@ -11,7 +11,7 @@ from relinear.contract.operator import named_operators
 from relinear.contract.plugins import packages_of
 from relinear.hf.attachments import attachments
 from relinear.hf.peft_models import stock_name, unwrapped
-from relinear.hf.training_loss import install_aux_hooks
+from relinear.hf.training_loss import install_auxiliary_hooks
 
 METHOD = "relinear"  # name of the transformers quantizer that rebuilds a model
 LOADER = "configuration_relinear"  # module saved in a checkpoint, by which programs load it without importing relinear
@@ -74,7 +74,7 @@ def finish_surgery_(model: nn.Module) -> None:
     may share it. A model without a head may be part of another model and keeps the shared config.
     """
     whole, model = model, unwrapped(model)
-    install_aux_hooks(model)
+    install_auxiliary_hooks(model)
     for name, operator in named_operators(model):
         operator.name_in_model = name
     if getattr(model, "config", None) is None:

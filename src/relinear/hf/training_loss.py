@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_losses import aux_losses
+from relinear.contract.auxiliary_losses import auxiliary_losses_of
 from relinear.contract.objective import Objective
 from relinear.contract.operator import named_operators
 from relinear.hf.labels import loss_mask, share_of_batch
@@ -19,18 +19,19 @@ from relinear.hf.labels import loss_mask, share_of_batch
 _NO_LOSS = (
     "the operators' auxiliary losses were not added to any loss, because the model got no labels. Pass labels; or, if "
     "you compute the loss elsewhere (label_smoothing_factor, compute_loss_func, a loop of your own), add "
-    "sum(relinear.contract.aux_losses(model).values()) to it, times the micro-batch's share of num_items_in_batch"
+    "sum(relinear.contract.auxiliary_losses_of(model).values()) to it, times the micro-batch's share of "
+    "num_items_in_batch"
 )
 
 
-def install_aux_hooks(model: nn.Module) -> None:
+def install_auxiliary_hooks(model: nn.Module) -> None:
     """Make ``model`` add its operators' auxiliary losses to the loss it returns (idempotent)."""
-    if _add_aux_losses not in model._forward_hooks.values():
-        model.register_forward_pre_hook(_clear_aux_losses)
-        model.register_forward_hook(_add_aux_losses, with_kwargs=True)
+    if _add_auxiliary_losses not in model._forward_hooks.values():
+        model.register_forward_pre_hook(_clear_auxiliary_losses)
+        model.register_forward_hook(_add_auxiliary_losses, with_kwargs=True)
 
 
-def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
+def _clear_auxiliary_losses(model: nn.Module, args: tuple) -> None:
     # A layer that a forward skips must not keep the loss (and graph) of an earlier forward. Inference records none, and
     # walking over all modules would slow down every token.
     if not model.training and not torch.is_grad_enabled():
@@ -39,7 +40,7 @@ def _clear_aux_losses(model: nn.Module, args: tuple) -> None:
         operator.clear_auxiliary_losses()
 
 
-def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def _add_auxiliary_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     # torch.compile makes a separate graph of what hooks of the outermost module compute
     if not model.training or not (recorders := [op for _, op in named_operators(model) if op.has_auxiliary()]):
         return None
@@ -49,13 +50,13 @@ def _add_aux_losses(model: nn.Module, args: tuple, kwargs: dict[str, Any], outpu
     for operator in recorders:
         operator.reduce_auxiliary(mask)
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-    terms = aux_losses(model)
+    terms = auxiliary_losses_of(model)
     if terms and loss is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warnings.warn(_NO_LOSS, UserWarning, stacklevel=2)
     if not terms or not isinstance(loss, Tensor) or loss.ndim:
         return None
     total = torch.stack([term.to(loss.device, loss.dtype) for term in terms.values()]).sum()
-    trainable = (p.requires_grad for op in recorders if op.aux_losses() for p in op.parameters())
+    trainable = (p.requires_grad for op in recorders if op.auxiliary_losses() for p in op.parameters())
     if loss.requires_grad and not total.requires_grad and any(trainable):
         raise ValueError(
             "reentrant gradient checkpointing cuts off the gradient of auxiliary losses; use "

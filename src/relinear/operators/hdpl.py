@@ -171,7 +171,7 @@ class HDPL(OperatorConfig):
         >>> layer = relinear.HDPL(rank=8, blocks=4).build(64, 32)
         >>> layer(torch.randn(2, 64)).shape
         torch.Size([2, 32])
-        >>> sorted(layer.train() and layer.aux_losses())
+        >>> sorted(layer.train() and layer.auxiliary_losses())
         ['latent']
     """
 

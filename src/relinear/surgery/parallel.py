@@ -76,7 +76,8 @@ def _run(module: nn.Module, forward: Callable[[Tensor], Tensor], mesh: DeviceMes
         y = forward(DTensor.from_local(x, mesh, [Replicate()], run_check=False))
     for part in module.modules():
         if isinstance(part, AuxiliaryLossMixin):
-            part._aux_losses, part._metrics = tree_map_only(DTensor, _local, (part._aux_losses, part._metrics))
+            recorded = part._auxiliary_losses, part._metrics
+            part._auxiliary_losses, part._metrics = tree_map_only(DTensor, _local, recorded)
     return _local(y)
 
 

@@ -63,7 +63,7 @@ def gradients(module: nn.Module, x: Tensor, context: Tensor | None, run=call) ->
     y = run(module, x, context)
     # Positive, so that nothing cancels in sums, and exact in every dtype.
     weight = torch.linspace(0.5, 1.5, y.numel()).bfloat16().to(y.dtype).view(y.shape)
-    loss = (y * weight).sum() + sum(value.to(y.dtype) for value in module.aux_losses().values())
+    loss = (y * weight).sum() + sum(value.to(y.dtype) for value in module.auxiliary_losses().values())
     loss.backward()
     return {"input": x.grad} | {name: p.grad for name, p in module.named_parameters()}
 
@@ -185,14 +185,14 @@ class OperatorConformance:
         call(module, x, context)
         module.eval()
         assert torch.equal(call(module, x, context, seed=3), call(module, x, context, seed=4))
-        assert module.aux_losses() == {}
+        assert module.auxiliary_losses() == {}
 
     def test_training_losses_and_metrics_are_scalars(self, case: Case) -> None:
         module = build(case)
         for leading in [(2, 5), (3,)]:
             x, context = inputs(case, leading)
             call(module, x, context)
-            for name, value in module.aux_losses().items():
+            for name, value in module.auxiliary_losses().items():
                 assert value.shape == (), name
                 assert value.requires_grad, name
             for name, value in module.metrics().items():
@@ -211,7 +211,7 @@ class OperatorConformance:
             torch.manual_seed(0)
             with in_context(context):
                 y = torch.func.functional_call(module, dict(zip(names, parameters)), (x,))
-            return (y, *module.aux_losses().values())
+            return (y, *module.auxiliary_losses().values())
 
         leaves = [
             None if t is None else t.detach().clone().requires_grad_() for t in (x, context, *module.parameters())
@@ -271,11 +271,11 @@ class OperatorConformance:
                 torch.manual_seed(2)
                 return compiled(x)
 
-        expected, losses = gradients(module, x, context), module.aux_losses()
+        expected, losses = gradients(module, x, context), module.auxiliary_losses()
         assert_same_gradients(gradients(module, x, context, run), expected, 1e-5)
-        assert module.aux_losses().keys() == losses.keys()
+        assert module.auxiliary_losses().keys() == losses.keys()
         for name, value in losses.items():
-            assert_close(module.aux_losses()[name], value, 1e-5)
+            assert_close(module.auxiliary_losses()[name], value, 1e-5)
 
     @pytest.mark.parametrize("mode", ["train", "eval"])
     def test_compiles_with_inductor(self, case: Case, mode: str) -> None:
@@ -289,7 +289,7 @@ class OperatorConformance:
             return
         with in_context(context):
             y = compiled(x)
-        (y.sum() + sum(module.aux_losses().values())).backward()
+        (y.sum() + sum(module.auxiliary_losses().values())).backward()
         for name, parameter in module.named_parameters():
             assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
 
@@ -307,7 +307,7 @@ class OperatorConformance:
         x, context = inputs(case)
         call(module, x, context)
         copied = copy.deepcopy(module)
-        assert copied.aux_losses() == {}
+        assert copied.auxiliary_losses() == {}
         assert all(torch.equal(a, b) for a, b in zip(copied.state_dict().values(), module.state_dict().values()))
         assert torch.equal(call(copied.eval(), x, context), call(module.eval(), x, context))
 

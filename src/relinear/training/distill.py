@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from relinear.contract.auxiliary_losses import aux_losses
+from relinear.contract.auxiliary_losses import auxiliary_losses_of
 from relinear.contract.config import register
 from relinear.contract.messages import quoted
 from relinear.contract.module_state import eval_mode
@@ -91,8 +91,8 @@ class _AgainstTeacher:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         with torch.no_grad(), eval_mode(self.teacher):
             teacher_logits = self.teacher(**inputs, use_cache=False).logits
-        weight, aux = self.cross_entropy, list(aux_losses(model).values())
-        auxiliary = torch.stack([term.to(output.loss) for term in aux]).sum() if aux else output.loss.new_zeros(())
+        weight, losses = self.cross_entropy, [term.to(output.loss) for term in auxiliary_losses_of(model).values()]
+        auxiliary = torch.stack(losses).sum() if losses else output.loss.new_zeros(())
         kl = divergence(output.logits, teacher_logits, labels, self.temperature)
         terms = {"ce": weight * (output.loss - auxiliary), "kl": (1 - weight) * kl}
         return terms["ce"] + terms["kl"] + auxiliary, terms, output

@@ -19,7 +19,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback
 
-from relinear.contract.auxiliary_losses import aux_losses, operator_metrics
+from relinear.contract.auxiliary_losses import auxiliary_losses_of, operator_metrics
 from relinear.contract.inference import caching_for_inference
 from relinear.contract.messages import warn_user
 from relinear.contract.module_state import eval_mode
@@ -252,7 +252,7 @@ class RelinearTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _add_terms(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
-        terms = dict(aux_losses(self._plain_model))
+        terms = dict(auxiliary_losses_of(self._plain_model))
         if isinstance(self._plain_model, GuidedTraining):  # the log computes "ce" as loss minus the other terms
             terms |= {name: value for name, value in self._plain_model.terms.items() if name != "ce"}
         if terms:
