@@ -175,7 +175,7 @@ def _operate(model: nn.Module, operator: OperatorConfig, cell: dict[str, Any]) -
             attach_(model, ContextManager(dim=_CONTEXT))
         table = replace_(model, {"all-linear": operator})
     cell["layers"] = table.coverage.layers
-    cell["left"] = {left.reason: len(left.names) for left in table.coverage.left}
+    cell["left"] = {entry.reason: len(entry.names) for entry in table.coverage.skipped}
     return {name: p for name, p in model.named_parameters() if id(p) not in before}
 
 

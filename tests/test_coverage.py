@@ -31,7 +31,7 @@ GAPS = {
 
 
 def reasons(table) -> dict[str, str]:
-    return {name: entry.reason for entry in table.coverage.left for name in entry.names}
+    return {name: entry.reason for entry in table.coverage.skipped for name in entry.names}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -70,7 +70,7 @@ def test_reasons_are_those_of_the_call() -> None:
     assert said[f"{first}.mlp.up_proj"] == "filter_fn="
     assert said[f"{second}.self_attn.q_proj"] == "layers="
     assert said["lm_head"] == "output head"
-    assert "left:" in str(table)
+    assert "skipped:" in str(table)
     assert "lm_head" in str(table)
 
 
@@ -87,8 +87,8 @@ def test_integers_count_as_weights() -> None:
 
 
 def test_a_tied_head_counts_as_embedding() -> None:
-    left = relinear.replace_(make_family("gpt2"), {"all-linear": THIN}).coverage.left
-    assert [(entry.reason, entry.parameters) for entry in left] == [("tied to the embedding", 0)]
+    skipped = relinear.replace_(make_family("gpt2"), {"all-linear": THIN}).coverage.skipped
+    assert [(entry.reason, entry.parameters) for entry in skipped] == [("tied to the embedding", 0)]
 
 
 def test_subclasses_of_linear_are_named() -> None:
@@ -157,7 +157,7 @@ def test_adapters_are_left_alone_and_what_is_new_trains() -> None:
     operators = {name for name, module in model.named_modules() if isinstance(module, Operator)}
     assert len(operators) == 14
     assert not any("lora_" in name or "lm_head" in name for name in operators)
-    assert {entry.reason for entry in table.coverage.left} == {"PEFT's"}
+    assert {entry.reason for entry in table.coverage.skipped} == {"PEFT's"}
     fresh = [p for n, p in model.named_parameters() if any(n.startswith(f"{name}.") for name in operators)]
     assert fresh
     assert all(p.requires_grad for p in fresh)

@@ -5,6 +5,7 @@ import torch
 
 import relinear
 import relinear.operators.low_rank
+import relinear.surgery.fold
 from conftest import make_tiny_llama
 from relinear.activations import Patch, intervene
 from relinear.activations.hook_points import HasHookPoints

@@ -15,9 +15,10 @@ import relinear
 from conftest import make_tiny_llama, mostly_slow
 from relinear.bench import run as bench
 from relinear.data.tokenizers import load_tokenizer
+from relinear.deprecated import overwriting
 from relinear.pages.page import GENERATOR
 from relinear.system.lock import exclusive
-from relinear.system.run_folder import RunFolder, differences, overwriting, set_aside
+from relinear.system.run_folder import RunFolder, differences, set_aside
 from relinear.training import fit, train
 from relinear.training.fitting import remove_checkpoints
 from relinear_cli.main import main

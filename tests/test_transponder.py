@@ -250,7 +250,7 @@ def test_folding_identity_and_static_gates_gives_a_stock_model(make):
     before = model(IDS).logits
     relinear.replace_(model, {"all-linear": relinear.Transponder(init="identity")})
     report = relinear.fold_(model, IDS, verbose=False)
-    assert not report.left
+    assert not report.skipped
     assert torch.equal(model(IDS).logits, before)
     relinear.replace_(model, {"all-linear": relinear.Transponder(contextual=False)})
     for name, parameter in model.named_parameters():
@@ -258,7 +258,7 @@ def test_folding_identity_and_static_gates_gives_a_stock_model(make):
             torch.nn.init.normal_(parameter)
     assert relinear.fold_(model, IDS, verbose=False).max_logit_difference < 1e-5
     relinear.replace_(model, {"all-linear": relinear.Transponder()})
-    assert len(relinear.fold_(model, IDS, verbose=False).left) > 0
+    assert len(relinear.fold_(model, IDS, verbose=False).skipped) > 0
 
 
 def test_on_another_operator_and_back_from_a_checkpoint(tmp_path):
@@ -424,7 +424,7 @@ def test_other_forms_start_as_the_identity_too(settings, dtype):
     relinear.replace_(model, {"all-linear": relinear.Transponder(init="identity", **settings)})
     relinear.attach_(model, relinear.PathTransponder(init="identity", **settings))
     assert torch.equal(model(IDS).logits, before)
-    assert not relinear.fold_(model, IDS, verbose=False).left
+    assert not relinear.fold_(model, IDS, verbose=False).skipped
 
 
 def gpt_neox(parallel: bool):

@@ -138,7 +138,7 @@ class RenamedAttribute:
         self.old = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        _warn_renamed(owner, self.old, self.new, 3)
+        warn_renamed(f"{owner.__name__}.{self.old}", self.new)
         # an override under the old name takes precedence, unless it is the one that calls super()
         overrides = [cls for cls in owner.__mro__ if not isinstance(vars(cls).get(self.old, self), RenamedAttribute)]
         source: Any = owner if instance is None else instance
@@ -150,13 +150,41 @@ def adopt_renamed_attributes(cls: type) -> None:
     for base in cls.__mro__[1:]:
         for old, hook in vars(base).items():
             if isinstance(hook, RenamedAttribute) and old in vars(cls):
-                _warn_renamed(cls, old, hook.new, 4)
+                warn_renamed(f"{cls.__name__}.{old}", hook.new, 4)
                 setattr(cls, hook.new, vars(cls)[old])
 
 
-def _warn_renamed(cls: type, old: str, new: str, stacklevel: int) -> None:
-    message = f"{cls.__name__}.{old} has a new name: {new}; the old one works in this version only"
+def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that ``old``, such as ``Class.attribute`` or ``function(argument=)``, is now called ``new``."""
+    message = f"{old} has a new name: {new}; the old one works in this version only"
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
+
+
+#: attribute in which a module of 0.2 declares fans and initialisation -> its name now
+_DECLARATIONS_OF_0_2 = {
+    "fixed_fan_in": "finite_fan_in",
+    "fixed_fan_out": "finite_fan_out",
+    "constant_start": "constant_initialized",
+    "orthogonal_start": "orthogonal_initialized",
+}
+
+
+def declared(module: object, attribute: str) -> tuple[str, ...]:
+    """Return what ``module`` declares in ``attribute`` or under its name of 0.2, which takes precedence and warns."""
+    for old, new in _DECLARATIONS_OF_0_2.items():
+        if new == attribute and hasattr(module, old):
+            warn_renamed(f"{type(module).__name__}.{old}", attribute)
+            if names := getattr(module, old):
+                return names
+    return getattr(module, attribute, ())
+
+
+def overwriting(overwrite: bool, resume: bool | None) -> bool:
+    """Return whether to overwrite, from ``overwrite`` or from the deprecated ``resume``, its opposite."""
+    if resume is None:
+        return overwrite
+    warnings.warn("resume= is deprecated; overwrite=True is what resume=False was", DeprecationWarning, stacklevel=3)
+    return not resume
 
 
 #: class of settings -> key of 0.2 -> its name now
@@ -168,9 +196,7 @@ def with_new_keys(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
     known = [RENAMED_SETTINGS[base.__name__] for base in settings.__mro__ if base.__name__ in RENAMED_SETTINGS]
     renamed = {old: new for names in known for old, new in names.items() if old in values and new not in values}
     for old, new in renamed.items():
-        warnings.warn(
-            f"the setting {old} has a new name: {new}; the old one works for one version", DeprecationWarning, 2
-        )
+        warn_renamed(f"the setting {old}", new)
     return {renamed.get(key, key): value for key, value in values.items()}
 
 

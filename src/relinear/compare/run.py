@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -33,7 +32,7 @@ from relinear.compare.tune import Trials, check_neighbours, grid_search, one_rat
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
-from relinear.deprecated import with_new_columns
+from relinear.deprecated import warn_renamed, with_new_columns
 from relinear.models import locate_model, preset_config, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import available_cores
@@ -88,7 +87,7 @@ def compare(
     """
     recipe, out_dir = CompareSettings.load(recipe), Path(out_dir)
     if on_event is not None:
-        warnings.warn("compare(on_event=) has a new name: on_progress", DeprecationWarning, stacklevel=2)
+        warn_renamed("compare(on_event=)", "on_progress")
         on_progress = on_event
     if workers is None:
         workers = runs_at_once(recipe) if executor is None else 0

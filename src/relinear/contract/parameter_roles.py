@@ -1,18 +1,12 @@
 """Parameter roles: fan-in and fan-out, how they grow with a model's width, and muP's scales that follow."""
 
-import warnings
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from relinear.deprecated import declared
+
 InitLaw = Literal["fan_in", "constant", "orthogonal"]
-#: attribute that ``DeclaredFans`` reads -> its old name, which works for one version
-_OLD_NAMES = {
-    "finite_fan_in": "fixed_fan_in",
-    "finite_fan_out": "fixed_fan_out",
-    "constant_initialized": "constant_start",
-    "orthogonal_initialized": "orthogonal_start",
-}
 
 
 class ParamRole(NamedTuple):
@@ -120,12 +114,8 @@ class DeclaredFans:
 def _named_in(module: nn.Module, attribute: str) -> set[Tensor]:
     """Return the parameters that ``module`` and its submodules name in ``attribute``."""
     result: set[Tensor] = set()
-    old = _OLD_NAMES[attribute]
     for part in module.modules():
-        if hasattr(part, old):
-            message = f"{type(part).__name__}.{old} has a new name: {attribute}; the old one works in this version only"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-        declared = getattr(part, old, ()) or getattr(part, attribute, ())
-        parameters = part.named_parameters() if declared else ()
-        result.update(p for name, p in parameters if any(name == d or name.startswith(f"{d}.") for d in declared))
+        if keys := declared(part, attribute):
+            named = part.named_parameters()
+            result.update(p for name, p in named if any(name == key or name.startswith(f"{key}.") for key in keys))
     return result

@@ -19,6 +19,7 @@ from relinear.contract.config import to_legacy_dict
 from relinear.contract.messages import warn_user
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
+from relinear.deprecated import overwriting
 from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, measure, start_bias_, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillReport, LayerFit
@@ -38,7 +39,7 @@ from relinear.surgery.summary import module_parameters
 from relinear.system.files import atomic_path, damaged_file_errors, fingerprint, write_json
 from relinear.system.machine import provenance
 from relinear.system.progress import Progress, ProgressCallback, no_progress
-from relinear.system.run_folder import RunFolder, overwriting
+from relinear.system.run_folder import RunFolder
 
 _OVERWRITE = "overwrite=True (--overwrite)"
 

@@ -9,7 +9,15 @@ from torch import nn
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.messages import warn_user
 from relinear.contract.operator import Operator, is_replaceable
-from relinear.surgery.select import OUTPUT_HEAD, PART_PREFIX, READ_ELSEWHERE, heads, is_added_by_peft, reader_of_weight
+from relinear.deprecated import RenamedAttribute
+from relinear.surgery.select import (
+    OUTPUT_HEAD,
+    PART_PREFIX,
+    READ_ELSEWHERE,
+    is_added_by_peft,
+    output_head_ids,
+    reader_of_weight,
+)
 
 _TIED = "tied to the embedding"
 _SUBCLASS = "a subclass of nn.Linear"
@@ -40,18 +48,19 @@ class Coverage:
 
     Embeddings, norms, convolutions and a head that is tied to the embedding do not count.
 
-    layers, parameters: numbers of replaced layers and parameters.
-    left: the layers that were not replaced, by reason.
+    layers, parameters: numbers of replaced layers and of their parameters.
+    skipped: the layers that were not replaced, by reason.
     """
 
     layers: int
     parameters: int
-    left: tuple[Unreplaced, ...]
+    skipped: tuple[Unreplaced, ...]
+    left = RenamedAttribute("skipped")
 
     @property
     def total(self) -> int:
         """Return the number of linear parameters, replaced or not."""
-        return self.parameters + sum(entry.parameters for entry in self.left)
+        return self.parameters + sum(entry.parameters for entry in self.skipped)
 
     def share(self, parameters: int) -> float:
         """Return ``parameters`` as a share of the total."""
@@ -62,10 +71,10 @@ class Coverage:
             f"replaced: {self.layers} layers, {self.share(self.parameters):.1%} of the linear parameters "
             "(embeddings left out)"
         ]
-        for entry in self.left:
+        for entry in self.skipped:
             count = len(entry.names)
             names = entry.names[0] if count == 1 else f"{entry.names[0]} and {count - 1} more"
-            lines.append(f"left: {self.share(entry.parameters):.1%}, {names} ({entry.kind}): {entry.reason}")
+            lines.append(f"skipped: {self.share(entry.parameters):.1%}, {names} ({entry.kind}): {entry.reason}")
         return "\n".join(lines)
 
 
@@ -75,16 +84,16 @@ def dense_size(module: nn.Module) -> int:
     return in_features * out_features + (out_features if getattr(module, "bias", None) is not None else 0)
 
 
-def coverage(model: nn.Module, before: Mapping[str, int], left: Mapping[str, str]) -> Coverage:
+def coverage(model: nn.Module, before: Mapping[str, int], skipped: Mapping[str, str]) -> Coverage:
     """Return which linear layers of ``model`` operators replaced, and why others were not.
 
     Args:
         model: any module, also on the meta device.
         before: parameters of replaced layers by name; by default those of a dense layer.
-        left: why the selection left layers alone, by name; for other names, the reason is determined here.
+        skipped: why the selection left layers alone, by name; for other names, the reason is determined here.
     """
-    outputs = heads(model)
-    seen = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    head_ids = output_head_ids(model)
+    counted = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     layers = parameters = 0
     groups: dict[tuple[str, str], tuple[list[str], list[int]]] = {}
     for name, module, reason in _linear_maps(model):
@@ -95,15 +104,15 @@ def coverage(model: nn.Module, before: Mapping[str, int], left: Mapping[str, str
             parameters += before.get(name, dense_size(module))
             continue
         matrices = [p for p in module.parameters(recurse=reason is None) if reason != _FUSED or p.ndim > 1]
-        fresh = {id(p): p.numel() for p in matrices if id(p) not in seen}
-        seen |= set(fresh)
-        if reason is None and matrices and not any(id(p) in fresh for p in matrices if p.ndim > 1):
+        uncounted = {id(p): p.numel() for p in matrices if id(p) not in counted}
+        counted |= set(uncounted)
+        if reason is None and matrices and not any(id(p) in uncounted for p in matrices if p.ndim > 1):
             reason = _TIED
         if reason is None:
-            reason = OUTPUT_HEAD if id(module) in outputs else left.get(name) or _weight_reader_reason(model, name)
+            reason = OUTPUT_HEAD if id(module) in head_ids else skipped.get(name) or _weight_reader_reason(model, name)
         names, counts = groups.setdefault((reason, type(module).__name__), ([], []))
         names.append(name)
-        counts.append(sum(fresh.values()))
+        counts.append(sum(uncounted.values()))
     entries = (Unreplaced(*group, tuple(names), sum(counts)) for group, (names, counts) in groups.items())
     return Coverage(layers, parameters, tuple(sorted(entries, key=lambda entry: -entry.parameters)))
 
@@ -144,13 +153,13 @@ def _holds_matrices(module: nn.Module) -> bool:
 
 def out_of_reach(report: Coverage) -> list[Unreplaced]:
     """Return the layers that no pattern can reach: fused experts, subclasses of nn.Linear, weights read elsewhere."""
-    return [entry for entry in report.left if entry.reason.startswith(_OUT_OF_REACH)]
+    return [entry for entry in report.skipped if entry.reason.startswith(_OUT_OF_REACH)]
 
 
 def warn_of_gaps(report: Coverage) -> None:
     """Warn if patterns cannot reach more than a tenth of the linear parameters outside of the output head."""
     gaps = out_of_reach(report)
-    head = sum(entry.parameters for entry in report.left if entry.reason == OUTPUT_HEAD)
+    head = sum(entry.parameters for entry in report.skipped if entry.reason == OUTPUT_HEAD)
     missing = sum(entry.parameters for entry in gaps)
     if missing > _WARN_ABOVE_SHARE * (report.total - head):
         described = "; ".join(entry.describe() for entry in gaps)

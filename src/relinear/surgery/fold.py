@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from relinear.contract.input_checks import check_model
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import NotLinearError, named_operators
+from relinear.deprecated import RenamedAttribute
 from relinear.hf.config_record import finish_surgery_
 from relinear.hf.stock_layer import to_stock_layer
 from relinear.surgery.select import is_adapted
@@ -18,16 +19,22 @@ from relinear.surgery.tied import swap_layer, untie_config_
 
 @dataclasses.dataclass(frozen=True)
 class FoldReport:
-    """Report the folded layers, why others stayed operators (name -> reason), and the largest change of the logits."""
+    """Report what ``fold_`` did.
+
+    folded: names of the operators that became linear layers.
+    skipped: why the others stayed operators, by name.
+    max_logit_difference: the largest change of the logits; None if it was not measured.
+    """
 
     folded: tuple[str, ...]
-    left: dict[str, str]
+    skipped: dict[str, str]
     max_logit_difference: float | None
+    left = RenamedAttribute("skipped")
 
     def __str__(self) -> str:
         difference = "not measured" if self.max_logit_difference is None else f"{self.max_logit_difference:.3g}"
         lines = [f"folded {len(self.folded)} operators into plain linear layers; largest logit difference {difference}"]
-        lines += [f"  left: {name}: {reason}" for name, reason in self.left.items()]
+        lines += [f"  skipped: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
 
 
@@ -64,26 +71,26 @@ def fold_(model: nn.Module, inputs: Tensor | dict[str, Tensor] | None = None, *,
         raise ValueError("the model holds no relinear operator: nothing to fold")
     if "" in operators:
         raise ValueError("the model is itself an operator; build nn.Linear from its to_dense() and dense_bias()")
-    plain: dict[str, nn.Module] = {}
-    unfolded: dict[str, str] = {}
+    stock_layers: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
     for name, operator in operators.items():
         if any(map(is_adapted, operator.modules())):
-            unfolded[name] = "it contains an adapter; merge that first"
+            skipped[name] = "it contains an adapter; merge that first"
             continue
         try:
-            plain[name] = to_stock_layer(operator)
+            stock_layers[name] = to_stock_layer(operator)
         except NotLinearError as error:
-            unfolded[name] = str(error)
+            skipped[name] = str(error)
     before = _logits(model, inputs)
     aliases = list(model.named_modules(remove_duplicate=False))
-    for name, linear in plain.items():
+    for name, linear in stock_layers.items():
         operator = operators[name]
         swap_layer(model, [alias for alias, module in aliases if module is operator], operator, linear)
     fuse_experts_(model)
     finish_surgery_(model)
     after = _logits(model, inputs)
     difference = None if before is None or after is None else float((before - after).abs().max())
-    report = FoldReport(tuple(plain), unfolded, difference)
+    report = FoldReport(tuple(stock_layers), skipped, difference)
     if verbose:
         print(report)
     return report

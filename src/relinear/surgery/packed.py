@@ -69,7 +69,7 @@ def packed(value: Tensor, bits: int, moments: Tensor | None = None) -> Tensor:
         raise ValueError("a weight is NaN or infinite; integers hold finite numbers")
     if moments is not None and value.ndim > 2:
         stack = value.reshape(-1, *value.shape[-2:])
-        return torch.cat([packed(one, bits, m[None]) for one, m in zip(stack, moments, strict=True)])
+        return torch.cat([packed(matrix, bits, moment[None]) for matrix, moment in zip(stack, moments, strict=True)])
     rows = value.float().flatten(0, -2)
     # a matrix that only training uses has no gradient, so its moments are zero
     moment = None if moments is None or not bool(moments.any()) else shrunk(moments[0], _SHRINKAGE)

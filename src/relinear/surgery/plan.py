@@ -18,6 +18,7 @@ from relinear.contract.linear_layers import linear_features
 from relinear.contract.messages import quoted, warn_user
 from relinear.contract.operator import Init, Operator, OperatorConfig
 from relinear.contract.wrapper import WrapperConfig
+from relinear.deprecated import RenamedAttribute
 from relinear.hf.attachments import apply_attachment_
 from relinear.hf.config_record import finish_surgery_, refuse_quantized
 from relinear.hf.model_config import loaded_from
@@ -53,15 +54,16 @@ class Replacement:
 class Plan:
     """Hold the changes that ``replace_`` would make, before anything has changed. Printing it shows a line per layer.
 
-    left: why each other linear layer is left alone, by name.
+    skipped: why each other linear layer stays, by name.
     notes: warnings that ``apply_`` issues and the summary shows.
     """
 
     model: nn.Module
     replacements: tuple[Replacement, ...]
     init: Init
-    left: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left = RenamedAttribute("skipped")
 
     def __str__(self) -> str:
         lines = [f"{len(self.replacements)} layers to replace (init={self.init}):"]
@@ -91,7 +93,7 @@ class Plan:
             warn_adapters_omit(f"{len(operators)} operators", [r.name for r in self.replacements])
         for note in self.notes:
             warn_user(note)
-        result = dataclasses.replace(summary(self.model, before=before, left=self.left), notes=self.notes)
+        result = dataclasses.replace(summary(self.model, before=before, skipped=self.skipped), notes=self.notes)
         if any(r.target.pattern == ALL_LINEAR for r in self.replacements):
             warn_of_gaps(result.coverage)
         return result
@@ -139,17 +141,17 @@ def plan(
         raise ValueError(f"mapping must be a non-empty dict of pattern -> operator config, got {quoted(mapping)}")
     configs = {pattern: _operator_config(pattern, setting) for pattern, setting in mapping.items()}
     refuse_quantized(model)
-    targets, left = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
+    targets, skipped = select_targets(model, mapping, layers=layers, exclude=exclude, filter_fn=filter_fn)
     replacements = []
     for target in targets:
         config = configs[target.pattern]
         if config is None:
-            left[target.name] = "mapped to None"
+            skipped[target.name] = "mapped to None"
         else:
             shape = linear_features(target.module)
             _check_target(model, target, config, shape, init)
             replacements.append(Replacement(target, config, *shape))
-    return Plan(model, tuple(replacements), init, left, tuple(_notes(model, replacements, init)))
+    return Plan(model, tuple(replacements), init, skipped, tuple(_notes(model, replacements, init)))
 
 
 def _check_target(model: nn.Module, target: Target, config: OperatorConfig, shape: tuple[int, int], init: Init) -> None:

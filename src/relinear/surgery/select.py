@@ -30,7 +30,11 @@ _HEADS = frozenset({"lm_head", "score", "classifier", "embed_out", "qa_outputs"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Hold a module to replace, its first name, its aliases, and the pattern that matched it."""
+    """Hold a module to replace.
+
+    name, aliases: its first name in the model, and its other ones.
+    pattern: the one that matched it.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -70,7 +74,7 @@ def _modules_with_names(model: nn.Module) -> dict[int, tuple[nn.Module, list[str
     return modules
 
 
-def heads(model: Any) -> set[int]:
+def output_head_ids(model: Any) -> set[int]:
     """Return the ids of the output heads, which "all-linear" leaves out."""
     known_heads = {id(child) for name, child in unwrapped(model).named_children() if name in _HEADS}
     return known_heads | {id(output_head(model))}
@@ -106,11 +110,11 @@ def parameter_tied_to(model: nn.Module, module: nn.Module, head: Any = None) -> 
     return None
 
 
-def _wanted_layers(find: Callable[[str], int | None], layers: Any, names: Iterable[str]) -> set[int] | None:
+def _wanted_layers(layer_of: Callable[[str], int | None], layers: Any, names: Iterable[str]) -> set[int] | None:
     """Return the argument ``layers`` as a set of indices; None for all layers."""
     if layers is None:
         return None
-    present = {index for name in names if name and (index := find(name)) is not None}
+    present = {index for name in names if name and (index := layer_of(name)) is not None}
     if not present:
         raise ValueError("layers= was given, but the model has no list of decoder layers")
     return set(existing_layers(layers, max(present) + 1))
@@ -159,22 +163,22 @@ def select_targets(
             remains.
     """
     check_patterns(mapping)
-    named = _modules_with_names(model)
-    outputs = heads(model)
+    modules = _modules_with_names(model)
+    head_ids = output_head_ids(model)
     excluded = [] if exclude is None else listed(exclude, "exclude= takes a pattern or a list of patterns")
     all_names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in excluded:
         if not any(matches(pattern, name) for name in all_names):
-            raise ValueError(f"exclude= {_no_match(pattern, named.values())}")
+            raise ValueError(f"exclude= {_no_match(pattern, modules.values())}")
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn must be a function of (module, name), got {quoted(filter_fn)}")
-    find = layer_finder(model)
-    wanted_layers = _wanted_layers(find, layers, (name for _, names in named.values() for name in names))
+    layer_of = layer_finder(model)
+    wanted_layers = _wanted_layers(layer_of, layers, (name for _, names in modules.values() for name in names))
     used: set[str] = set()
     chosen: list[Target] = []
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     table = _embedding(model)
-    for module, names in named.values():
+    for module, names in modules.values():
         if not is_replaceable(module) and module is not table:
             continue
         all_aliases = [alias for name in names for alias in dict.fromkeys((name, stock_name(name)))]
@@ -183,25 +187,25 @@ def select_targets(
         hits = [
             p
             for p in patterns
-            if (id(module) not in outputs if p == ALL_LINEAR else any(matches(p, name) for name in all_aliases))
+            if (id(module) not in head_ids if p == ALL_LINEAR else any(matches(p, name) for name in all_aliases))
         ]
         used.update(hits)
         if not hits:
             if module is not table:
-                left[names[0]] = OUTPUT_HEAD if id(module) in outputs else "no pattern names them"
-        elif any(matches(p, name) for p in excluded for whole in all_aliases for name in _with_owners(whole)):
-            left[names[0]] = "exclude="
-        elif wanted_layers is not None and not any(find(n) in wanted_layers for n in names if n):
-            left[names[0]] = "layers="
+                skipped[names[0]] = OUTPUT_HEAD if id(module) in head_ids else "no pattern names them"
+        elif any(matches(p, name) for p in excluded for alias in all_aliases for name in _with_owners(alias)):
+            skipped[names[0]] = "exclude="
+        elif wanted_layers is not None and not any(layer_of(name) in wanted_layers for name in names if name):
+            skipped[names[0]] = "layers="
         elif filter_fn is not None and not filter_fn(module, names[0]):
-            left[names[0]] = "filter_fn="
+            skipped[names[0]] = "filter_fn="
         elif hits[0] == ALL_LINEAR and names[0] and (reader := reader_of_weight(model, names[0])):
-            left[names[0]] = f"{READ_ELSEWHERE} ({reader})"
+            skipped[names[0]] = f"{READ_ELSEWHERE} ({reader})"
         else:
             chosen.append(Target(names[0], tuple(names[1:]), module, hits[0]))
     for pattern in mapping:
         if pattern not in used:
-            raise _no_match(pattern, named.values())
+            raise _no_match(pattern, modules.values())
     if not chosen:
         raise ValueError("every matching module was left out by layers=, exclude= or filter_fn=: nothing to replace")
-    return chosen, left
+    return chosen, skipped

@@ -28,7 +28,8 @@ class ExpertLayers(nn.Module):
         super().__init__()
         self._fused = (fused,)  # in a tuple, so that it is not a submodule: its weights are moved to the meta device
         for number in range(fused.num_experts):
-            self.add_module(str(number), nn.ModuleDict({name: _layer(fused, name, number) for name in _names(fused)}))
+            layers = {name: _expert_layer(fused, name, number) for name in _layer_names(fused)}
+            self.add_module(str(number), nn.ModuleDict(layers))
         self.train(fused.training)
         fused.to("meta")
 
@@ -46,7 +47,7 @@ class ExpertLayers(nn.Module):
     def fuse(self) -> nn.Module:
         """Return transformers' module with the weights of the layers, which must all be ``nn.Linear``."""
         (fused,) = self._fused
-        for name in _names(fused):
+        for name in _layer_names(fused):
             layers: list[Any] = [expert.get_submodule(name) for expert in self.children()]
             for key in ("weight", "bias") if fused.has_bias else ("weight",):
                 stacked = torch.stack([getattr(layer, key).detach() for layer in layers])
@@ -56,11 +57,11 @@ class ExpertLayers(nn.Module):
         return fused.train(self.training)
 
 
-def _names(fused: Any) -> tuple[str, str]:
+def _layer_names(fused: Any) -> tuple[str, str]:
     return "gate_up_proj" if fused.has_gate else "up_proj", "down_proj"
 
 
-def _layer(fused: Any, name: str, number: int) -> nn.Linear:
+def _expert_layer(fused: Any, name: str, number: int) -> nn.Linear:
     stacked = getattr(fused, name)
     weight = stacked[number].t() if fused.is_transposed else stacked[number]
     bias = getattr(fused, f"{name}_bias")[number].clone() if fused.has_bias else None
@@ -71,7 +72,7 @@ def _is_fused(module: Any) -> bool:
     """Return whether ``module`` is a transformers module with only fused experts, in a layout that it declares."""
     if not hasattr(module, "_apply_gate") or getattr(module, "has_post_expert_norm", True):
         return False
-    names = {name + end for name in _names(module) for end in ("", "_bias")[: 1 + module.has_bias]}
+    names = {name + end for name in _layer_names(module) for end in ("", "_bias")[: 1 + module.has_bias]}
     return names == {name for name, _ in module.named_parameters()}
 
 

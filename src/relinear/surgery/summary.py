@@ -12,6 +12,7 @@ from relinear.contract.input_checks import check_model
 from relinear.contract.linear_layers import embeds, linear_features
 from relinear.contract.module_tree import outermost
 from relinear.contract.operator import Operator, is_replaceable
+from relinear.deprecated import warn_renamed
 from relinear.surgery.coverage import Coverage, coverage, dense_size
 from relinear.surgery.tied import TiedHead
 from relinear.system.grouped import grouped
@@ -77,7 +78,7 @@ class Summary:
         equal = grouped(((_pattern(row.name), dataclasses.replace(row, name="")), row.name) for row in self.rows)
         for (_, row), names in equal.items():
             shape = "" if row.in_features is None else f"{row.in_features} -> {row.out_features}"
-            name = names[0] if len(names) == 1 else f"{_common(names)} (x{len(names)})"
+            name = names[0] if len(names) == 1 else f"{_common_pattern(names)} (x{len(names)})"
             lines.append((name, row.operator, shape, *_size_columns(row, len(names))))
         lines.append(("whole model", "", "", *_size_columns(self, 1)))
         table = columns(lines, left_aligned=3).splitlines()
@@ -105,18 +106,18 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _common(names: list[str]) -> str:
+def _common_pattern(names: list[str]) -> str:
     """Return one pattern for ``names``: parts that differ become a range or a star."""
-    out = []
+    merged = []
     for parts in zip(*(name.split(".") for name in names), strict=True):
         values = sorted({int(p) for p in parts}) if all(p.isdigit() for p in parts) else None
         if len(set(parts)) == 1:
-            out.append(parts[0])
+            merged.append(parts[0])
         elif values is not None and values == list(range(values[0], values[-1] + 1)):
-            out.append(f"{{{values[0]}..{values[-1]}}}")
+            merged.append(f"{{{values[0]}..{values[-1]}}}")
         else:
-            out.append("*")
-    return ".".join(out)
+            merged.append("*")
+    return ".".join(merged)
 
 
 def module_parameters(module: nn.Module) -> int:
@@ -158,7 +159,11 @@ def _dense_flops(module: Any) -> int:
 
 
 def summary(
-    model: nn.Module, *, before: Mapping[str, tuple[int, int]] | None = None, left: Mapping[str, str] | None = None
+    model: nn.Module,
+    *,
+    before: Mapping[str, tuple[int, int]] | None = None,
+    skipped: Mapping[str, str] | None = None,
+    left: Mapping[str, str] | None = None,
 ) -> Summary:
     """Tabulate the linear layers, operators and attached parts of ``model``.
 
@@ -166,7 +171,8 @@ def summary(
         model: any ``nn.Module``, also on the meta device.
         before: (parameters, FLOPs per token) of replaced layers by name, for the "was" columns; by default those of a
             dense layer of the same shape.
-        left: why linear layers were not replaced, by name, for the lines below the table.
+        skipped: why linear layers were not replaced, by name, for the lines below the table.
+        left: the old name of ``skipped``.
 
     Returns:
         A table to print, with rows, parameters and forward FLOPs per token, now and before.
@@ -178,6 +184,9 @@ def summary(
         layer    operator ...
     """
     check_model(model, "summary")
+    if left is not None:
+        warn_renamed("summary(left=)", "skipped")
+        skipped = left
     rows: list[Row] = []
     for name, module in outermost(model, lambda m: is_replaceable(m) or (m is not model and _states_flops(m))):
         shape = linear_features(module) if is_replaceable(module) else None
@@ -196,7 +205,7 @@ def summary(
         flops,
         parameters + sum(row.parameters_before - row.parameters for row in rows),
         flops + sum(row.flops_before - row.flops_per_token for row in rows),
-        coverage(model, {name: size for name, (size, _) in (before or {}).items()}, left or {}),
+        coverage(model, {name: size for name, (size, _) in (before or {}).items()}, skipped or {}),
         bytes=module_bytes(model),
         inactive_parameters=sum(row.inactive_parameters for row in rows),
         inactive_flops=sum(row.inactive_flops for row in rows),

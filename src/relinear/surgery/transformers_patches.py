@@ -66,8 +66,8 @@ def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
         return replacement(original, *call.args, **call.kwargs)
 
     setattr(patched, _MARK, original)
-    kind = type(static) if isinstance(static, classmethod | staticmethod) else lambda function: function
-    setattr(owner, name, kind(patched))
+    rewrap = type(static) if isinstance(static, classmethod | staticmethod) else lambda function: function
+    setattr(owner, name, rewrap(patched))
 
 
 def _create_new_module(original: Any, config: Any, adapter_name: str, target: Any, /, **kwargs: Any) -> Any:

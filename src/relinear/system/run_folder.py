@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -215,11 +214,3 @@ def differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
 
 def _shown(value: Any) -> str:
     return shorten(repr(value), 200)
-
-
-def overwriting(overwrite: bool, resume: bool | None) -> bool:
-    """Return whether to overwrite, from ``overwrite`` or from the deprecated ``resume``, its opposite."""
-    if resume is None:
-        return overwrite
-    warnings.warn("resume= is deprecated; overwrite=True is what resume=False was", DeprecationWarning, stacklevel=3)
-    return not resume

@@ -1,9 +1,9 @@
 """Define ``Case``: a variant of an operator that the conformance suite tests."""
 
 import dataclasses
-import warnings
 
 from relinear.contract.operator import OperatorConfig
+from relinear.deprecated import warn_renamed
 
 #: shapes (in, out) for cases
 SQUARE, WIDE, NARROW, ODD = (16, 16), (16, 24), (24, 16), (15, 9)
@@ -37,7 +37,7 @@ class Case:
 
     def __post_init__(self, exact: OperatorConfig | None) -> None:
         if exact is not None:
-            warnings.warn("Case(exact=) is now Case(lossless_config=)", DeprecationWarning, stacklevel=3)
+            warn_renamed("Case(exact=)", "lossless_config", 4)
             object.__setattr__(self, "lossless_config", exact)
 
     @property

@@ -22,12 +22,13 @@ from torch.utils.data import Dataset
 
 from relinear.contract.module_state import training_modes_restored
 from relinear.contract.objective import Objective
+from relinear.deprecated import overwriting
 from relinear.hf.training_loss import GuidedTraining
 from relinear.surgery.summary import summary
 from relinear.system.files import MANIFEST
 from relinear.system.machine import PeakMemory, fast_bfloat16, is_first_rank, on_threads
 from relinear.system.progress import ProgressCallback, no_progress
-from relinear.system.run_folder import RunFolder, overwriting
+from relinear.system.run_folder import RunFolder
 from relinear.system.signals import Terminated, on_terminate
 from relinear.training.settings import FitSettings
 

@@ -16,6 +16,7 @@ from relinear.contract.messages import did_you_mean
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tasks import RegressionTask, task_of
+from relinear.deprecated import overwriting
 from relinear.evaluate.losses import perplexity_of
 from relinear.hf.vocabulary import check_length_fits
 from relinear.models import draw_as_torch_, from_preset, locate_model, preset_names
@@ -26,7 +27,7 @@ from relinear.surgery.summary import summary
 from relinear.system.files import damaged_file_errors, read_json, tensor_digest
 from relinear.system.machine import is_first_rank, on_threads
 from relinear.system.progress import ProgressCallback, no_progress
-from relinear.system.run_folder import RunFolder, overwriting
+from relinear.system.run_folder import RunFolder
 from relinear.training.callbacks import read_metrics
 from relinear.training.fitting import (
     FILES,
