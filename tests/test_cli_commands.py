@@ -392,13 +392,8 @@ def test_inspect_keeps_within_the_terminal(columns: int, monkeypatch, capsys) ->
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(" ".join(lines).split())
-    for said in (
-        "model.layers.{0..3}.self_attn.q_proj (x4)",
-        "free_nats=0.25",
-        "32,896",
-        "skipped: 90.9%",
-        "output head",
-    ):
+    layers = "model.layers.{0..3}.self_attn.q_proj (x4)"
+    for said in (layers, "free_nats=0.25", "32,896", "skipped: 90.9%", "output head"):
         assert said in text
     monkeypatch.delenv("COLUMNS")  # a pipe has no width
     assert main(["inspect", "tiny"]) == 0

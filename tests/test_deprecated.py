@@ -62,7 +62,9 @@ def test_an_operator_with_fixed_fans_has_their_roles_and_a_case_takes_exact() ->
 
     layer = OldFans(relinear.LowRank(rank=2), 6, 5, bias=False)
     with pytest.warns(DeprecationWarning, match="aux_losses has a new name: auxiliary_losses"):
-        assert layer.auxiliary_losses() == {}
+        assert layer.aux_losses() == {}
+    with pytest.warns(DeprecationWarning, match="FoldReport.left has a new name: skipped"):
+        assert relinear.surgery.fold.FoldReport((), {"q_proj": "not linear"}, None).left == {"q_proj": "not linear"}
     with pytest.warns(DeprecationWarning, match="fixed_fan_in has a new name: finite_fan_in"):
         assert not layer.param_roles()["up"].fan_in_scales
     with pytest.warns(DeprecationWarning, match="lossless_config"):
