@@ -105,7 +105,7 @@ class RunLog(TrainerCallback):
         self._steps = 0
         #: when timing last started, and the tokens seen until then
         self._timing_started: tuple[float, int] | None = None
-        self._last: dict[str, Any] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
+        self._latest: dict[str, Any] = {"loss": None, "validation_loss": None, "tokens_per_second": None}
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -131,11 +131,11 @@ class RunLog(TrainerCallback):
         estimate = pace(self.rows, settings, step)
         text = "preparing" if stage == "prepare" else "training"
         seconds_left: Any = {"seconds_left": None if estimate is None else estimate[1]}
-        self._on_progress(Progress(text, step, settings.steps, stage, **self._last, **seconds_left))
+        self._on_progress(Progress(text, step, settings.steps, stage, **self._latest, **seconds_left))
 
     def report_batch(self, batch: int, batches: int) -> None:
         """Call ``on_progress`` for a batch of a long evaluation."""
-        self._on_progress(Progress("evaluating", batch, batches, "evaluating", **self._last))
+        self._on_progress(Progress("evaluating", batch, batches, "evaluating", **self._latest))
 
     def _restart_timing(self) -> None:
         if self._steps >= self.warmup:
@@ -171,7 +171,7 @@ class RunLog(TrainerCallback):
             row |= {"tokens": self._trainer.tokens_seen, "seconds": logs["eval_seconds"]}
         else:
             return
-        self._last |= {key: row[key] for key in self._last if key in row}
+        self._latest |= {key: row[key] for key in self._latest if key in row}
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         if state.is_world_process_zero:
             self.rows.append(row)

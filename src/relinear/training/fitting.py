@@ -336,7 +336,7 @@ def fit_in_folder(
 
     train_data, validation = _datasets(data)
     with contextlib.ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out_dir is None else out_dir)
         if out_dir is None and settings.save_every is None:
             settings = settings.replace(save_every=0)
         stack.enter_context(_set_up_for_training(model, settings))
@@ -345,12 +345,12 @@ def fit_in_folder(
             settings,
             train_data,
             validation,
-            home / "checkpoints",
+            folder / "checkpoints",
             callbacks=callbacks,
             data_collator=collate,
-            block_losses=None if out_dir is None else home / BLOCK_LOSSES,
+            block_losses=None if out_dir is None else folder / BLOCK_LOSSES,
         )
-        log = RunLog(trainer, None if out_dir is None else home / "metrics.jsonl", on_progress)
+        log = RunLog(trainer, None if out_dir is None else folder / "metrics.jsonl", on_progress)
         trainer.on_evaluating = log.report_batch
         stop = StopOnTerminate(trainer.accelerator)
         trainer.add_callback(stop)

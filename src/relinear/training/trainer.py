@@ -94,18 +94,19 @@ def check_checkpoint(checkpoint: Path) -> None:
         warn_user(f"{checkpoint} has no manifest, so its parts cannot be checked for damage")
 
 
-def last_checkpoint(out_dir: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in ``out_dir``, or None.
+def last_checkpoint(checkpoints_folder: str | Path) -> Path | None:
+    """Return the newest complete checkpoint in ``checkpoints_folder``, or None.
 
     Checkpoints of an earlier version have no manifest, and count only if no checkpoint has one.
     """
-    paths = [path for path in Path(out_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
+    folders = [path for path in Path(checkpoints_folder).glob("checkpoint-*") if path.is_dir()]
+    paths = [path for path in folders if path.name[11:].isdecimal()]
     return max(paths, key=lambda path: ((path / MANIFEST).is_file(), int(path.name[11:])), default=None)
 
 
-def _arguments(settings: FitSettings, out_dir: Path, device: str) -> TrainingArguments:
+def _arguments(settings: FitSettings, checkpoints_folder: Path, device: str) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(out_dir),
+        output_dir=str(checkpoints_folder),
         max_steps=settings.steps,
         per_device_train_batch_size=settings.batch_size,
         per_device_eval_batch_size=settings.eval_batch_size or settings.batch_size,
@@ -152,7 +153,7 @@ class RelinearTrainer(Trainer):
         model: returns ``loss`` when it is called with a batch of the datasets.
         settings: how to train.
         train_dataset, eval_dataset: map-style datasets of ``{"input_ids": (T,), "labels": (T,)}``.
-        out_dir: where checkpoints go.
+        checkpoints_folder: where checkpoints go; tensorboard's files go next to it.
         callbacks: further transformers callbacks.
         data_collator: makes a batch from samples; stacks tensors by default.
         block_losses: file (npy) for the loss of every validation sample at the end of training; None writes none.
@@ -164,7 +165,7 @@ class RelinearTrainer(Trainer):
         settings: FitSettings,
         train_dataset: Dataset,
         eval_dataset: Dataset | None,
-        out_dir: Path,
+        checkpoints_folder: Path,
         *,
         callbacks: Iterable[TrainerCallback] = (),
         data_collator: Callable | None = None,
@@ -173,14 +174,14 @@ class RelinearTrainer(Trainer):
         device = training_device(settings).type
         if eval_dataset is None and settings.eval_every:
             raise ValueError(f"eval_every={settings.eval_every}, but there is no validation data")
-        arguments = _arguments(settings, out_dir, device)
+        arguments = _arguments(settings, checkpoints_folder, device)
         super().__init__(
             model=model,
             args=arguments,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             data_collator=data_collator,
-            callbacks=[*callbacks, *_reporters(settings, out_dir.parent / "tensorboard")],
+            callbacks=[*callbacks, *_reporters(settings, checkpoints_folder.parent / "tensorboard")],
         )
         self.remove_callback(PrinterCallback)
         # Trainer counts a step's targets by the config's loss_type. Some models (GPT-2) have none: the loss that they
@@ -194,7 +195,7 @@ class RelinearTrainer(Trainer):
         self._last_drain = 0
         self._first_loss: float | None = None
         self._terms: dict[str, Tensor] = {}
-        self.checkpoints_folder = out_dir
+        self.checkpoints_folder = checkpoints_folder
         self._block_losses = block_losses
         self._plain_model: Any = model
         self._save_folder: Path | None = None
@@ -316,8 +317,9 @@ class RelinearTrainer(Trainer):
         if not metrics:
             return {"cross_entropy": loss}
         stacked = self.accelerator.reduce(torch.stack([metrics[name].to(self.args.device) for name in metrics]), "mean")
-        out = dict(zip(metrics, stacked.tolist(), strict=True))
-        return {"cross_entropy": loss - sum(v for name, v in out.items() if name.startswith("aux/"))} | out
+        values = dict(zip(metrics, stacked.tolist(), strict=True))
+        auxiliary = sum(value for name, value in values.items() if name.startswith("aux/"))
+        return {"cross_entropy": loss - auxiliary} | values
 
     @torch.no_grad()
     def evaluate(
