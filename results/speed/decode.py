@@ -62,7 +62,7 @@ def logits(model: torch.nn.Module, text: Tensor) -> Tensor:
 
 def products(model: torch.nn.Module) -> Callable[[], object]:
     """Return a function that runs what a token's layers and head run in C++."""
-    layers = [layer.forward.cache.get("layer", layer.forward._prepared) for layer in model.model.layers]
+    layers = [layer.forward.cache.get("calls", layer.forward._compiled_calls) for layer in model.model.layers]
     x, config = torch.randn(1, 1, model.config.hidden_size), model.config
     at = model.model.rotary_emb(x, torch.tensor([[3]]))
     mixed = torch.randn(1, config.num_attention_heads, 1, config.head_dim)

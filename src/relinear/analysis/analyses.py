@@ -37,9 +37,13 @@ ANALYSES = (
 class Subject:
     """Hold the model and the text to analyse.
 
-    model: in eval mode. ids: (N, T) token ids of real text, or another input from a task's samples. tokenizer: to name
-    tokens; None names them by number. control: a model to compare with, or None. name, control_name: for legends. data:
-    the source of ``ids``. folder: of the run that trained the model, if there is one.
+    model: in eval mode.
+    ids: (N, T) token ids of real text, or another input from a task's samples.
+    tokenizer: to name tokens; None names them by number.
+    control: a model to compare with, or None.
+    name, control_name: for legends.
+    data: the source of ``ids``.
+    folder: of the run that trained the model, if there is one.
     """
 
     model: Any
@@ -159,7 +163,8 @@ DOCUMENTS = 8  # the fewest documents that sequences come from, if there are as 
 class HeldOutText:
     """Say how much of the validation text of ``data`` to read.
 
-    sequences, length: N and T. fewer: accept less if the text or the model's context is too short for them.
+    sequences, length: N and T.
+    fewer: accept less if the text or the model's context is too short for them.
     """
 
     data: DataSettings
@@ -185,9 +190,9 @@ def tokens_of(text: HeldOutText, tokenizer: Any) -> Tensor:
     sequences, length = text.sequences, text.length
     task = task_of(text.data.data)
     if isinstance(task, MixtureTask):
-        each = [text.data.replace(data=name) for name in task.sources]
-        count = -(-sequences // len(each))
-        parts = [tokens_of(dataclasses.replace(text, data=data, sequences=count), tokenizer) for data in each]
+        sources = [text.data.replace(data=name) for name in task.sources]
+        count = -(-sequences // len(sources))
+        parts = [tokens_of(dataclasses.replace(text, data=data, sequences=count), tokenizer) for data in sources]
         return torch.stack([part[: min(map(len, parts))] for part in parts], 1).flatten(0, 1)
     if task is not None:
         return next(iter(held_out_samples(text.data, sequences).batch(range(sequences)).values()))

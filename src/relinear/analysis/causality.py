@@ -19,10 +19,13 @@ from relinear.hf.vocabulary import max_positions
 class CausalityReport:
     """Hold the result of ``check_causality``.
 
-    tokens: length of the sequence; every suffix of it was changed. modules: how many modules' outputs were compared.
+    tokens: length of the sequence; every suffix of it was changed.
+    modules: how many modules' outputs were compared.
     module: name of the first module, in order of execution, whose output saw the future, None if none did.
-    layer: index of its decoder layer (None outside of them). position: the first token of its output that changed.
-    source: the first token whose change it saw. difference: the largest change there, relative to the output's maximum.
+    layer: index of its decoder layer (None outside of them).
+    position: the first token of its output that changed.
+    source: the first token whose change it saw.
+    difference: the largest change there, relative to the output's maximum.
     """
 
     tokens: int
@@ -107,7 +110,7 @@ def check_causality(
         raise ValueError(f"inputs must be token ids of shape (1, T) with T >= 2, got {tuple(inputs.shape)}")
     inputs = inputs.to(next(model.parameters()).device)
     shift = torch.randint(1, vocabulary, inputs.shape, generator=generator).to(inputs.device)
-    other = (inputs + shift) % vocabulary  # differs from the inputs everywhere
+    changed_inputs = (inputs + shift) % vocabulary  # differs from the inputs everywhere
     length = inputs.shape[1]
     if tolerance is None:
         tolerance = 8 * largest_epsilon(model)
@@ -117,20 +120,20 @@ def check_causality(
         unstable = next((n for n in expected if _change(expected[n], again[n]).max() > tolerance), None)
         if unstable is not None:
             raise ValueError(f"{unstable!r} gives different outputs for equal inputs in eval mode: nothing to compare")
-        first: tuple[int, int, int, float] | None = None  # rank of the module, position, source, difference
+        earliest: tuple[int, int, int, float] | None = None  # rank of the module, position, source, difference
         for source in range(1, length):
-            changed = _outputs(model, torch.cat([inputs[:, :source], other[:, source:]], dim=1))
+            changed = _outputs(model, torch.cat([inputs[:, :source], changed_inputs[:, source:]], dim=1))
             for rank, (name, value) in enumerate(expected.items()):
                 change = _change(value, changed[name])[:source]
                 if change.max() > tolerance:
                     position = int((change > tolerance).nonzero()[0])
                     leak = (rank, position, source, float(change.max()))
-                    first = leak if first is None else min(first, leak)
+                    earliest = leak if earliest is None else min(earliest, leak)
                     break
-    if first is None:
+    if earliest is None:
         return CausalityReport(length, len(expected))
-    name = list(expected)[first[0]]
-    report = CausalityReport(length, len(expected), name, layer_finder(model)(name), *first[1:])
+    name = list(expected)[earliest[0]]
+    report = CausalityReport(length, len(expected), name, layer_finder(model)(name), *earliest[1:])
     if raises:
         raise CausalityError(report)
     return report

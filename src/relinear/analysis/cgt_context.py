@@ -44,8 +44,8 @@ def context_variation(y: Tensor, first: slice, second: slice) -> float:
 
 def dot_products(y: Tensor) -> Tensor:
     """Return n_s . n_t of normalised contexts (N, T, E), averaged over texts: (T, T) (CGT, Figures 3, 10, 13b, 18)."""
-    n = F.normalize(y.double(), dim=-1)
-    return (n @ n.mT).mean(0)
+    unit = F.normalize(y.double(), dim=-1)
+    return (unit @ unit.mT).mean(0)
 
 
 def spectrum(y: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def embedded(vectors: Tensor) -> tuple[Tensor, str]:
         return left[:, :2] * values[:2], "PCA"
     from sklearn.manifold import TSNE
 
-    made = TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), random_state=0, init="pca").fit_transform(unit.numpy())
-    return torch.from_numpy(made), "t-SNE"
+    points = TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), random_state=0, init="pca").fit_transform(unit.numpy())
+    return torch.from_numpy(points), "t-SNE"
 
 
 def untrained(model: Any) -> Any:

@@ -80,12 +80,13 @@ def realised_spectra(
         tokens: T where both gates are None.
     """
     blocks = list(_realised(left, right, inner, outer, tokens))
-    gram = sum(b.flatten(1) @ b.flatten(1).T for b in blocks)  # <W_s, W_t> (Frobenius) of all pairs of tokens
-    read = sum(torch.einsum("tor,tos->rs", b, b) for b in blocks)
+    # Gram matrices: <W_s, W_t> (Frobenius) of all pairs of tokens, and of the rows of all W_t
+    operators = torch.as_tensor(sum(b.flatten(1) @ b.flatten(1).T for b in blocks))
+    inputs = torch.as_tensor(sum(torch.einsum("tor,tos->rs", b, b) for b in blocks))
     # (O, O) in tiles: rows of two blocks meet over all tokens.
-    write = torch.cat([torch.cat([torch.einsum("tor,tpr->op", a, b) for b in blocks], dim=1) for a in blocks], dim=0)
-    by_space = {"operators": torch.as_tensor(gram), "outputs": write, "inputs": torch.as_tensor(read)}
-    return {space: singular_values(products) for space, products in by_space.items()}
+    outputs = torch.cat([torch.cat([torch.einsum("tor,tpr->op", a, b) for b in blocks], dim=1) for a in blocks], dim=0)
+    by_space = {"operators": operators, "outputs": outputs, "inputs": inputs}
+    return {space: singular_values(gram) for space, gram in by_space.items()}
 
 
 @torch.no_grad()

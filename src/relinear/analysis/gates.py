@@ -38,7 +38,7 @@ def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[s
     for sequence in record_gates(model, ids):
         for name, parts in sequence.items():
             for part, gates in parts.items():
-                for key, value in _counted(gates.double()).items():
+                for key, value in _token_sums(gates.double()).items():
                     sums[name, part][key] += value
     statistics: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for (name, part), s in sums.items():
@@ -56,7 +56,7 @@ def gate_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, dict[s
     return dict(statistics)
 
 
-def _counted(gates: Tensor) -> dict[str, Any]:
+def _token_sums(gates: Tensor) -> dict[str, Any]:
     """Return sums over the tokens of gates (T, K)."""
     low, high = ACTIVE
     inside = gates.clamp(1e-12, 1 - 1e-12)

@@ -31,16 +31,16 @@ def record_gates(model: nn.Module, ids: Tensor) -> Iterator[dict[str, dict[str, 
         ids: (N, T) token ids.
     """
     operators = gated_operators(model)
-    seen: dict[str, dict[str, Tensor]] = {}
+    recorded: dict[str, dict[str, Tensor]] = {}
 
     def save(name: str, module: Any, args: Any, output: Any) -> None:
-        seen[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
+        recorded[name] = {part: gate.flatten(0, -2).float() for part, gate in module.gates().items()}
 
     with forward_hooks_on(operators.items(), save), eval_mode(model):
         for row in ids:
-            seen.clear()
+            recorded.clear()
             model(input_ids=row[None])
-            yield dict(seen)
+            yield dict(recorded)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from relinear.pages.records import about, picture_of, read_values, what_ran
 #: the record of ``relinear analyze``: its settings and the machine
 RECORD = "analyze.json"
 # usual values of ``relinear analyze --out``: for a run, or for the models of a comparison
-_PLACES = (".", "analysis", "analysis/*", "runs/*/*/analysis", "budgets/*/runs/*/*/analysis")
+_ANALYSIS_FOLDERS = (".", "analysis", "analysis/*", "runs/*/*/analysis", "budgets/*/runs/*/*/analysis")
 #: characters of numbers that a page shows; longer ones are only in the analysis's file
 _LARGEST_LISTING = 20_000
 
@@ -24,7 +24,7 @@ def analyses_blocks(directory: Path) -> list[Block]:
         LookupError, TypeError, AttributeError: for one that is damaged otherwise.
     """
     blocks: list[Block] = []
-    for pattern in _PLACES:
+    for pattern in _ANALYSIS_FOLDERS:
         for folder in [directory] if pattern == "." else sorted(directory.glob(pattern)):
             for name in known_analyses():
                 if (folder / f"{name}.json").is_file():
@@ -42,16 +42,16 @@ def analyses_section(directory: Path) -> Section:
         asked = {key: str(value) for key, value in record.items() if key not in known and value is not None}
         blocks += what_ran(record, asked)
         note = about(record, record.get("data"))
-    seen = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
-    sentence = f"What {len(seen)} analyses see in {model}: {', '.join(seen)}."
+    titles = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
+    sentence = f"What {len(titles)} analyses see in {model}: {', '.join(titles)}."
     blocks.insert(0, Text(sentence, lead=True))
     return Section(f"Analyses of {model}", "analyze", blocks, note=note)
 
 
-def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
+def _analysis(folder: Path, name: str, relative_folder: str) -> Sequence[Block]:
     module = analysis(name)
     title = name.replace("_", " ")
-    suffix = "" if place in (".", "analysis") else f", {place}"
+    suffix = "" if relative_folder in (".", "analysis") else f", {relative_folder}"
     path = folder / f"{name}.json"
     blocks: list[Block] = [Text(f"Analysis: {title}{suffix}", heading=True), Text(module.HOW_TO_READ)]
     blocks += _with_pictures(module.blocks(read_values(path)), folder)
@@ -64,10 +64,10 @@ def _analysis(folder: Path, name: str, place: str) -> Sequence[Block]:
 def _with_pictures(blocks: Sequence[Block], folder: Path) -> list[Block]:
     """Return the ``blocks`` with content; the picture of a stem is added to the first of its charts."""
     page_blocks: list[Block] = []
-    seen: set[str] = set()
+    stems: set[str] = set()
     for block in blocks:
-        if isinstance(block, Chart) and block.stem not in seen:
-            seen.add(block.stem)
+        if isinstance(block, Chart) and block.stem not in stems:
+            stems.add(block.stem)
             block = dataclasses.replace(block, image=picture_of(folder / block.stem))
         if not isinstance(block, Chart) or block.panel is not None or block.image is not None:
             page_blocks.append(block)

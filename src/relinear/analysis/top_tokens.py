@@ -46,21 +46,23 @@ def top_tokens(
         explained_by_token: share of the gate's variance that lies between tokens; 1 for a context that is a function of
         the current token alone, whatever was learnt.
     """
-    found_in = (item for sequence in record_gates(model, ids) for item in sequence.items())
-    recorded = grouped((name, parts["basis"]) for name, parts in found_in if "basis" in parts)
+    recorded_parts = (item for sequence in record_gates(model, ids) for item in sequence.items())
+    recorded = grouped((name, parts["basis"]) for name, parts in recorded_parts if "basis" in parts)
     tokens, inverse, occurrences = ids.flatten().unique(return_inverse=True, return_counts=True)
-    known = occurrences >= min_occurrences
-    if known.sum() < count:
-        raise ValueError(f"only {int(known.sum())} tokens occur {min_occurrences} times; give more text, or lower it")
+    frequent = occurrences >= min_occurrences
+    if frequent.sum() < count:
+        raise ValueError(
+            f"only {int(frequent.sum())} tokens occur {min_occurrences} times; give more text, or lower it"
+        )
     positions = max(10, math.ceil(top_share * ids.numel()))
     by_layer = {}
-    for name, pieces in recorded.items():
-        gates = torch.cat(pieces).double()
+    for name, sequences in recorded.items():
+        gates = torch.cat(sequences).double()
         sums = torch.zeros(len(tokens), gates.shape[1], dtype=torch.float64)
         means = sums.index_add(0, inverse, gates) / occurrences[:, None]
         total = (gates - gates.mean(0)).square().sum(0)
         between = (occurrences[:, None] * (means - gates.mean(0)).square()).sum(0)
-        best = means.masked_fill(~known[:, None], -1).topk(count, dim=0).indices
+        best = means.masked_fill(~frequent[:, None], -1).topk(count, dim=0).indices
         highest = gates.topk(min(positions, len(gates)), dim=0).indices
         by_layer[name] = [
             {

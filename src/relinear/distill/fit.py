@@ -61,8 +61,12 @@ class FitObjective:
 
 @dataclasses.dataclass(frozen=True)
 class FitSchedule:
-    """Hold how modules are trained: passes over the samples, samples per step, Adam's peak learning rate, seed.
+    """Hold how modules are trained.
 
+    epochs: passes over the samples.
+    batch: samples per step.
+    learning_rate: the peak of Adam's.
+    seed: of the order of the samples.
     report_every: steps between two reports of progress.
     """
 
@@ -158,9 +162,11 @@ def _loss(kind: str, outputs: Tensor, targets: Tensor, mean_square: float) -> Te
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Hold inputs (M, I), a function that returns their target outputs, and the contexts (M, C) or None.
+    """Hold the inputs of one layer and their target outputs.
 
-    outputs: takes rows, an index tensor or a slice, and returns (rows, O).
+    inputs: (M, I).
+    outputs: takes rows, an index tensor or a slice, and returns their target outputs (rows, O).
+    contexts: (M, C), or None if the layer reads none.
     """
 
     inputs: Tensor
@@ -188,7 +194,7 @@ def measure(module: nn.Module, pairs: Pairs, rows: slice) -> FitError:
 
 
 @torch.no_grad()
-def start_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) -> None:
+def initialize_bias_(module: Operator, pairs: Pairs, rows: slice, *, fitted: bool) -> None:
     """Initialise the bias of ``module`` with the mean target output.
 
     Args:
@@ -217,11 +223,11 @@ def to_outputs(module: nn.Module, pairs: Pairs, train_rows: int, loss: str) -> F
     held_out = slice(train_rows, len(pairs.inputs))
     mean_square = float(pairs.outputs(slice(0, min(train_rows, 16384))).double().square().mean()) or 1.0
 
-    def value(rows: Tensor) -> Tensor:
+    def training_loss(rows: Tensor) -> Tensor:
         outputs = pairs.run(module, rows)
         return _loss(loss, outputs, pairs.outputs(rows).to(outputs), mean_square)
 
-    return FitObjective(train_rows, value, lambda: measure(module, pairs, held_out), loss == "cosine")
+    return FitObjective(train_rows, training_loss, lambda: measure(module, pairs, held_out), loss == "cosine")
 
 
 # Several operators, within the model
@@ -324,8 +330,8 @@ class InModelFit:
         first_ids = self._ids(slice(0, min(self.train_blocks, self.batch)))
         mean_square = float(target_outputs(first_ids).double().square().mean()) or 1.0
 
-        def value(rows: Tensor) -> Tensor:
+        def training_loss(rows: Tensor) -> Tensor:
             ids = self._ids(rows)
             return _loss(loss, output(ids, operators), target_outputs(ids), mean_square)
 
-        return FitObjective(self.train_blocks, value, error, loss == "cosine")
+        return FitObjective(self.train_blocks, training_loss, error, loss == "cosine")

@@ -20,7 +20,7 @@ from relinear.contract.messages import warn_user
 from relinear.contract.module_state import eval_mode
 from relinear.contract.operator import Operator, OperatorConfig, is_replaceable
 from relinear.deprecated import overwriting
-from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, measure, start_bias_, swapped, to_outputs
+from relinear.distill.fit import FitSchedule, InModelFit, Pairs, improve, initialize_bias_, measure, swapped, to_outputs
 from relinear.distill.record import Recording, fingerprint_of, record, token_blocks
 from relinear.distill.report import DistillReport, LayerFit
 from relinear.distill.settings import DistillSettings
@@ -144,20 +144,20 @@ def _fit_remaining(
     with eval_mode(run.model):
         before = run.perplexity("before")
     if run.settings.bias:  # Give every target without a bias a zero bias, so its operator gets one.
-        without = [stock_name(r.name) for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
-        if without:
-            attach_(run.model, LayerBias(layers=tuple(without)))
+        targets = [r.target for r in full_plan.replacements if getattr(r.target.module, "bias", None) is None]
+        if targets:
+            attach_(run.model, LayerBias(layers=tuple(stock_name(target.name) for target in targets)))
     done = run.restore(groups, full_plan, earlier)
     with eval_mode(run.model):
         for number, group in enumerate(groups[len(done) :], start=len(done)):
-            done.append(run.layer(number, group))
+            done.append(run.fit_layer(number, group))
             run.write_layer(number, group, done)
         after = run.perplexity("after")
     report = DistillReport(tuple(fit for fits in done for fit in fits), run.settings.loss, before, after)
-    if bad := [fit for fit in report.layers if fit.worse_than_zeros]:
+    if poor := [fit for fit in report.layers if fit.worse_than_zeros]:
         warn_user(
-            f"{len(bad)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
-            f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in bad[:5])}{' ...' if len(bad) > 5 else ''}. Try "
+            f"{len(poor)} of {len(report.layers)} layers were fitted worse than an output of zeros would be (error 1): "
+            f"{', '.join(f'{fit.name} ({fit.error:.3g})' for fit in poor[:5])}{' ...' if len(poor) > 5 else ''}. Try "
             "more tokens or epochs, another learning_rate, a larger operator, or loss='mse'"
         )
     return report
@@ -174,9 +174,10 @@ def _saved_operators(full_plan: Plan, state: Mapping[str, Any]) -> list[list]:
             return []
         return [stored] if known == configs else []
     # the first version did not save them
-    first = [[name, to_legacy_dict(config)] for name, config in configs]
-    now = [[name, config.to_dict()] for name, config in configs]
-    return [now] if any(values is None for _, values in first) else [now, first]
+    of_first_version = [[name, to_legacy_dict(config)] for name, config in configs]
+    of_this_version = [[name, config.to_dict()] for name, config in configs]
+    could_be_first = all(values is not None for _, values in of_first_version)
+    return [of_this_version, of_first_version] if could_be_first else [of_this_version]
 
 
 def _common_parent(group: list[Replacement]) -> str:
@@ -264,7 +265,7 @@ class _Run:
             other_work = "a distillation of another model, mapping or corpus"
             raise ValueError(f"{self.folder.path} holds {other_work}; give another, or start over with {_OVERWRITE}")
         for number, group in enumerate(groups[: len(done)]):
-            path = self._weights(number)
+            path = self._weights_path(number)
             if not path.is_file() or self.weights.get(path.name, fingerprint(path)) != fingerprint(path):
                 advice = f"restore it from a copy, or start over with {_OVERWRITE}"
                 raise ValueError(f"{path} is missing or not what was written; {advice}")
@@ -280,7 +281,7 @@ class _Run:
         finished = [[dataclasses.asdict(fit) for fit in fits] for fits in done]
         self.folder.write(**self.identity, done=finished, weights=self.weights)
 
-    def _weights(self, number: int) -> Path:
+    def _weights_path(self, number: int) -> Path:
         assert self.folder is not None
         return self.folder.path / "layers" / f"{number:04d}.safetensors"
 
@@ -288,9 +289,9 @@ class _Run:
         """Write the layer's weights, then record it as done; a kill between the two repeats the layer."""
         if self.folder is None:
             return
-        with atomic_path(self._weights(number)) as path:
+        with atomic_path(self._weights_path(number)) as path:
             safetensors.torch.save_file(flat_states(self._changed(group)), path)
-        self.weights[self._weights(number).name] = fingerprint(self._weights(number))
+        self.weights[self._weights_path(number).name] = fingerprint(self._weights_path(number))
         self._write_record(done)
 
     def _changed(self, group: list[Replacement]) -> dict[str, nn.Module]:
@@ -333,7 +334,7 @@ class _Run:
             self.model, self.blocks, modules, batch=self.settings.record_batch, folder=folder, on_progress=report, **kw
         )
 
-    def layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
+    def fit_layer(self, number: int, group: list[Replacement]) -> list[LayerFit]:
         """Fit and replace the targets of one decoder layer."""
         retrained, copies, before = self.retrained(group), self._copies(group), {}
         if retrained:
@@ -381,7 +382,7 @@ class _Run:
 
         return Pairs(inputs, outputs, contexts)
 
-    def _initialised(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
+    def _new_operator(self, replacement: Replacement, number: int, source: nn.Module, pairs: Pairs | None) -> Operator:
         """Return a new operator; its random numbers depend only on seed and layer. With ``bias``, set its bias."""
         config, settings = replacement.config, self.settings
         key = hashlib.sha256(f"{settings.seed} {number} {replacement.name}".encode()).digest()
@@ -396,7 +397,7 @@ class _Run:
                 torch.manual_seed(int.from_bytes(key[:4], "little"))
                 operator = config.convert(source, "fresh")
         if pairs is not None and settings.bias:
-            start_bias_(operator, pairs, slice(0, self.train_tokens), fitted=fitted)
+            initialize_bias_(operator, pairs, slice(0, self.train_tokens), fitted=fitted)
         return operator
 
     def _fit(self, number: int, group: list[Replacement]) -> list[LayerFit]:
@@ -407,7 +408,7 @@ class _Run:
             for r in group:
                 source = copy.deepcopy(r.target.module)
                 source = source if by_logits else source.float()
-                operators[r.name] = self._initialised(r, number, source, pairs.get(r.name))
+                operators[r.name] = self._new_operator(r, number, source, pairs.get(r.name))
             by_name = {name: operators[r.name] for r in group for name in (r.name, *r.target.aliases)}
             schedule, joint = self._by_blocks, dict[str, Any]()
             in_model = InModelFit(self.model, by_name, self.originals, self.blocks, self.train_blocks, schedule.batch)

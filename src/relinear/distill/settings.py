@@ -20,7 +20,7 @@ def check_whole_blocks(settings: Any, *names: str) -> None:
 class DistillSettings(Settings):
     """Hold the settings of ``distill_``; unknown keys and values out of range are errors.
 
-    Args:
+    Attributes:
         tokens: to fit on. Their activations are stored, so tokens and layer widths decide the memory (or disk) needed.
         validation_tokens: further tokens, only for the reported fit error.
         sequence_length: tokens per block of the corpus.

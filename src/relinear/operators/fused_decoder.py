@@ -6,7 +6,8 @@ rotary embedding are separate calls, each with its checks.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,14 @@ _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_
 _LINEAR = (*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 #: class that the fused forward replaces; importing transformers' module takes time
 _LLAMA = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+
+
+class _Calls(NamedTuple):
+    """Hold the two C++ calls, and the submodules whose hooks they would skip."""
+
+    before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    after_attention: Callable[..., Tensor]
+    submodules: Submodules
 
 
 class FusedDecoderLayer:
@@ -43,32 +52,34 @@ class FusedDecoderLayer:
         one_token = x.dtype == torch.float32 and x.numel() == x.shape[-1] and not (args or rows_unsupported(x))
         plain_mask = attention_mask is None or attention_mask.dtype == torch.bool
         if self.cache is not None and one_token and plain_mask and past is not None and rotary is not None:
-            prepared = self.cache.get("layer", self._prepared)
-            if prepared is not None and not layer.training and prepared[2].are_unhooked():
-                (before, after), attention = prepared[:2], cast("Any", layer.self_attn)
+            calls = self.cache.get("calls", self._compiled_calls)
+            if calls is not None and not layer.training and calls.submodules.are_unhooked():
+                attention = cast("Any", layer.self_attn)
                 parameter_cache = attention.q_proj.parameter_cache
                 if parameter_cache is not None and parameter_cache.rounds_inputs:
-                    query, key, value = before(x, *rotary)
+                    query, key, value = calls.before_attention(x, *rotary)
                     keys, values = past.update(key, value, attention.layer_idx)
                     mask, scale = attention_mask, attention.scaling
-                    return after(x, scaled_dot_product_attention(query, keys, values, mask, scale=scale))
+                    attended = scaled_dot_product_attention(query, keys, values, mask, scale=scale)
+                    return calls.after_attention(x, attended)
         return type(layer).forward(layer, hidden_states, attention_mask, *args, **kw)
 
-    def _prepared(self) -> tuple[Any, Any, Submodules] | None:
-        """Return the calls before and after attention, and the submodules to check; None if C++ cannot run them."""
+    def _compiled_calls(self) -> _Calls | None:
+        """Return the calls with the layer's parameters; None if C++ cannot run them."""
         layer, matrices = cast("Any", self.layer), _matrices(self.layer)
         if not matrices or any(unsupported_reason(Call(m[2].new_empty(1, m[0]), *m[1:])) for m in matrices):
             return None
         norms = layer.input_layernorm, layer.post_attention_layernorm
         eps, size = norms[0].variance_epsilon, layer.self_attn.head_dim
-        return *kernels().decoder_layer(matrices, [norm.weight for norm in norms], size, eps), Submodules(layer)
+        before, after = kernels().decoder_layer(matrices, [norm.weight for norm in norms], size, eps)
+        return _Calls(before, after, Submodules(layer))
 
 
 def _matrices(layer: nn.Module) -> list[tuple[Any, ...]]:
     """Return (in_features, packed tensors) of all linear layers of a decoder layer; [] unless all are quantized."""
     linear = [layer.get_submodule(name) for name in _LINEAR]
-    packed = [one for one in linear if type(one) is QuantizedLinear and one.config.levels == "uniform"]
-    return [(one.in_features, *one._tensors()) for one in packed] if len(packed) == len(linear) else []
+    packed = [layer for layer in linear if type(layer) is QuantizedLinear and layer.config.levels == "uniform"]
+    return [(layer.in_features, *layer._tensors()) for layer in packed] if len(packed) == len(linear) else []
 
 
 def fused_llama(layer: Any) -> FusedDecoderLayer | None:

@@ -179,10 +179,10 @@ class QuantizedLinear(FusedInference, Operator):
             grid = self.config.grid(rows, statistics)
             rounded.append((grid, gptq(rows, grid, group, inputs)))
         levels = self.config.level_values(weight)
-        scale, zero, top = (torch.cat(parts) for parts in zip(*(g[:3] for g, _ in rounded)))
-        units = [g.units for g, _ in rounded if g.units is not None]
+        scale, zero, top = (torch.cat(parts) for parts in zip(*(grid[:3] for grid, _ in rounded)))
+        units = [grid.units for grid, _ in rounded if grid.units is not None]
         grid = Grid(scale, zero, top, levels, torch.cat(units) if units else None)
-        codes = torch.cat([c for _, c in rounded])
+        codes = torch.cat([codes for _, codes in rounded])
         if not independent_rows:
             outputs = None if outputs is None else shrunk(outputs.to(weight), OUTPUTS_SHRINKAGE)
             change = code_changer(weight) if levels is None else partial(change_codes, levels=levels)

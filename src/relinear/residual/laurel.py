@@ -85,8 +85,8 @@ class LaurelResidual(nn.Module):
         if self.weights is None:
             return y + low_rank
         alpha, beta = self.weights()
-        out = alpha * y + (beta - 1) * x
-        return out if low_rank is None else out + beta * low_rank
+        weighted = alpha * y + (beta - 1) * x
+        return weighted if low_rank is None else weighted + beta * low_rank
 
     def flops_per_token(self) -> int:
         """Return the FLOPs per token of the low-rank products and the weighted sum, without the layer's addition."""

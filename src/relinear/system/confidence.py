@@ -8,23 +8,23 @@ from collections.abc import Sequence
 _LEVEL = 0.95
 
 
-def _central_probability(angle: float, freedom: int) -> float:
-    """Return P(|t| < sqrt(freedom) tan(angle)) for ``freedom`` degrees (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
-    odd = freedom % 2
+def _central_probability(angle: float, degrees: int) -> float:
+    """Return P(|t| < sqrt(degrees) tan(angle)), by Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    odd = degrees % 2
     term, total = (math.cos(angle) if odd else 1.0), 0.0
-    for k in range(1 + odd, freedom, 2):
+    for k in range(1 + odd, degrees, 2):
         total += term
         term *= k / (k + 1) * math.cos(angle) ** 2
     return (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total
 
 
 @functools.cache
-def t_quantile(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t with ``freedom`` degrees of freedom, by bisection."""
+def t_quantile(degrees: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t with ``degrees`` of freedom, by bisection."""
     low, high = 0.0, math.pi / 2
     while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _central_probability(middle, freedom) < _LEVEL else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+        low, high = (middle, high) if _central_probability(middle, degrees) < _LEVEL else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)
 
 
 def half_width(values: Sequence[float]) -> float | None:

@@ -103,9 +103,8 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "extensions": [flag for flag in extensions if flag in cpu_features()],
-        **(
-            {"onednn_max_cpu_isa": onednn_limit} if onednn_limit else {}
-        ),  # limits the instruction sets of torch's products
+        # it limits the instruction sets of torch's products
+        **({"onednn_max_cpu_isa": onednn_limit} if onednn_limit else {}),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),

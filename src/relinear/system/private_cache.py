@@ -50,12 +50,12 @@ def checksum(path: Path) -> int:
     return value
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _read_entry(folder: Path) -> dict[str, Any] | None:
     """Return what ``build`` returned; None if the entry is absent or one of its files was changed."""
     try:
         manifest = read_json(folder / _MANIFEST)
-        for name, (size, sha256) in manifest["files"].items():
-            if (folder / name).stat().st_size != size or checksum(folder / name) != sha256:
+        for name, (size, expected) in manifest["files"].items():
+            if (folder / name).stat().st_size != size or checksum(folder / name) != expected:
                 return None
         return dict(manifest["value"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -82,7 +82,7 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
 
     try:
         folder = check_all_private(root / kind / digest(key))
-        if (value := _read(folder)) is not None:
+        if (value := _read_entry(folder)) is not None:
             return folder, value
         private_folder(folder.parent)
         lock = FileLock(folder.with_suffix(".lock"))
@@ -90,9 +90,9 @@ def cached(root: Path, kind: str, key: Any, build: Callable[[Path], dict[str, An
     except OSError as error:
         raise _unusable(root, error) from error
     try:
-        if (value := _read(folder)) is None:
+        if (value := _read_entry(folder)) is None:
             with os_errors_named(folder):
-                value = _build(folder, key, build)
+                value = _build_entry(folder, key, build)
     finally:
         lock.release()
     return folder, value
@@ -111,7 +111,7 @@ def _unusable(root: Path, error: OSError) -> OSError:
     return OSError(f"{problem}; set cache_dir or RELINEAR_CACHE to a folder of your own")
 
 
-def _build(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def _build_entry(folder: Path, key: Any, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         value = build(temporary)

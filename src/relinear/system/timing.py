@@ -13,7 +13,9 @@ import torch
 class Timing:
     """Hold the time of one contender over all rounds.
 
-    seconds: the median. ratio: the median ratio to the baseline in the same round. ratio_low, ratio_high: quartiles.
+    seconds: the median.
+    ratio: the median ratio to the baseline in the same round.
+    ratio_low, ratio_high: its quartiles.
     """
 
     seconds: float
@@ -67,7 +69,7 @@ def interleave(
             call()
         repeats[name] = max(1, min(1000, round(min_seconds / max(seconds_of(call), 1e-7))))
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    enabled = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.disable()
     try:
         for done in range(rounds):
@@ -75,7 +77,7 @@ def interleave(
             for name, call in contenders.items():
                 times[name].append(seconds_of(call, repeats[name]))
     finally:
-        if enabled:
+        if gc_was_enabled:
             gc.enable()
     result = {}
     for name, values in times.items():
