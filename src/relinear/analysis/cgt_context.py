@@ -132,12 +132,12 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     wave = Series(name="y", colour=PALETTE[0], x=range(1, len(power) + 1), y=power, mode="plain")
     trace = []
     for number, values in enumerate(numbers["trace"]):
-        look: dict[str, Any] = {"colour": PALETTE[number % len(PALETTE)], "mode": "plain", "legend": False}
-        trace.append(Series(name=f"component {number + 1}", x=range(len(values)), y=values, **look))
-    spots = []
+        style: dict[str, Any] = {"colour": PALETTE[number % len(PALETTE)], "mode": "plain", "legend": False}
+        trace.append(Series(name=f"component {number + 1}", x=range(len(values)), y=values, **style))
+    points = []
     for number, name in enumerate(numbers["sources"]):
         x, y = zip(*(p for p, c in zip(numbers["points"], numbers["classes"], strict=True) if c == number), strict=True)
-        spots.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
+        points.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y, mode="points"))
     position, method = Axis(title="position"), numbers["embedding"]
     plane = Axis(title=f"{method}, first dimension"), Axis(title=f"{method}, second dimension")
     products = "Dot products of normalised y; texts of two sources are joined in the middle."
@@ -145,7 +145,7 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         "cgt_products": (products, Panel([heat], position, position)),
         "cgt_spectrum": ("Power by harmonic k.", Panel([wave], Axis(title="k"), Axis(title="power", log=True))),
         "cgt_trace": ("The components of y that vary most in one text.", Panel(trace, position, Axis(title="value"))),
-        "cgt_sources": (f"y at the ends of texts, by {method}.", Panel(spots, *plane)),
+        "cgt_sources": (f"y at the ends of texts, by {method}.", Panel(points, *plane)),
     }
     page_blocks: list[Block] = [Table(["measure", "value"], rows)]
     return page_blocks + [Chart(text, panel, stem=stem, inline=True) for stem, (text, panel) in charts.items()]

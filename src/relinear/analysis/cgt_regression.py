@@ -83,17 +83,17 @@ def run(subject: Subject) -> dict[str, Any]:
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the page's blocks for ``numbers``: the curves, and a row for each number of examples."""
     errors, ridge = numbers["errors"], numbers["ridge"]
-    shown = [Series(name="ridge", colour=REFERENCE, x=range(len(ridge)), y=ridge, mode="plain")]
+    series = [Series(name="ridge", colour=REFERENCE, x=range(len(ridge)), y=ridge, mode="plain")]
     rows = []
     for number, values in enumerate(errors.values()):
         start = len(ridge) - len(values)
         label = f"y frozen after {start}" if start else "y computed"
         x = range(start, len(ridge))
-        shown.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=values))
+        series.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=values))
         if start:
             cells = (ridge[start], errors["dynamic"][start], values[0])
             rows.append(Row([str(start), *map(Cell.of, cells), Cell.of(values[0] / errors["dynamic"][start])]))
-    bottom, side = Axis(title="examples, in context or through y"), Axis(title="mean squared error", log=True)
-    chart = Chart("Error against the number of examples.", Panel(shown, bottom, side), stem="cgt_regression")
+    x_axis, y_axis = Axis(title="examples, in context or through y"), Axis(title="mean squared error", log=True)
+    chart = Chart("Error against the number of examples.", Panel(series, x_axis, y_axis), stem="cgt_regression")
     table = Table(["examples", "ridge", "y computed", "y frozen", "frozen / computed"], rows)
     return [chart, table] if rows else [chart]

@@ -139,14 +139,14 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
         for kind, places in numbers["less_computed"].items()
     ]
     base, width = numbers["losses"][DYNAMIC], 8
-    shown = []
+    series = []
     for number, (kind, values) in enumerate((k, v) for k, v in numbers["losses"].items() if k != DYNAMIC):
         gaps = [value - reference for value, reference in zip(values, base, strict=True)]
         means = [sum(gaps[i : i + width]) / width for i in range(max(1, len(gaps) - width + 1))]
         places = [i + width / 2 for i in range(len(means))]
-        shown.append(Series(name=kind, colour=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
-    side = Axis(title="gap to computed y (nats per token)")
-    panel = Panel(shown, Axis(title="position in the second half"), side, [Guide(y=0)])
+        series.append(Series(name=kind, colour=PALETTE[number % len(PALETTE)], x=places, y=means, mode="plain"))
+    y_axis = Axis(title="gap to computed y (nats per token)")
+    panel = Panel(series, Axis(title="position in the second half"), y_axis, [Guide(y=0)])
     page_blocks: list[Block] = [
         Table(["y", *(f"{place}, nats" for place in PLACES)], rows),
         Chart(f"Running means over {width} positions, {numbers['texts']} texts.", panel, stem="cgt_specialized"),

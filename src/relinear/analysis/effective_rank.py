@@ -164,19 +164,19 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     rank = max(layer["rank"] for layers in numbers.values() for layer in layers.values())
     page_blocks: list[Block] = []
     for space, meaning in SPACES.items():
-        shown = [series for name in numbers for series in decays(numbers[name], space, name, palette[name])]
+        series = [line for name in numbers for line in decays(numbers[name], space, name, palette[name])]
         guide = Guide(x=rank, text=f"rank of one operator: {rank}")
         text = f"{space}: {meaning}. A line per layer; one that falls late is a rank that is used."
         page_blocks.append(
-            Chart(text, decay_panel(shown, f"{space}: {meaning}", guide), inline=True, stem="effective_rank")
+            Chart(text, decay_panel(series, f"{space}: {meaning}", guide), inline=True, stem="effective_rank")
         )
     return [*page_blocks, Table(head, rows, (0, 1))]
 
 
-def decay_panel(shown: list[Series], title: str, *guides: Guide) -> Panel:
+def decay_panel(series: list[Series], title: str, *guides: Guide) -> Panel:
     """Return the panel of ``decays``."""
-    bottom = Axis(title="index of the singular value", from_zero=True)
-    return Panel(shown, bottom, Axis(title="relative to the largest", log=True), guides, title=title)
+    x_axis = Axis(title="index of the singular value", from_zero=True)
+    return Panel(series, x_axis, Axis(title="relative to the largest", log=True), guides, title=title)
 
 
 def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> list[Series]:
@@ -185,6 +185,7 @@ def decays(layers: Mapping[str, Any], space: str, model: str, colour: str) -> li
     for number, (layer, values) in enumerate(layers.items()):
         decay = [round(v, 7) for v in values["singular_values"][space] if v > 1e-6]
         text = f"{model}, {layer}: effective rank {values['effective_rank'][space]:.1f}"
-        look: dict[str, Any] = {"mode": "points" if len(decay) == 1 else "plain", "opacity": 0.6, "legend": number == 0}
-        series.append(Series(name=model, colour=colour, x=range(1, len(decay) + 1), y=decay, texts=text, **look))
+        mode = "points" if len(decay) == 1 else "plain"
+        style: dict[str, Any] = {"mode": mode, "opacity": 0.6, "legend": number == 0}
+        series.append(Series(name=model, colour=colour, x=range(1, len(decay) + 1), y=decay, texts=text, **style))
     return series

@@ -41,7 +41,7 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
     """
     sums: dict[str, dict[str, Any]] = defaultdict(lambda: defaultdict(float))
 
-    def look(name: str, latent: Activation) -> None:
+    def add(name: str, latent: Activation) -> None:
         mu, logvar = (part.flatten(0, -2).double() for part in (latent.mu, latent.logvar))
         total = sums[name]
         total["tokens"] += len(mu)
@@ -50,7 +50,7 @@ def latent_statistics(model: nn.Module, ids: Tensor) -> dict[str, dict[str, Any]
         total["sigma"] += float((0.5 * logvar).exp().sum())
         total["nats"] += float(0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum())
 
-    with eval_mode(model), observe(model, look):
+    with eval_mode(model), observe(model, add):
         for row in ids:
             model(input_ids=row[None])
     statistics = {}
@@ -80,17 +80,17 @@ def run(subject: Subject) -> dict[str, Any]:
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the page's blocks for ``numbers``: a row per layer, and the shares of its dimensions."""
-    rows, shown = [], []
+    rows, series = [], []
     for number, (name, row) in enumerate(numbers.items()):
         active = Cell(f"{row['active']} of {row['size']}", row["active"])
         rows.append(layer_row(name, active, Cell.of(row["nats"]), Cell.of(row["sigma"])))
-        place: dict[str, Any] = {"x": range(1, row["size"] + 1), "y": [round(v, 5) for v in row["deviation"]]}
-        look: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
+        coordinates: dict[str, Any] = {"x": range(1, row["size"] + 1), "y": [round(v, 5) for v in row["deviation"]]}
+        style: dict[str, Any] = {"mode": "plain", "opacity": 0.7, "legend": False}
         text = f"{name}: {row['active']} of {row['size']} active"
-        shown.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], texts=text, **place, **look))
-    bottom = Axis(title="dimension, sorted by standard deviation")
-    side = Axis(title="standard deviation of its mean over tokens", from_zero=True)
-    panel = Panel(shown, bottom, side, [Guide(y=ACTIVE**0.5, text="not active below")])
+        series.append(Series(name=name, colour=PALETTE[number % len(PALETTE)], texts=text, **coordinates, **style))
+    x_axis = Axis(title="dimension, sorted by standard deviation")
+    y_axis = Axis(title="standard deviation of its mean over tokens", from_zero=True)
+    panel = Panel(series, x_axis, y_axis, [Guide(y=ACTIVE**0.5, text="not active below")])
     text = "How far each dimension's mean moves over tokens, a line per layer; below the dashed line it is not active."
     head = ["layer", "active dimensions", "nats per token", "mean sigma"]
     return [Chart(text, panel, stem="latents"), Table(head, rows)]

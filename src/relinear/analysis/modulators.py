@@ -89,7 +89,7 @@ def record_modulators(model: Any, ids: Tensor, *, tokens: int = 128) -> GateReco
     statistics: dict[str, dict[str, Any]] = {}
     scalar: dict[str, Tensor] = {}
     channel: dict[str, Tensor] = {}
-    last = [name.rpartition(".")[2] for name, module in by_name.items() if _has_channel_gate(module)][-1:]
+    last_module = [name.rpartition(".")[2] for name, module in by_name.items() if _has_channel_gate(module)][-1:]
     layer_of = layer_finder(model)
 
     def record(name: str, module: Any, args: tuple, output: Any) -> None:
@@ -102,7 +102,7 @@ def record_modulators(model: Any, ids: Tensor, *, tokens: int = 128) -> GateReco
             first = flat[: min(tokens, ids.shape[1])]
             if kind == "scalar":
                 scalar[name] = first[:, 0].clone()
-            elif row["module"] in last:
+            elif row["module"] in last_module:
                 channel[name] = first.clone()
         statistics[name] = row
 
@@ -198,16 +198,16 @@ def _scalars(numbers: Mapping[str, Any]) -> list[Chart]:
     for number, (module, gates_of_module) in enumerate(modules.items()):
         gates_of_module.sort(key=lambda pair: pair[0])
         depth: dict[str, Any] = {"x": [layer for layer, _ in gates_of_module], "size": 4}
-        shown = []
+        series = []
         for token in _spaced(len(gates_of_module[0][1]), LINES):
             label = f"{token} {numbers['tokens'][token]}" if token < len(numbers["tokens"]) else str(token)
             gates = [values[token] for _, values in gates_of_module]
-            shown.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], y=gates, opacity=0.45, **depth))
+            series.append(Series(name=label, colour=PALETTE[number % len(PALETTE)], y=gates, opacity=0.45, **depth))
         mean = [float(np.mean(values)) for _, values in gates_of_module]
-        shown.append(Series(name="mean of all tokens", colour=REFERENCE, number=1, y=mean, **depth))
+        series.append(Series(name="mean of all tokens", colour=REFERENCE, number=1, y=mean, **depth))
         axes = Axis(title="decoder layer"), Axis(title=f"scalar gate of {module}")
         text = f"{module}: a line per token, the strong one their mean. Lines apart are gates that read the token."
-        panel = Panel(shown, *axes, [Guide(y=1)], title=module, legend=False)
+        panel = Panel(series, *axes, [Guide(y=1)], title=module, legend=False)
         charts.append(Chart(text, panel, height=320, inline=True, stem="modulators_scalar"))
     return charts
 
@@ -217,16 +217,16 @@ def _variances(modules: Mapping[str, Any]) -> list[Chart]:
     charts: list[Chart] = []
     for kind, value, title in [(name, *panel) for name, panels in PANELS.items() for panel in panels]:
         rows = [(row, row["gates"][kind][value]) for row in modules.values() if kind in row["gates"]]
-        shown = math.sqrt if value == "total" else float
-        lines = grouped((row["module"], (row["layer"], shown(gates_of_module))) for row, gates_of_module in rows)
-        data = []
-        for number, (module, spots) in enumerate(lines.items()):
-            x, y = zip(*sorted(spots), strict=True)
-            data.append(Series(name=module, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y))
-        if data:
+        scale = math.sqrt if value == "total" else float
+        lines = grouped((row["module"], (row["layer"], scale(gates_of_module))) for row, gates_of_module in rows)
+        series = []
+        for number, (module, points) in enumerate(lines.items()):
+            x, y = zip(*sorted(points), strict=True)
+            series.append(Series(name=module, colour=PALETTE[number % len(PALETTE)], number=number, x=x, y=y))
+        if series:
             hint = "1 changes nothing." if value == "mean" else "Near 0 a constant would do."
             text = f"{kind} gates: {title}, a line per module. {hint}"
-            panel = Panel(data, Axis(title="decoder layer"), Axis(title=title), title=f"{kind} gates")
+            panel = Panel(series, Axis(title="decoder layer"), Axis(title=title), title=f"{kind} gates")
             charts.append(Chart(text, panel, height=380, inline=True, stem="modulators_variance"))
     return charts
 
@@ -237,8 +237,8 @@ def _channels(numbers: Mapping[str, Any], name: str) -> Chart:
     spread = gates_of_module["spread"]
     words = numbered(numbers["tokens"][: len(gates_of_module["values"])])
     channels = [f"channel {channel}" for channel in gates_of_module["channels"]]
-    look: dict[str, Any] = {"what": "gate", "diverging": True, "surface": "modulators_surface"}
-    heat = Heat(values=gates_of_module["values"], x=channels, y=words, bounds=(1 - spread, 1 + spread), **look)
+    style: dict[str, Any] = {"what": "gate", "diverging": True, "surface": "modulators_surface"}
+    heat = Heat(values=gates_of_module["values"], x=channels, y=words, bounds=(1 - spread, 1 + spread), **style)
     text = f"Channel gates of {row['module']} in layer {row['layer']}, {len(channels)} channels: {_CHANNELS}"
     panel = Panel([heat], title=f"{row['module']}, layer {row['layer']}")
     return Chart(text, panel, height=520, stem="modulators_channel")

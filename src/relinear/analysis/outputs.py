@@ -135,12 +135,12 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     palette = dict(zip(numbers, (PALETTE[0], REFERENCE, *PALETTE[1:])))
     rows, spectra, shares = [], [], []
     for number, (model, layers) in enumerate(numbers.items()):
-        look: dict[str, Any] = {"name": model, "colour": palette[model], "number": number, "mode": "points"}
+        style: dict[str, Any] = {"name": model, "colour": palette[model], "number": number, "mode": "points"}
         spectra += decays(layers, "data", model, palette[model])
         linear_shares = {layer: row["linear_share"] for layer, row in layers.items() if row["linear_share"] is not None}
         if linear_shares:
             shares.append(
-                Series(x=list(linear_shares.values()), y=[short_name(layer) for layer in linear_shares], **look)
+                Series(x=list(linear_shares.values()), y=[short_name(layer) for layer in linear_shares], **style)
             )
         for layer, row in layers.items():
             rank = Cell(f"{row['effective_rank']['data']:.1f} of {row['width']}", row["effective_rank"]["data"])
@@ -148,8 +148,8 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     text, title = "Singular values of the centred outputs, a line per layer.", "singular values of outputs"
     page_blocks: list[Block] = [Chart(text, decay_panel(spectra, title), stem="outputs", inline=True)]
     if shares:
-        guide, across = Guide(x=1, text="linear"), Axis(title="linear share")
+        guide, x_axis = Guide(x=1, text="linear"), Axis(title="linear share")
         text = "Share of the outputs' variance that the best dense layer explains: at 1 the operator is linear here."
-        panel = Panel(shares, across, Axis(rows=True), [guide], title="linear share")
+        panel = Panel(shares, x_axis, Axis(rows=True), [guide], title="linear share")
         page_blocks.append(Chart(text, panel, stem="outputs", inline=True))
     return [*page_blocks, Table(["layer", "model", "effective rank", "linear share", "update"], rows, (0, 1))]

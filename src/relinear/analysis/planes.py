@@ -63,7 +63,7 @@ def run(subject: Subject) -> dict[str, Any]:
 
 def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     """Return the page's blocks for ``numbers``: a row per module and side, and every angle."""
-    rows, shown = [], []
+    rows, series = [], []
     for name, sides in numbers.items():
         for side, rotors in sides.items():
             angles = [angle for rotor in rotors for angle in rotor]
@@ -73,10 +73,10 @@ def blocks(numbers: Mapping[str, Any]) -> list[Block]:
     for number, side in enumerate(SIDES):
         pairs = [(angle, name) for name in numbers for rotor in numbers[name].get(side, []) for angle in rotor]
         texts = [f"{name}, {side}: {angle:.2f}°" for angle, name in pairs]
-        place: dict[str, Any] = {"x": [angle for angle, _ in pairs], "y": [short_name(name) for _, name in pairs]}
-        look: dict[str, Any] = {"mode": "points", "opacity": 0.6, "texts": texts}
-        shown.append(Series(name=side, colour=PALETTE[number], number=number, **place, **look))
-    panel = Panel(shown, Axis(title="angle of a plane (degrees)", from_zero=True), Axis(rows=True))
+        coordinates: dict[str, Any] = {"x": [angle for angle, _ in pairs], "y": [short_name(name) for _, name in pairs]}
+        style: dict[str, Any] = {"mode": "points", "opacity": 0.6, "texts": texts}
+        series.append(Series(name=side, colour=PALETTE[number], number=number, **coordinates, **style))
+    panel = Panel(series, Axis(title="angle of a plane (degrees)", from_zero=True), Axis(rows=True))
     text = "Every angle of every rotor, a row per module: what lies at 0 turns nothing."
     chart = Chart(text, panel, height=160 + 22 * len(numbers), stem="planes")
     return [chart, Table(["rotors", "side", "count", "largest angle", "mean angle"], rows, (0, 1))]
