@@ -72,7 +72,16 @@ def command(
     )
     model_tokenizer = options.load_model_tokenizer(model, tokenizer)
     loaded = options.load_model(model)
-    with prepared(loaded, settings, model_tokenizer, target or "all-linear", exclude, plan, out, overwrite) as job:
+    with prepared(
+        loaded,
+        settings,
+        tokenizer=model_tokenizer,
+        targets=target or "all-linear",
+        exclude=exclude,
+        plan_file=plan,
+        out_dir=out,
+        overwrite=overwrite,
+    ) as job:
         if dry_run or overwrite or folder.read() is None:
             print_requirements(compress_requirements(loaded, job.settings))
         if dry_run:

@@ -35,8 +35,8 @@ def context_variation(y: Tensor, first: slice, second: slice) -> float:
         y: (N, T, E).
         first, second: the positions of E1 and of E2, which follow each other.
     """
-    both = y[:, first.start : second.stop]
-    centred = both - both.mean(1, keepdim=True)
+    segments = y[:, first.start : second.stop]
+    centred = segments - segments.mean(1, keepdim=True)
     scale = centred.square().sum(-1).mean(1).clamp_min(1e-20).sqrt()
     late = centred[:, second.start - first.start - 1 :] / scale[:, None, None]
     return (late[:, 1:] - late[:, :-1]).norm(dim=-1).mean().item()

@@ -44,8 +44,8 @@ def output_statistics(model: nn.Module, layers: Mapping[str, nn.Module], ids: Te
 
         def add(name: str, module: nn.Module, args: tuple, output: Any, sums: dict[str, Tensor] = sums) -> None:
             x, y = (part.flatten(0, -2).double() for part in (args[0], output))
-            both = torch.cat([x.new_ones(len(x), 1), x, y], 1)
-            sums[name] = sums.get(name, 0) + both.T @ both
+            columns = torch.cat([x.new_ones(len(x), 1), x, y], 1)
+            sums[name] = sums.get(name, 0) + columns.T @ columns
 
         with eval_mode(model), forward_hooks_on(group.items(), add):
             for row in ids:

@@ -39,8 +39,8 @@ def analyses_section(directory: Path) -> Section:
         record = read_values(directory / RECORD)
         model = record["model"]
         known = ("command", "machine", "date", "made_by", "version", "task", "settings", "wrote")
-        asked = {key: str(value) for key, value in record.items() if key not in known and value is not None}
-        blocks += what_ran(record, asked)
+        options = {key: str(value) for key, value in record.items() if key not in known and value is not None}
+        blocks += what_ran(record, options)
         note = about(record, record.get("data"))
     titles = [block.text.removeprefix("Analysis: ") for block in blocks if isinstance(block, Text) and block.heading]
     sentence = f"What {len(titles)} analyses see in {model}: {', '.join(titles)}."

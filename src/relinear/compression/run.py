@@ -119,7 +119,16 @@ def compress(
     options = dict(by_name or {})
     options |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
     resolved = CompressSettings.load(options, "compress settings")
-    with prepared(model, resolved, tokenizer, targets, exclude, plan_file, out_dir, overwrite) as job:
+    with prepared(
+        model,
+        resolved,
+        tokenizer=tokenizer,
+        targets=targets,
+        exclude=exclude,
+        plan_file=plan_file,
+        out_dir=out_dir,
+        overwrite=overwrite,
+    ) as job:
         return job.run(texts, evaluate_on or {}, plan_only, on_progress)
 
 
@@ -127,6 +136,7 @@ def compress(
 def prepared(
     model: Any,
     settings: CompressSettings,
+    *,
     tokenizer: Any = None,
     targets: str | Iterable[str] = ALL_LINEAR,
     exclude: str | Iterable[str] | None = None,

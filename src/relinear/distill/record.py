@@ -189,7 +189,7 @@ def record(
         on_progress: called with the numbers of blocks done and of all blocks.
     """
     dims = dict(context_dims or {})
-    seen: set[str] = set()
+    finished: set[str] = set()
     shared: dict[int, str] = {}
     row = 0
     alive: list[Tensor] = []  # references, so that addresses are not reused within a pass
@@ -202,8 +202,8 @@ def record(
             context = current_context(args[0], dims[name], name).expand(*args[0].shape[:-1], dims[name])
             alive.append(context)
             recording.write(f"{name} context", context.contiguous(), row, {})
-        seen.add(name)
-        if len(seen) == len(modules):
+        finished.add(name)
+        if len(finished) == len(modules):
             raise _Done
 
     device = next(model.parameters()).device
@@ -217,7 +217,7 @@ def record(
             for first in range(0, len(blocks), batch):
                 ids = blocks[first : first + batch].to(device)
                 _run_until_done(model, ids)
-                for cleared in (seen, shared, alive):
+                for cleared in (finished, shared, alive):
                     cleared.clear()
                 row += ids.numel()
                 on_progress(min(first + batch, len(blocks)), len(blocks))

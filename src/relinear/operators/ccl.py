@@ -148,8 +148,8 @@ class CCLLinear(FusedInference, HasHookPoints, Operator):
         weights = largest_shares(probabilities, config.selected)
         if record and config.balance:
             used = (weights.detach() > 0).to(weights.dtype) / config.selected
-            both = torch.stack([probabilities, used], -2)
-            self.record_auxiliary({"balance": both}, {"busiest": both.detach()})
+            stacked = torch.stack([probabilities, used], -2)
+            self.record_auxiliary({"balance": stacked}, {"busiest": stacked.detach()})
         return weights
 
     def reduce_over_tokens(self, name: str, value: Tensor, mask: Tensor | None) -> Tensor:
