@@ -24,7 +24,7 @@ from relinear.compare.report import write_report
 from relinear.compare.results import gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import crossing, fit_power_law
-from relinear.compare.series import comparisons
+from relinear.compare.series import recipes_of_series
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.tune import check_neighbours, grid_search
 from relinear.data import prepare_data
@@ -719,7 +719,7 @@ def test_every_budget_may_be_tuned(text):
         {"entries": {"dense": "dense"}, "budgets": ["1M", "2.5M"], "reference": "dense", "tune": {"at": "each"}}
     )
     assert recipe.budgets == (1_000_000, 2_500_000)
-    assert [each.tune for each in comparisons(recipe, VOCABULARY)] == [recipe.tune] * 2
+    assert [each.tune for each in recipes_of_series(recipe, VOCABULARY)] == [recipe.tune] * 2
 
 
 @pytest.mark.parametrize(
@@ -758,7 +758,7 @@ def test_sizes_have_dense_controls_and_grow_together(scaled, capsys, monkeypatch
     entries = {entry["name"]: entry for entry in results["entries"]}
     assert list(entries) == ["dense", "low_rank", "dense-narrower", "dense-shallower"]
     assert [e["dense"] for e in entries.values()] == [True, False, True, True]
-    sized = comparisons(CompareSettings.load(recipe), VOCABULARY)[-1]
+    sized = recipes_of_series(CompareSettings.load(recipe), VOCABULARY)[-1]
     settings = {name: sized.settings_of(name) for name in sized.entries}
     assert {name: s.model_overrides["hidden_size"] for name, s in settings.items()} == {
         "dense": 64,

@@ -12,7 +12,7 @@ from relinear.compare import engine
 from relinear.compare.engine import run_search
 from relinear.compare.results import comparison_result
 from relinear.compare.run import compare
-from relinear.compare.series import comparison_at, comparisons, series_results
+from relinear.compare.series import recipe_at, recipes_of_series, series_results
 from relinear.compare.settings import CompareSettings, Tune
 from relinear.compare.speed import _figures
 from relinear.compare.tune import check_neighbours
@@ -113,12 +113,12 @@ def test_later_budgets_are_checked_where_the_recipe_asks_for_it_and_tell_of_edge
     tune = {"learning_rates": [0.001, 0.002], "check_full_length": False}
     series = {"budgets": [1000, 2000, 4000], "reference": "dense"}
     chosen = [{"entries": [{"name": n, "learning_rate": 0.002, "tuning": None} for n in ("dense", "low_rank")]}]
-    assert comparison_at(recipe(**series, tune=tune), 2, 258, chosen).tune is None
+    assert recipe_at(recipe(**series, tune=tune), 2, 258, chosen).tune is None
     checked = recipe(**series, tune=tune | {"check_full_length": True})
-    assert comparison_at(checked, 2, 258, chosen).tune.check_full_length
+    assert recipe_at(checked, 2, 258, chosen).tune.check_full_length
 
     def at(index):
-        at_one = comparison_at(recipe(**series, tune=tune), index, 258, chosen)
+        at_one = recipe_at(recipe(**series, tune=tune), index, 258, chosen)
         tuned = {"edge": at_one.tokens == 2000, "trials": []} if at_one.tune else None
         entry = {"learning_rate": 0.002, "tuning": tuned, "validation_loss": {"mean": 2.0}, "gap": None, "runs": []}
         entries = [entry | {"name": name, "settings": {"model_overrides": {}}} for name in at_one.entries]
@@ -150,7 +150,7 @@ def test_operators_that_an_entry_sets_by_name_grow_with_the_width():
     entry = {"operator": "low_rank:rank=8", "target": ["q_proj", "all-linear"], "set": {"operators.q_proj.rank": 4}}
     train = TRAIN | {"model_overrides": WIDTH | {"num_hidden_layers": 2}}
     found = recipe(entries={"dense": "dense", "mixed": entry}, train=train, sizes=[32, 64, 96, 128], reference="dense")
-    at_widths = comparisons(found, 258)
+    at_widths = recipes_of_series(found, 258)
     for sized, ranks in ((at_widths[0], (8, 4)), (at_widths[-1], (32, 16))):
         operators = sized.settings_of("mixed").operators
         assert (operators["all-linear"]["rank"], operators["q_proj"]["rank"]) == ranks

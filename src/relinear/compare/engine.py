@@ -20,10 +20,10 @@ _POLL = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Request a training run. what: its description, for progress and messages."""
+    """Request a training run. label: names it in progress and messages."""
 
     stage: Literal["tune", "train"]
-    what: str
+    label: str
     settings: TrainSettings
     folder: Path
 
@@ -38,23 +38,23 @@ class Run:
 
 
 T = TypeVar("T")
-#: asks for rounds of runs; is sent the loss of each, infinite if it diverged; returns what it found
+#: asks for rounds of runs; is sent the loss of each, infinite if it diverged; returns its result
 Search = Generator[list[Run], list[float], T]
 
 
 def side_by_side(searches: Sequence[Search[T]]) -> Search[list[T]]:
     """Run independent searches at once: a round holds the runs that all of them ask for."""
     results: dict[int, T] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(searches)))
-    while answers:
-        asked: dict[int, list[Run]] = {}
-        for index, answer in answers.items():
+    losses: dict[int, Any] = dict.fromkeys(range(len(searches)))
+    while losses:
+        requested: dict[int, list[Run]] = {}
+        for index, losses_of_search in losses.items():
             try:
-                asked[index] = searches[index].send(answer)
+                requested[index] = searches[index].send(losses_of_search)
             except StopIteration as end:
                 results[index] = end.value
-        losses = iter((yield [run for runs in asked.values() for run in runs]) if asked else ())
-        answers = {index: list(itertools.islice(losses, len(runs))) for index, runs in asked.items()}
+        round_losses = iter((yield [run for runs in requested.values() for run in runs]) if requested else ())
+        losses = {index: list(itertools.islice(round_losses, len(runs))) for index, runs in requested.items()}
     return [results[index] for index in range(len(searches))]
 
 
@@ -87,10 +87,10 @@ class Engine:
 
     def __init__(self, executor: Executor, at_once: int, on_progress: ProgressCallback) -> None:
         self.executor, self.at_once, self.on_progress = executor, max(1, at_once), on_progress
-        #: stage -> runs and steps that are planned; a search may ask for more
+        #: stage -> runs and steps that are planned; a search may request more
         self._planned = {"tune": (0, 0), "train": (0, 0)}
         #: stage -> folder -> steps of requested runs
-        self._asked: dict[str, dict[Path, int]] = {"tune": {}, "train": {}}
+        self._requested: dict[str, dict[Path, int]] = {"tune": {}, "train": {}}
         #: folder -> steps of runs that have ended
         self._ended: dict[Path, int] = {}
         #: folder -> seconds and steps of whole runs whose pace is known
@@ -98,14 +98,14 @@ class Engine:
 
     def plan(self, stage: str, runs: int, steps: int) -> None:
         """Announce ``runs`` more runs of ``steps`` each, for the progress."""
-        before = self._planned[stage]
-        self._planned[stage] = before[0] + runs, before[1] + runs * steps
+        planned_runs, planned_steps = self._planned[stage]
+        self._planned[stage] = planned_runs + runs, planned_steps + runs * steps
 
-    def _in_all(self) -> tuple[int, int]:
-        """Return all runs and steps that are known so far."""
-        asked = self._asked.items()
-        runs = sum(max(self._planned[stage][0], len(steps)) for stage, steps in asked)
-        return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in asked)
+    def _totals(self) -> tuple[int, int]:
+        """Return how many runs and steps there are in all, as far as is known."""
+        requested = self._requested.items()
+        runs = sum(max(self._planned[stage][0], len(steps)) for stage, steps in requested)
+        return runs, sum(max(self._planned[stage][1], sum(steps.values())) for stage, steps in requested)
 
     def run_round(self, runs: list[Run]) -> list[float]:
         """Execute the runs that have not ended; a failing run stops no other.
@@ -119,19 +119,20 @@ class Engine:
         losses = {run.folder: loss for run in runs if (loss := run.loss()) is not None}
         self._ended |= {run.folder: run.settings.steps for run in runs if run.folder in losses}
         for run in runs:
-            self._asked[run.stage][run.folder] = run.settings.steps
+            self._requested[run.stage][run.folder] = run.settings.steps
         failures: list[Exception] = []
         pending: dict[Future, Run] = {}
         for run in runs:
             if run.folder not in losses:
                 if len(pending) < self.at_once:
-                    self._report([run])
+                    self._report_runs([run])
                 future = self.executor.submit(run_once, run.settings.model_dump(mode="json"), str(run.folder))
                 pending[future] = run
                 self._collect(pending, losses, failures, 0)
         while pending:
             if not self._collect(pending, losses, failures, _POLL):
-                self._report([run for future, run in pending.items() if future.running()] or list(pending.values()))
+                running = [run for future, run in pending.items() if future.running()]
+                self._report_runs(running or list(pending.values()))
         if failures:
             raise failures[0]
         return [losses[run.folder] for run in runs]
@@ -147,39 +148,40 @@ class Engine:
                 losses[run.folder] = future.result()
             except Exception as error:
                 if getattr(error, "errno", None) is None:  # else it names a file
-                    error.args = (f"{run.what}: {error}",)
+                    error.args = (f"{run.label}: {error}",)
                 failures.append(error)
                 continue
             self._ended[run.folder] = run.settings.steps
-            self._report([run])
+            self._report_runs([run])
         return bool(done)
 
-    def report(self, stage: str, text: str) -> None:
+    def report_stage(self, stage: str, text: str) -> None:
         """Report work that is not a run."""
-        self.on_progress(Progress(text, stage=stage, run=len(self._ended), runs=self._in_all()[0]))
+        self.on_progress(Progress(text, stage=stage, run=len(self._ended), runs=self._totals()[0]))
 
     def _read_metrics(self, run: Run) -> dict[str, Any]:
         """Return the last values in the metrics of a run."""
         rows = read_metrics(run.folder / "metrics.jsonl")
-        if (known := pace(rows, run.settings)) is not None:
-            self._paces[run.folder] = known[0], run.settings.steps
+        if (seconds := pace(rows, run.settings)) is not None:
+            self._paces[run.folder] = seconds[0], run.settings.steps
         return {key: value for row in rows for key, value in row.items()}
 
-    def _report(self, runs: list[Run]) -> None:
+    def _report_runs(self, runs: list[Run]) -> None:
         """Report runs by their metrics: details of the first that has some, steps of all."""
         rows = [(run, self._read_metrics(run)) for run in runs]
         begun = [(run, row) for run, row in rows if row] or rows[:1]
         run, row = begun[0]
-        text = run.what + (f" and {len(begun) - 1} more" if len(begun) > 1 else "")
+        text = run.label + (f" and {len(begun) - 1} more" if len(begun) > 1 else "")
         figures: Any = {key: row.get(key) for key in ("loss", "validation_loss", "tokens_per_second")}
-        partly = sum(row.get("step", 0) for run, row in begun if run.folder not in self._ended)
-        counts: Any = {"run": len(self._ended), "runs": self._in_all()[0], "seconds_left": self._left(partly)}
+        unfinished_steps = sum(row.get("step", 0) for run, row in begun if run.folder not in self._ended)
+        left = self._seconds_left(unfinished_steps)
+        counts: Any = {"run": len(self._ended), "runs": self._totals()[0], "seconds_left": left}
         self.on_progress(Progress(text, row.get("step", 0), run.settings.steps, run.stage, **figures, **counts))
 
-    def _left(self, partly: int) -> float | None:
-        """Return the seconds left, at the pace of the runs whose pace is known."""
+    def _seconds_left(self, unfinished_steps: int) -> float | None:
+        """Return the seconds left, from the paces that are known; ``unfinished_steps``: made by runs under way."""
         if not self._paces:
             return None
         seconds, steps = (sum(pace) for pace in zip(*self._paces.values(), strict=True))
-        steps_left = max(0, self._in_all()[1] - sum(self._ended.values()) - partly)
+        steps_left = max(0, self._totals()[1] - sum(self._ended.values()) - unfinished_steps)
         return seconds / steps * steps_left / self.at_once

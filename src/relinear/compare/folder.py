@@ -23,6 +23,11 @@ SPEED, NGRAM = "speed.json", "ngram.json"
 TUNING, RUNS = "tuning", "runs"
 
 
+def seed_folder(out_dir: Path, entry: str, seed: int) -> Path:
+    """Return the folder of an entry's final run on a seed."""
+    return out_dir / RUNS / entry / f"seed-{seed}"
+
+
 def read_losses(run: Path) -> np.ndarray:
     """Return a run's losses by held-out block; the single loss if an earlier version did not save them."""
     if not (run / BLOCK_LOSSES).is_file():

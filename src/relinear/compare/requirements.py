@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from relinear.compare.entry import least_runs
 from relinear.compare.match import Planned, Size, measure_size, plan_comparison
 from relinear.compare.report import number
-from relinear.compare.run import announced_runs, runs_at_once
-from relinear.compare.series import comparisons
+from relinear.compare.run import runs_at_once
+from relinear.compare.series import recipes_of_series
 from relinear.compare.settings import CompareSettings
 from relinear.compare.speed import seconds_per_token
 from relinear.data.corpora import open_corpus
@@ -26,9 +27,9 @@ def training_requirements(settings: TrainSettings) -> dict[str, str]:
     return {
         "runs": f"1, of {settings.steps:,} steps",
         "parameters": _parameter_text({settings.model: [size]}),
-        "tokens": f"{number(settings.steps * settings.tokens_per_step)} of {_text(settings)}",
-        "time": _time([(planned, 1, settings.steps)], vocabulary, 1),
-        "disk": _disk([planned], 1, 1),
+        "tokens": f"{number(settings.steps * settings.tokens_per_step)} of {_data_name(settings)}",
+        "time": _time_text([(planned, 1, settings.steps)], vocabulary, 1),
+        "disk": _disk_text([planned], 1, 1),
     }
 
 
@@ -47,61 +48,62 @@ def compare_requirements(recipe: CompareSettings, workers: int | None = None, *,
     """
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    parts = [(part, plan_comparison(part, vocabulary)) for part in comparisons(recipe, vocabulary)]
+    recipes = recipes_of_series(recipe, vocabulary)
+    entries = [(part, entry) for part in recipes for entry in plan_comparison(part, vocabulary)]
+    runs = [(entry, count, steps) for part, entry in entries for _, count, steps in least_runs(part, entry)]
+    sizes = grouped((entry.name, entry.size) for _, entry in entries)
     at_once, seeds = workers or runs_at_once(recipe), len(recipe.seeds)
-    entries = [(part, entry) for part, planned in parts for entry in planned]
-    runs = [(entry, count, steps) for part, entry in entries for _, count, steps in announced_runs(part, entry)]
-    sized = grouped((entry.name, entry.size) for _, entry in entries)
     final, total = seeds * len(entries), sum(count for _, count, _ in runs)
-    tokens = sorted({part.steps * part.train.tokens_per_step for part, _ in parts})
-    several = f" at {len(parts)} sizes or budgets" * (len(parts) > 1)
-    tuning = f" and {total - final} to tune" * (total > final)
+    tokens = sorted({part.steps * part.train.tokens_per_step for part in recipes})
+    several = f" at {len(recipes)} sizes or budgets" * (len(recipes) > 1)
+    tuning = f" and at least {total - final} to tune" * (total > final)  # grids grow where the best is at an end
     return {
-        "runs": f"{len(sized)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
-        "parameters": _parameter_text(sized) + _matched(entries),
-        "tokens": f"{_range(tokens)} a run of {_text(recipe.train)}",
-        "time": _time(runs, vocabulary, at_once) if timed else "not estimated: runs are on other machines",
-        "disk": _disk([entry for _, entry in entries], seeds, at_once),
+        "runs": f"{len(sizes)} entries on {seeds} seed{'s' * (seeds > 1)}{several}: {final}{tuning}, {at_once} at once",
+        "parameters": _parameter_text(sizes) + _resized_text(entries),
+        "tokens": f"{_range(tokens)} a run of {_data_name(recipe.train)}",
+        "time": _time_text(runs, vocabulary, at_once) if timed else "not estimated: runs are on other machines",
+        "disk": _disk_text([entry for _, entry in entries], seeds, at_once),
     }
 
 
-def _tokens(settings: TrainSettings, steps: int) -> float:
-    """Return the tokens of a run of so many steps; an evaluated token counts a third."""
+def _timed_tokens(settings: TrainSettings, steps: int) -> float:
+    """Return the tokens that take a run's time; an evaluated token counts a third."""
     evaluations = steps // (settings.eval_every or steps) + 1
     evaluated = evaluations * (settings.data.max_validation_tokens or settings.eval_start_tokens or 0)
     return steps * settings.tokens_per_step + evaluated / 3
 
 
-def _time(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None, at_once: int) -> str:
+def _time_text(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None, at_once: int) -> str:
     """Estimate the time of all runs from steps of the first dense model and of the first with operators.
 
     ``runs``: an entry, how many runs it has, and the steps of each.
     """
     if vocabulary is None:
         return "not estimated: inputs are vectors"
-    known: dict[bool, tuple[float, int]] = {}
+    timed: dict[bool, tuple[float, int]] = {}
     seconds = 0.0
     for entry, count, steps in runs:
         dense = not entry.settings.operators
-        if dense not in known:
-            known[dense] = (seconds_per_token(entry.settings, vocabulary, entry.size.flops), entry.size.flops)
-        pace, flops = known[dense]
-        seconds += count * _tokens(entry.settings, steps) * pace * max(1.0, entry.size.flops / flops)
+        if dense not in timed:
+            timed[dense] = (seconds_per_token(entry.settings, vocabulary, entry.size.flops), entry.size.flops)
+        pace, flops = timed[dense]
+        seconds += count * _timed_tokens(entry.settings, steps) * pace * max(1.0, entry.size.flops / flops)
     seconds /= max(1, min(at_once, sum(count for _, count, _ in runs)))
     whole = any(entry.settings.data.max_validation_tokens is None for entry, _, _ in runs)
     evaluation = ", and evaluation on the whole validation text" if whole else ""
     return f"{duration(seconds)}, by steps timed now{evaluation}"
 
 
-def _parameter_text(entries: dict[str, list[Size]]) -> str:
+def _parameter_text(sizes_by_name: dict[str, list[Size]]) -> str:
     """Return parameters and FLOPs of each model, least to most if it has several sizes."""
     return "; ".join(
-        f"{name} {_range([size.parameters for size in each])} ({_range([size.flops for size in each])} FLOPs per token)"
-        for name, each in entries.items()
+        f"{name} {_range([size.parameters for size in sizes])} "
+        f"({_range([size.flops for size in sizes])} FLOPs per token)"
+        for name, sizes in sizes_by_name.items()
     )
 
 
-def _matched(entries: Sequence[tuple[CompareSettings, Planned]]) -> str:
+def _resized_text(entries: Sequence[tuple[CompareSettings, Planned]]) -> str:
     """Return the operators that matching has resized, with their settings."""
     resized = grouped(
         (entry.name, str(config))
@@ -110,7 +112,7 @@ def _matched(entries: Sequence[tuple[CompareSettings, Planned]]) -> str:
         for pattern, config in entry.settings.operator_configs.items()
         if config != written[pattern]
     )
-    return "".join(f"; matched by {name}: {', '.join(dict.fromkeys(each))}" for name, each in resized.items())
+    return "".join(f"; matched by {name}: {', '.join(dict.fromkeys(configs))}" for name, configs in resized.items())
 
 
 def _range(values: Sequence[int]) -> str:
@@ -118,11 +120,11 @@ def _range(values: Sequence[int]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _text(settings: TrainSettings) -> str:
+def _data_name(settings: TrainSettings) -> str:
     return f"{settings.data.data} ({settings.data.tokenizer})"
 
 
-def _disk(entries: Sequence[Planned], seeds: int, at_once: int) -> str:
+def _disk_text(entries: Sequence[Planned], seeds: int, at_once: int) -> str:
     """Estimate the disk for models that are kept and, while it runs, for checkpoints with optimiser states."""
     saved_bytes = sum(seeds * 4 * entry.size.parameters for entry in entries if entry.settings.save_model) + 5e6
     largest = max(entry.size.parameters for entry in entries)

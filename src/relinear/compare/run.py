@@ -1,49 +1,43 @@
 """Run a comparison: match sizes, tune, train every entry on every seed, measure speed; resumes at any point."""
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from relinear.compare.engine import Engine, Run, Search, run_search, side_by_side
+from relinear.compare.engine import Engine, run_search, side_by_side
+from relinear.compare.entry import Choice, EntrySearch, least_runs
 from relinear.compare.executors import executor_at
 from relinear.compare.folder import (
     NGRAM,
-    RUNS,
     SPEED,
-    TUNING,
     claimed_folder,
     comparison_folder,
     read_losses,
     recipe_of,
+    seed_folder,
 )
 from relinear.compare.gaps import gap
 from relinear.compare.match import Planned, plan_comparison
 from relinear.compare.results import comparison_result, count_ngrams, entry_result, seed_run
 from relinear.compare.scaling import scale_results
-from relinear.compare.schema import RESULTS, SCALE, DivergedEntry, Ngram, Provenance, Results, Speed, Tuning
-from relinear.compare.series import comparison_at, comparisons, series_results
-from relinear.compare.settings import CompareSettings, Tune, lasting
+from relinear.compare.schema import RESULTS, SCALE, DivergedEntry, EntryResult, Ngram, Provenance, Results, Speed
+from relinear.compare.series import recipe_at, recipes_of_series, series_results
+from relinear.compare.settings import CompareSettings
 from relinear.compare.speed import measure_speed
-from relinear.compare.tune import Trials, check_neighbours, grid_search, one_rate
 from relinear.data import prepare_data
 from relinear.data.corpora import open_corpus
 from relinear.data.tokenizers import expected_vocabulary
 from relinear.deprecated import warn_renamed, with_new_columns
-from relinear.models import locate_model, preset_config, preset_names
+from relinear.models import locate_model, preset_names
 from relinear.system.files import read_json, write_json
 from relinear.system.machine import available_cores
 from relinear.system.progress import ProgressCallback, no_progress
-from relinear.training.fitting import NonFiniteLossError, training_device
-from relinear.training.run import RUN, read_result
-from relinear.training.settings import TrainSettings
+from relinear.training.fitting import training_device
+from relinear.training.run import read_result
 
 T = TypeVar("T")
-#: in an entry's folder there: the rates at which final runs diverged
-DIVERGED_FILE = "diverged.json"
 
 
 def compare(
@@ -61,8 +55,7 @@ def compare(
 
     ``out_dir`` gets ``run.json`` (recipe, sizes, machine), ``tuning/`` and ``runs/ENTRY/seed-N/`` (a run's own
     ``run.json``, ``metrics.jsonl`` and ``block_losses.npy``), ``ngram.json``, ``speed.json`` and, at the end,
-    ``results.json``. Started again with the same
-    recipe it resumes, or returns the results if it had ended.
+    ``results.json``. Started again with the same recipe it resumes, or returns the results if it had ended.
 
     Args:
         recipe: ``CompareSettings`` or a mapping of them.
@@ -92,7 +85,7 @@ def compare(
     if workers is None:
         workers = runs_at_once(recipe) if executor is None else 0
     with executor_at(executor, workers, out_dir.resolve(), slurm or {}) as pool:
-        return comparison(recipe, out_dir, Engine(pool, workers, on_progress), overwrite)
+        return run_comparison(recipe, out_dir, Engine(pool, workers, on_progress), overwrite)
 
 
 def runs_at_once(recipe: CompareSettings) -> int:
@@ -103,38 +96,47 @@ def runs_at_once(recipe: CompareSettings) -> int:
     return max(1, available_cores() // settings.threads)
 
 
-def comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> Results:
+def run_comparison(recipe: CompareSettings, out_dir: Path, engine: Engine, overwrite: bool = False) -> Results:
     """Check everything, then lock ``out_dir`` and run the comparison, unless it has ended."""
     path = out_dir / (RESULTS if recipe.sizes is None else SCALE)
     comparison_folder(out_dir).check(recipe.model_dump(mode="json"), overwrite=overwrite)
     if path.is_file() and not overwrite:
         return with_new_columns(read_json(path))
-    for name in recipe.entries:
-        locate_model(recipe.settings_of(name).model)
-        _check_tunable(recipe, name)
-        if recipe.settings_of(name).data != recipe.train.data:
-            raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
+    _check_entries(recipe)
     open_corpus(recipe.train.data)
     vocabulary = expected_vocabulary(recipe.train.data.tokenizer)
-    sized = [recipe] if recipe.budgets else comparisons(recipe, vocabulary)  # sizes are the same at every budget
-    for each in sized:
-        planned = plan_comparison(each, vocabulary, engine.on_progress)  # what cannot be matched is refused in seconds
+    # sizes are the same at every budget
+    sized_recipes = [recipe] if recipe.budgets else recipes_of_series(recipe, vocabulary)
+    for sized_recipe in sized_recipes:  # what cannot be matched is refused in seconds
+        planned = plan_comparison(sized_recipe, vocabulary, engine.on_progress)
     data = prepare_data(recipe.train.data, on_progress=engine.on_progress)
     if data.vocab_size != vocabulary:  # of a small text bpe:N has fewer entries
-        planned = plan_comparison(sized[-1], data.vocab_size, engine.on_progress)
-    with claimed_folder(recipe, out_dir, planned, data, overwrite) as started:
+        planned = plan_comparison(sized_recipes[-1], data.vocab_size, engine.on_progress)
+    with claimed_folder(recipe, out_dir, planned, data, overwrite) as run_record:
+        provenance = recorded_provenance(run_record)
         _, key, values = recipe.series
         if not values:
-            return _Comparison(recipe, out_dir, planned, data, engine, started).results()
+            return _SizedComparison(recipe, out_dir, planned, data, engine, provenance).results()
         results: list[Results] = []
         for index, value in enumerate(values):
-            at_value = comparison_at(recipe, index, data.vocab_size, results)
-            results.append(comparison(at_value, out_dir / key / str(value), engine))
-        made = recorded_provenance(started)
+            recipe_at_value = recipe_at(recipe, index, data.vocab_size, results)
+            results.append(run_comparison(recipe_at_value, out_dir / key / str(value), engine))
         if recipe.sizes is None:
-            return load_or_make_json(path, lambda: series_results(recipe, results, made))
-        scaled: Any = load_or_make_json(path, lambda: scale_results(recipe, out_dir, results, made))
+            return load_or_make_json(path, lambda: series_results(recipe, results, provenance))
+        scaled: Any = load_or_make_json(path, lambda: scale_results(recipe, out_dir, results, provenance))
         return scaled
+
+
+def _check_entries(recipe: CompareSettings) -> None:
+    """Refuse models that do not exist, or whose weights would be drawn anew, and entries with a corpus of their own."""
+    for name in recipe.entries:
+        settings = recipe.settings_of(name)
+        locate_model(settings.model)
+        if recipe.tunes_initialisation(name) and settings.model not in preset_names():
+            brings = f"{settings.model!r} brings its weights"
+            raise ValueError(f"{name}: tune.initializer_range is for presets, drawn anew; {brings}")
+        if settings.data != recipe.train.data:
+            raise ValueError(f"entries.{name}.set changes the data; all entries of a comparison share one corpus")
 
 
 def load_or_make_json(path: Path, make: Callable[[], T]) -> T:
@@ -144,227 +146,44 @@ def load_or_make_json(path: Path, make: Callable[[], T]) -> T:
     return with_new_columns(read_json(path))
 
 
-def recorded_provenance(record: Mapping[str, Any]) -> Provenance:
+def recorded_provenance(run_record: Mapping[str, Any]) -> Provenance:
     """Return the part of ``run.json`` that results repeat."""
-    return {"recipe": recipe_of(record), "machine": record["machine"], "command": record["command"]}
-
-
-def _check_tunable(recipe: CompareSettings, name: str) -> None:
-    """Refuse a search over initialisations of a pretrained model."""
-    tuned = recipe.tune is not None and recipe.tune.initializer_range is not None
-    model = recipe.settings_of(name).model
-    if tuned and recipe.entries[name].learning_rate is None and model not in preset_names():
-        raise ValueError(f"{name}: tune.initializer_range is for presets, drawn anew; {model!r} brings its weights")
-
-
-class _Choice(NamedTuple):
-    """Hold an entry at its size, the settings of its final runs, and its tuning as in ``results.json``, if any.
-
-    rates: that were tried with these settings, and at which training did not diverge.
-    """
-
-    planned: Planned
-    settings: TrainSettings
-    tuning: Tuning | None = None
-    rates: Collection[float] = ()
-
-
-def _with_rate(settings: TrainSettings, rate: float, initializer_range: float | None) -> TrainSettings:
-    """Return ``settings`` at a learning rate and, unless it is None, an initialisation."""
-    overrides = dict(settings.model_overrides)
-    if initializer_range is not None:
-        overrides["initializer_range"] = initializer_range
-    return settings.replace(learning_rate=rate, model_overrides=overrides)
-
-
-def _with_warmup(settings: TrainSettings, ratio: float | None) -> TrainSettings:
-    """Return ``settings`` with a warm-up of that share of the steps; None leaves it unchanged."""
-    return settings if ratio is None else settings.replace(warmup_steps=None, warmup_ratio=ratio)
-
-
-#: short runs of a recipe that does not tune: they choose how files of one size are made
-_TUNE_BITS_ONLY = Tune(check_full_length=False)
-
-
-def announced_runs(recipe: CompareSettings, planned: Planned) -> list[tuple[str, int, int]]:
-    """Return the planned runs of an entry: "train" or "tune", how many, and the steps of each."""
-    tune, settings = recipe.tune or _TUNE_BITS_ONLY, planned.settings
-    runs = [("train", len(recipe.seeds), settings.steps)]
-    rates_tuned = recipe.tune is not None and recipe.entries[planned.name].learning_rate is None
-    if rates_tuned or planned.candidates:
-        trials = len(tune.learning_rates) + len(tune.initializer_range or ()) if rates_tuned else 1
-        trials *= len(tune.warmup_ratio or (None,)) * len(planned.candidates or (planned,))
-        runs.append(("tune", trials, lasting(settings, tune.fraction).steps))
-    return [*runs, ("tune", 3, settings.steps)] if tune.check_full_length else runs
+    return {"recipe": recipe_of(run_record), "machine": run_record["machine"], "command": run_record["command"]}
 
 
 @dataclasses.dataclass
-class _Comparison:
-    """Run a comparison whose sizes are known. started: the record in ``run.json``."""
+class _SizedComparison:
+    """Run a comparison of entries at their final sizes, on the packed ``data``."""
 
     recipe: CompareSettings
     out_dir: Path
     planned: list[Planned]
     data: Any
     engine: Engine
-    started: Mapping[str, Any]
+    provenance: Provenance
 
     def results(self) -> Results:
         """Tune and train all entries, then measure speed and collect the results."""
-        for planned in self.planned:  # a search goes on beyond its grid where the best lies at an end
-            for stage, count, steps in announced_runs(self.recipe, planned):
+        for planned in self.planned:
+            for stage, count, steps in least_runs(self.recipe, planned):
                 self.engine.plan(stage, count, steps)
-        choices = run_search(side_by_side([self._entry(planned) for planned in self.planned]), self.engine.run_round)
-        diverged = [choice for choice in choices if not isinstance(choice, _Choice)]
-        chosen = {choice.planned.name: choice for choice in choices if isinstance(choice, _Choice)}
-        if not chosen:
-            raise ValueError("; ".join(f"{each['name']}: {each['text']}" for each in diverged))
-        counted, speed = None, dict[str, Speed]()
+        searches = [EntrySearch(self.recipe, planned, self.out_dir).run() for planned in self.planned]
+        outcomes = run_search(side_by_side(searches), self.engine.run_round)
+        diverged = [outcome for outcome in outcomes if not isinstance(outcome, Choice)]
+        choices = {outcome.planned.name: outcome for outcome in outcomes if isinstance(outcome, Choice)}
+        if not choices:
+            raise ValueError("; ".join(f"{entry['name']}: {entry['text']}" for entry in diverged))
+        ngram, speeds = None, dict[str, Speed]()
         if self.recipe.ngram_order is not None:
-            self.engine.report("ngram", f"counting {self.recipe.ngram_order}-grams")
-            counted = load_or_make_json(self.out_dir / NGRAM, lambda: count_ngrams(self.recipe, self.data))
+            self.engine.report_stage("ngram", f"counting {self.recipe.ngram_order}-grams")
+            ngram = load_or_make_json(self.out_dir / NGRAM, lambda: count_ngrams(self.recipe, self.data))
         if self.recipe.speed.seconds and self.data.vocab_size is not None:  # timed on tokens
-            speed = load_or_make_json(self.out_dir / SPEED, lambda: self._speed(chosen))
-        return load_or_make_json(self.out_dir / RESULTS, lambda: self._results(chosen, diverged, counted, speed))
+            speeds = load_or_make_json(self.out_dir / SPEED, lambda: self._speeds(choices))
+        return load_or_make_json(self.out_dir / RESULTS, lambda: self._collected(choices, diverged, ngram, speeds))
 
-    def _results(
-        self,
-        chosen: Mapping[str, _Choice],
-        diverged: list[DivergedEntry],
-        counted: Ngram | None,
-        speed: Mapping[str, Speed],
-    ) -> Results:
-        recipe, entries = self.recipe, []
-        losses = {name: [read_losses(self._folder(name, seed)) for seed in recipe.seeds] for name in chosen}
-        reference = losses.get(str(recipe.reference))
-        for name, choice in chosen.items():
-            results = [read_result(self._folder(name, seed)) for seed in recipe.seeds]
-            runs = list(map(seed_run, recipe.seeds, results, losses[name]))
-            tuning: Any = choice.tuning and {key: value for key, value in choice.tuning.items() if value is not None}
-            to_reference = None if reference is None or name == recipe.reference else gap(losses[name], reference)
-            more = speed.get(name), recipe.entries[name].dense, to_reference
-            entries.append(entry_result(choice.planned, choice.settings, tuning, runs, *more))
-        made = recorded_provenance(self.started)
-        return comparison_result(recipe, self.data, self.planned, entries, made, counted, diverged)
-
-    # An entry
-
-    def _entry(self, planned: Planned) -> Search[_Choice | DivergedEntry]:
-        """Tune an entry, then train it on every seed; if a final run diverges, all take a lower rate."""
-        name = planned.name
-        try:
-            tuned = _Choice(planned, planned.settings)
-            if self.recipe.tune is not None or planned.candidates:
-                tuned = yield from self._tuned(planned, self.recipe.tune or _TUNE_BITS_ONLY)
-            while True:
-                choice = self._next_lower_rate(name, tuned)
-                losses = yield [self._final(name, choice, seed) for seed in self.recipe.seeds]
-                if all(map(math.isfinite, losses)):
-                    return choice
-                rate = choice.settings.learning_rate
-                if tuned.tuning is None:
-                    raise NonFiniteLossError(f"training diverged at the learning rate {rate:g}")
-                write_json(self.out_dir / TUNING / name / DIVERGED_FILE, sorted({*self._rejected(name), rate}))
-        except NonFiniteLossError as error:
-            return {"name": name, "text": str(error)}
-
-    def _tuned(self, planned: Planned, tune: Tune) -> Search[_Choice]:
-        """Return the best rate, initialisation, warm-up and bits, by short runs and runs of full length."""
-        settings, rate, initializer_range, ratio = planned.settings, planned.settings.learning_rate, None, None
-        tuning: Any = {}
-        trials, rates, several_bits = None, set[float](), len(planned.candidates) > 1
-        rates_tuned = self.recipe.tune is not None and self.recipe.entries[planned.name].learning_rate is None
-        if rates_tuned or planned.candidates:
-            tunes_warmup = rates_tuned and not self.recipe.keeps_warmup(planned.name)
-            ratios = (tune.warmup_ratio or (None,)) if tunes_warmup else (None,)
-            preset_range = None
-            if tune.initializer_range is not None and not self.recipe.keeps_initialisation(planned.name):
-                preset_range = preset_config(settings.model, **settings.model_overrides).initializer_range
-            starts = [(ratio, each) for ratio in ratios for each in planned.candidates or (planned,)]
-            searches = [self._trials(planned.name, each.settings, tune.fraction, ratio) for ratio, each in starts]
-            search = functools.partial(grid_search, tune, initializer_range=preset_range)
-            if not rates_tuned:
-                search = functools.partial(one_rate, rate=rate)
-            results = yield from side_by_side([search(trials=trials) for trials in searches])
-            searched = zip(results, searches, starts, strict=True)
-            best_result, trials, (ratio, planned) = min(searched, key=lambda each: each[0].loss)
-            settings = planned.settings
-            if not math.isfinite(best_result.loss):
-                grid = list(tune.learning_rates)
-                raise NonFiniteLossError(
-                    f"training diverged at every learning rate of {grid}; lower tune.learning_rates"
-                )
-            rate, initializer_range = best_result.rate, best_result.initializer_range
-            rates = trials.sound_rates(initializer_range)
-            tuning = {"trials": [row for each in searches for row in each.rows()], "edge": best_result.edge}
-            tuning |= {"initializer_edge": best_result.initializer_edge, "warmup_ratio": ratio, "bits": settings.bits}
-            fewest = settings.bits != 2 and settings.bits == min(self.recipe.match.bits)
-            tuning["bits_edge"] = fewest if several_bits else None
-            if ratio is not None:  # with two of them each is an end
-                tuning["warmup_edge"] = len(ratios) > 2 and ratio in (ratios[0], ratios[-1])
-        if tune.check_full_length:
-            if trials is None or tune.fraction < 1:  # else tuning's own are of full length
-                trials = self._trials(planned.name, settings, 1.0, ratio, full=True)
-            full = yield from check_neighbours(tune, trials, rate, initializer_range)
-            rates |= trials.sound_rates(initializer_range)
-            full_length = {"trials": trials.rows(), "from": rate, "moved": full.rate != rate, "edge": full.edge}
-            # report the edge for the rate that is used
-            tuning = {"trials": [], **tuning, "edge": full.edge, "full_length": full_length}
-            rate = full.rate
-        chosen = _with_rate(_with_warmup(settings, ratio), rate, initializer_range)
-        tuning = tuning and tuning | {"diverged": None, "initializer_range": initializer_range}
-        return _Choice(planned, chosen, tuning or None, rates)
-
-    def _rejected(self, name: str) -> list[float]:
-        """Return the rates at which a final run of an entry diverged."""
-        path = self.out_dir / TUNING / name / DIVERGED_FILE
-        return read_json(path) if path.is_file() else []
-
-    def _next_lower_rate(self, name: str, choice: _Choice) -> _Choice:
-        """Return ``choice``, or the next lower rate that was tried and at which no final run has diverged."""
-        diverged = sorted(self._rejected(name), reverse=True)
-        if choice.tuning is None or choice.settings.learning_rate not in diverged:
-            return choice
-        lower = [rate for rate in choice.rates if rate < diverged[-1]]
-        if not lower:
-            at = ", ".join(f"{rate:g}" for rate in diverged)
-            advice = "no lower learning rate was tried; lower tune.learning_rates"
-            raise NonFiniteLossError(f"final runs diverged at {at}, and {advice}")
-        settings = choice.settings.replace(learning_rate=max(lower))
-        return choice._replace(settings=settings, tuning=choice.tuning | {"diverged": diverged})
-
-    def _trials(
-        self, name: str, settings: TrainSettings, fraction: float, ratio: float | None, full: bool = False
-    ) -> Trials:
-        """Return the runs of a search of an entry at one warm-up, of ``fraction`` times the steps."""
-        short = lasting(_with_warmup(settings, ratio), fraction)
-        short = short.replace(seed=(self.recipe.tune or _TUNE_BITS_ONLY).seed, eval_every=0, save_model=False)
-        # what the search differs in from others of the entry: in the names of folders, and in rows
-        prefix, common = "full-length-" * full, dict[str, Any](steps=short.steps, seed=short.seed)
-        prefix += "" if short.bits is None else f"{short.bits}-bits-"
-        prefix += "" if ratio is None else f"warmup-{ratio:g}-"
-        common |= {key: v for key, v in (("warmup_ratio", ratio), ("bits", short.bits)) if v is not None}
-
-        def run(rate: float, initializer_range: float | None, folder: Path) -> Run:
-            what = f"tuning {name}, learning rate {folder.name}"
-            return Run("tune", what, _with_rate(short, rate, initializer_range), folder)
-
-        return Trials(self.out_dir / TUNING / name, run, prefix, common)
-
-    def _folder(self, name: str, seed: int) -> Path:
-        return self.out_dir / RUNS / name / f"seed-{seed}"
-
-    def _final(self, name: str, choice: _Choice, seed: int) -> Run:
-        """Return the run of a seed. A run at a rate at which another seed has since diverged is renamed."""
-        settings, folder = choice.settings.replace(seed=seed), self._folder(name, seed)
-        if (rejected := self._rejected(name)) and (folder / RUN).is_file():
-            rate = read_json(folder / RUN)["settings"]["learning_rate"]
-            if rate in rejected:
-                folder.rename(self.out_dir / TUNING / name / f"given-up-{rate:g}-seed-{seed}")
-        return Run("train", name if len(self.recipe.seeds) == 1 else f"{name}, seed {seed}", settings, folder)
-
-    def _speed(self, chosen: Mapping[str, _Choice]) -> dict[str, Speed]:
-        settings = {name: choice.settings.model_dump(mode="json") for name, choice in chosen.items()}
+    def _speeds(self, choices: Mapping[str, Choice]) -> dict[str, Speed]:
+        """Measure the speed of every entry, as ratios to dense at full size."""
+        settings = {name: choice.settings.model_dump(mode="json") for name, choice in choices.items()}
         full = [name for name in settings if (entry := self.recipe.entries[name]).dense and entry.resizing == "fixed"]
         reference = full[0] if full else "dense at full size"
         if not full:
@@ -372,5 +191,26 @@ class _Comparison:
             settings[reference] = self.recipe.train.model_dump(mode="json") | {"warmup_steps": None}
         speed = self.recipe.speed
         arguments = settings, reference, self.data.vocab_size, speed.seconds, speed.rounds
-        self.engine.report("speed", "measuring speed, all models in turn")
+        self.engine.report_stage("speed", "measuring speed, all models in turn")
         return self.engine.executor.submit(measure_speed, *arguments).result()
+
+    def _collected(
+        self,
+        choices: Mapping[str, Choice],
+        diverged: list[DivergedEntry],
+        ngram: Ngram | None,
+        speeds: Mapping[str, Speed],
+    ) -> Results:
+        """Return ``results.json`` from what the final runs have left."""
+        recipe, entries = self.recipe, list[EntryResult]()
+        folders = {name: [seed_folder(self.out_dir, name, seed) for seed in recipe.seeds] for name in choices}
+        losses = {name: list(map(read_losses, folders[name])) for name in choices}
+        reference = losses.get(str(recipe.reference))
+        for name, choice in choices.items():
+            tuning: Any = {key: value for key, value in choice.tuning.items() if value is not None} or None
+            runs = list(map(seed_run, recipe.seeds, map(read_result, folders[name]), losses[name]))
+            to_reference = None if reference is None or name == recipe.reference else gap(losses[name], reference)
+            dense = recipe.entries[name].dense
+            entry = entry_result(choice.planned, choice.settings, tuning, runs, speeds.get(name), dense, to_reference)
+            entries.append(entry)
+        return comparison_result(recipe, self.data, self.planned, entries, self.provenance, ngram, diverged)

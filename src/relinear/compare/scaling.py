@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from relinear.compare.folder import RUNS, read_losses
+from relinear.compare.folder import read_losses, seed_folder
 from relinear.compare.gaps import interval, replicates
 from relinear.compare.schema import AXES, FORMAT, Provenance, Results
 from relinear.compare.settings import CompareSettings
@@ -91,8 +91,8 @@ def _replicated(recipe: CompareSettings, out_dir: Path, name: str, points: Seque
     """
     rows = []
     for point in points:
-        runs = out_dir / "sizes" / str(point["width"]) / RUNS / name
-        losses = [read_losses(runs / f"seed-{s}") for s in recipe.seeds]
+        comparison = out_dir / "sizes" / str(point["width"])
+        losses = [read_losses(seed_folder(comparison, name, seed)) for seed in recipe.seeds]
         rows.append(replicates(np.stack(losses).astype(float)) if losses[1:] else losses[0].mean(keepdims=True))
     # of two or three seeds replicates may lie as far out as below 0, where there is no logarithm; so far out one is all
     # that an interval knows of them

@@ -10,53 +10,53 @@ from typing import Any
 from relinear.compare.folder import now
 from relinear.compare.match import at_width, config_of_preset, measure_size, operator_shapes, scaled_operators
 from relinear.compare.results import tuning_notes
-from relinear.compare.schema import EntryResult, Provenance, Results, SeriesRow
-from relinear.compare.settings import CompareSettings, shortened
+from relinear.compare.schema import Provenance, Results, SeriesRow
+from relinear.compare.settings import CompareSettings, scaled_steps
 
 NARROWER, SHALLOWER = "dense-narrower", "dense-shallower"
 _SHARE = 0.75  # of the width or the depth that the controls keep
 
 
-def comparisons(recipe: CompareSettings, vocab_size: int | None) -> list[CompareSettings]:
-    """Return the comparisons that a recipe consists of: itself, or one for each value of its series."""
-    return [comparison_at(recipe, index, vocab_size) for index in range(len(recipe.series.values))] or [recipe]
+def recipes_of_series(recipe: CompareSettings, vocab_size: int | None) -> list[CompareSettings]:
+    """Return the recipe of each comparison in a series; of a single comparison the recipe itself."""
+    return [recipe_at(recipe, index, vocab_size) for index in range(len(recipe.series.values))] or [recipe]
 
 
-def comparison_at(
+def recipe_at(
     recipe: CompareSettings, index: int, vocab_size: int | None, results: Sequence[Results] = ()
 ) -> CompareSettings:
-    """Return the comparison at one value of a recipe's series.
+    """Return the recipe of the comparison at one value of a series.
 
     Args:
         recipe: with a series.
         index: of the value.
         vocab_size: of the tokenizer.
-        results: of the comparisons at smaller values, whose tuned settings it takes.
+        results: of the comparisons at smaller values, whose tuned settings it takes; none before they have run.
 
     Raises:
         ValueError: for a width if a model is not a preset, or an entry cannot take it.
     """
-    axis, _, sizes = recipe.series
-    value = sizes[index]
-    at = f"at width {value}" if axis == "width" else f"at {value:,} {axis}"
-    values = recipe.model_dump(exclude_unset=True) | {"name": f"{recipe.name} {at}", "budgets": None, "sizes": None}
-    if axis != "width" and value != sizes[-1]:
-        values["speed"] = {"seconds": 0}  # measured once, at the last
+    axis, _, values = recipe.series
+    value, is_last = values[index], index == len(values) - 1
+    name = f"{recipe.name} at width {value}" if axis == "width" else f"{recipe.name} at {value:,} {axis}"
+    recipe_values = recipe.model_dump(exclude_unset=True) | {"name": name, "budgets": None, "sizes": None}
+    if axis != "width" and not is_last:
+        recipe_values["speed"] = {"seconds": 0}  # measured once, at the last
     if axis == "tokens":
-        values |= _at_budget(recipe, index, values, results)
+        recipe_values |= _at_budget(recipe, index, recipe_values, results)
     elif axis == "width":
-        values |= _at_width(recipe, value, values, vocab_size)
+        recipe_values |= _at_width(recipe, value, recipe_values, vocab_size)
     else:
-        values["match"] = recipe.match.model_dump() | {"to": value}
-        if value != sizes[-1]:
-            values["ngram"] = None  # counted once
-    return CompareSettings.load(values, values["name"])
+        recipe_values["match"] = recipe.match.model_dump() | {"to": value}
+        if not is_last:
+            recipe_values["ngram"] = None  # counted once
+    return CompareSettings.load(recipe_values, name)
 
 
 def series_results(recipe: CompareSettings, results: Sequence[Results], provenance: Provenance) -> Results:
     """Return the results of the last comparison, with a row for each in ``budgets`` or ``sizes``."""
     axis, key, values = recipe.series
-    rows = [series_row(axis, value, key, each) for value, each in zip(values, results, strict=True)]
+    rows = [series_row(axis, value, key, at_value) for value, at_value in zip(values, results, strict=True)]
     notes = results[-1]["notes"] + (_budget_notes(recipe, rows) if recipe.budgets else [])
     whole: Any = {**results[-1], **provenance, "name": recipe.name, key: rows, "notes": notes, "finished": now()}
     return whole
@@ -82,45 +82,48 @@ def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
 
 
 def _at_budget(
-    recipe: CompareSettings, index: int, values: dict[str, Any], results: Sequence[Results]
+    recipe: CompareSettings, index: int, recipe_values: dict[str, Any], results: Sequence[Results]
 ) -> dict[str, Any]:
-    """Return the changes in ``values`` at one budget, with what smaller budgets have found."""
+    """Return the changes in ``recipe_values`` at one budget, with what smaller budgets have found."""
     budgets, tune = recipe.budgets or (), recipe.tune
-    share = budgets[index] / budgets[-1]
-    train = shortened(values.get("train", {}), share)
+    ratio = budgets[index] / budgets[-1]
+    train = scaled_steps(recipe_values.get("train", {}), ratio)
     entries = {
-        name: entry | {"set": shortened(entry.get("set", {}), share)} for name, entry in values["entries"].items()
+        name: entry | {"set": scaled_steps(entry.get("set", {}), ratio)}
+        for name, entry in recipe_values["entries"].items()
     }
     changes: dict[str, Any] = {"tokens": budgets[index], "train": train, "entries": entries}
     if tune is not None and tune.at == "smallest" and index:
-        chosen: dict[str, dict[str, float]] = {}
-        for entry in (entry for each in results for entry in each["entries"]):
-            chosen.setdefault(entry["name"], {}).update(_choice(entry))
+        # before any budget has run, as in a dry run, every entry counts as tuned there
+        tuned = _tuned_settings(results) or {name: {"learning_rate": recipe.train.learning_rate} for name in entries}
         checked = index == 1 or tune.check_full_length
-        diverged = set(entries) - set(chosen)  # at the smaller budgets: they are tuned anew
+        diverged = set(entries) - set(tuned)  # at the smaller budgets: they are tuned anew
         changes["entries"] = {
-            name: _with_choice(entry, chosen[name]) if name in chosen else entry for name, entry in entries.items()
+            name: _with_tuned(entry, tuned[name]) if name in tuned else entry for name, entry in entries.items()
         }
         changes["tune"] = tune.model_dump() | {"check_full_length": checked} if checked or diverged else None
     return changes
 
 
-def _with_choice(entry: dict[str, Any], choice: Mapping[str, float]) -> dict[str, Any]:
+def _tuned_settings(results: Sequence[Results]) -> dict[str, dict[str, float]]:
+    """Return, for each entry, what tuning has found in any of ``results``; later ones have precedence."""
+    settings: dict[str, dict[str, float]] = {}
+    for entry in (entry for at_value in results for entry in at_value["entries"]):
+        tuning: Any = entry["tuning"] or {}
+        tuned = {key: tuning[key] for key in ("initializer_range", "warmup_ratio") if key in tuning}
+        settings.setdefault(entry["name"], {}).update(tuned, learning_rate=entry["learning_rate"])
+    return settings
+
+
+def _with_tuned(entry: dict[str, Any], tuned: Mapping[str, float]) -> dict[str, Any]:
     """Return an entry with the learning rate and, if they were tuned, the initialisation and the warm-up."""
-    change: dict[str, float | None] = {}
-    if "initializer_range" in choice:
+    changes: dict[str, float | None] = {}
+    if "initializer_range" in tuned:
         # by its dotted name: the overrides that all entries share stay as they are
-        change["model_overrides.initializer_range"] = choice["initializer_range"]
-    if "warmup_ratio" in choice:
-        change |= {"warmup_ratio": choice["warmup_ratio"], "warmup_steps": None}
-    return entry | {"learning_rate": choice["learning_rate"], "set": entry["set"] | change}
-
-
-def _choice(entry: EntryResult) -> dict[str, float]:
-    """Return the tuned settings in an entry's results."""
-    tuned: Any = entry["tuning"] or {}
-    chosen = {key: tuned[key] for key in ("initializer_range", "warmup_ratio") if key in tuned}
-    return {"learning_rate": entry["learning_rate"]} | chosen
+        changes["model_overrides.initializer_range"] = tuned["initializer_range"]
+    if "warmup_ratio" in tuned:
+        changes |= {"warmup_ratio": tuned["warmup_ratio"], "warmup_steps": None}
+    return entry | {"learning_rate": tuned["learning_rate"], "set": entry["set"] | changes}
 
 
 def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
@@ -148,38 +151,42 @@ def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
 # Widths
 
 
-def _at_width(recipe: CompareSettings, width: int, values: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
-    """Return the changes in ``values`` at one width: all entries scaled from the recipe's, and the two dense controls.
+def _at_width(
+    recipe: CompareSettings, width: int, recipe_values: dict[str, Any], vocab_size: int | None
+) -> dict[str, Any]:
+    """Return the changes in ``recipe_values`` at one width: all entries scaled, and the two dense controls.
 
     Widths, MLPs and operators grow by the same factor, heads and depth stay, as does an operator without a size.
     """
-    factor = width / _config(recipe, str(recipe.reference)).hidden_size
+    factor = width / _model_config(recipe, str(recipe.reference)).hidden_size
     entries: dict[str, Any] = {}
-    for name, entry in values["entries"].items():
-        scaled_width = round(factor * _config(recipe, name).hidden_size)
-        entries[name] = entry | _scaled(recipe, name, scaled_width, factor, vocab_size)
+    for name, entry in recipe_values["entries"].items():
+        scaled_width = round(factor * _model_config(recipe, name).hidden_size)
+        entries[name] = entry | _entry_at_width(recipe, name, scaled_width, factor, vocab_size)
     reference = next(name for name, entry in recipe.entries.items() if entry.dense)
     changes: dict[str, Any] = {"entries": entries | _controls(recipe, reference, width, vocab_size)}
     per_parameter = recipe.sizes.tokens_per_parameter if recipe.sizes else None
     if per_parameter is not None:
-        sized = CompareSettings.load(values | changes).settings_of(reference)
+        sized = CompareSettings.load(recipe_values | changes).settings_of(reference)
         changes["tokens"] = max(1, round(per_parameter * measure_size(sized, vocab_size).parameters))
     return changes
 
 
-def _config(recipe: CompareSettings, name: str) -> Any:
+def _model_config(recipe: CompareSettings, name: str) -> Any:
     return config_of_preset(recipe.settings_of(name), name)
 
 
-def _scaled(recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None) -> dict[str, Any]:
-    """Return the changes in an entry at ``width``."""
-    settings, config = recipe.settings_of(name), _config(recipe, name)
+def _entry_at_width(
+    recipe: CompareSettings, name: str, width: int, factor: float, vocab_size: int | None
+) -> dict[str, Any]:
+    """Return the changes in an entry at ``width``, with its operators at ``factor`` times their size."""
+    settings, config = recipe.settings_of(name), _model_config(recipe, name)
     if width % config.num_attention_heads:
         raise ValueError(f"{name}: width {width} is not a multiple of its {config.num_attention_heads} heads")
     sized = at_width(settings, config, width)
     entry = recipe.entries[name]
     changes: dict[str, Any] = {"set": _with_overrides(recipe, entry.set, sized.model_overrides)}
-    if settings.operators or recipe.entries[name].operator:
+    if settings.operators or entry.operator:
         operators = scaled_operators(sized, operator_shapes(sized, vocab_size), factor, name)
         changes |= {"operator": None, "target": None, "operators": operators}
     return changes
@@ -198,18 +205,18 @@ def _with_overrides(recipe: CompareSettings, changes: Mapping[str, Any], overrid
 
 def _controls(recipe: CompareSettings, reference: str, width: int, vocab_size: int | None) -> dict[str, Any]:
     """Return a narrower and a shallower dense model, unless the recipe has entries of these names."""
-    settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _config(recipe, reference)
+    settings, entry, config = recipe.settings_of(reference), recipe.entries[reference], _model_config(recipe, reference)
     heads, layers = config.num_attention_heads, config.num_hidden_layers
-    head = width // heads
-    narrow = min(2 * round(_SHARE * head / 2), head - 2)  # rotary embeddings need even heads
-    if narrow < 2 or layers < 2:
+    head_width = width // heads
+    narrower = min(2 * round(_SHARE * head_width / 2), head_width - 2)  # rotary embeddings need even heads
+    if narrower < 2 or layers < 2:
         raise ValueError(f"width {width} with {heads} heads and {layers} layers leaves no smaller dense model")
-    shallow = at_width(settings, config, width).model_overrides
-    shallow |= {"num_hidden_layers": min(round(_SHARE * layers), layers - 1)}
-    shallow.pop("n_layer", None)
+    shallower = at_width(settings, config, width).model_overrides
+    shallower |= {"num_hidden_layers": min(round(_SHARE * layers), layers - 1)}
+    shallower.pop("n_layer", None)
     shared = entry.model_dump(exclude_unset=True)
-    results = {
-        NARROWER: shared | _scaled(recipe, reference, heads * narrow, 1.0, vocab_size),
-        SHALLOWER: shared | {"set": _with_overrides(recipe, entry.set, shallow)},
+    controls = {
+        NARROWER: shared | _entry_at_width(recipe, reference, heads * narrower, 1.0, vocab_size),
+        SHALLOWER: shared | {"set": _with_overrides(recipe, entry.set, shallower)},
     }
-    return {name: control for name, control in results.items() if name not in recipe.entries}
+    return {name: control for name, control in controls.items() if name not in recipe.entries}

@@ -19,8 +19,8 @@ from relinear.system.confidence import seeds_needed
 from relinear.training.settings import TrainSettings
 
 DENSE = "dense"
-#: settings that say where something happens within a run, and move with its length
-_PLACES = ("warmup_steps", "eval_every")
+#: settings in steps that say when something happens within a run
+_STEPS_WITHIN = ("warmup_steps", "eval_every")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
 
@@ -371,14 +371,26 @@ class CompareSettings(Settings):
             return self.ngram
         return 5 if self.train.data.tokenizer == "bytes" else 3
 
-    def keeps_initialisation(self, name: str) -> bool:
-        """Return whether an entry sets its initialisation, which is then not tuned."""
-        overrides = apply_overrides({}, self.entries[name].set).get("model_overrides")
-        return isinstance(overrides, Mapping) and "initializer_range" in overrides
+    @property
+    def search_settings(self) -> Tune:
+        """Return ``tune``; if that is None, the settings of short runs that only choose bits."""
+        return self.tune or Tune(check_full_length=False)
 
-    def keeps_warmup(self, name: str) -> bool:
-        """Return whether an entry sets its warm-up, which is then not tuned."""
-        return not self.entries[name].set.keys().isdisjoint(("warmup_steps", "warmup_ratio"))
+    def tunes_rate(self, name: str) -> bool:
+        """Return whether an entry's learning rate is searched: an entry that sets one keeps it."""
+        return self.tune is not None and self.entries[name].learning_rate is None
+
+    def tunes_initialisation(self, name: str) -> bool:
+        """Return whether an entry's initialisation is searched, with its rate: an entry that sets one keeps it."""
+        overrides = apply_overrides({}, self.entries[name].set).get("model_overrides")
+        sets_own = isinstance(overrides, Mapping) and "initializer_range" in overrides
+        return self.tunes_rate(name) and self.search_settings.initializer_range is not None and not sets_own
+
+    def warmup_grid(self, name: str) -> tuple[float | None, ...]:
+        """Return the warm-ups at which an entry's rate is searched; (None,) is the entry's own alone."""
+        sets_own = not self.entries[name].set.keys().isdisjoint(("warmup_steps", "warmup_ratio"))
+        tuned = self.tunes_rate(name) and not sets_own
+        return (self.search_settings.warmup_ratio if tuned else None) or (None,)
 
     def settings_of(self, name: str) -> TrainSettings:
         """Return the training settings of an entry, at the size that it is written with, for the first seed.
@@ -400,25 +412,24 @@ class CompareSettings(Settings):
         if "steps" not in values:
             values["steps"] = self._steps(_SharedTrainSettings.load(values, location))
             inherited = {key: value for key, value in values.items() if key not in entry.set}
-            values |= shortened(inherited, values["steps"] / self.steps)
+            values |= scaled_steps(inherited, values["steps"] / self.steps)
         settings = TrainSettings.load(values, location)
-        return settings if entry.duration == 1 else lasting(settings, entry.duration)
+        return settings if entry.duration == 1 else scaled_run(settings, entry.duration)
 
 
-def shortened(settings: Mapping[str, Any], share: float) -> dict[str, Any]:
-    """Return a run's settings with its steps scaled to a run of ``share`` times the length."""
-    moved = {key: round(share * settings[key]) for key in _PLACES if settings.get(key)}
-    return dict(settings) | {key: max(1, value) for key, value in moved.items()}
+def scaled_steps(values: Mapping[str, Any], ratio: float) -> dict[str, Any]:
+    """Return written settings with warm-up and evaluations placed in a run of ``ratio`` times the length."""
+    return {**values, **{key: max(1, round(ratio * values[key])) for key in _STEPS_WITHIN if values.get(key)}}
 
 
-def lasting(settings: TrainSettings, fraction: float) -> TrainSettings:
-    """Return a whole run of ``fraction`` times the steps, with warm-up and evaluations scaled alike."""
-    steps = max(1, round(fraction * settings.steps))
+def scaled_run(settings: TrainSettings, ratio: float) -> TrainSettings:
+    """Return a whole run of ``ratio`` times the steps, with warm-up and evaluations scaled alike."""
+    steps = max(1, round(ratio * settings.steps))
     changes: dict[str, Any] = {"steps": steps}
     if settings.warmup_steps is not None:
-        changes["warmup_steps"] = min(steps - 1, round(fraction * settings.warmup_steps))
+        changes["warmup_steps"] = min(steps - 1, round(ratio * settings.warmup_steps))
     if settings.eval_every:
-        changes["eval_every"] = max(1, round(fraction * settings.eval_every))
+        changes["eval_every"] = max(1, round(ratio * settings.eval_every))
     return settings.replace(**changes)
 
 

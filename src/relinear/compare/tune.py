@@ -13,8 +13,8 @@ from relinear.training.fitting import NonFiniteLossError
 
 #: a learning rate, and an initialisation if that is tuned
 Point = tuple[float, float | None]
-#: the losses of values along one coordinate
-Along = Callable[[Sequence[float]], Search[list[float]]]
+#: returns the losses at values of one coordinate, with the other one fixed
+LossesAt = Callable[[Sequence[float]], Search[list[float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,33 +39,33 @@ class Trials:
 
     Args:
         folder: where they are, each in a folder that is named by what it tries.
-        run: (learning rate, initialisation or None, its folder) -> the run.
+        run_at: (learning rate, initialisation or None, its folder) -> the run.
         prefix: of the names of the folders.
-        common: values that rows give for every trial besides its point.
-        known: the losses of trials that have ended, infinite if training diverged.
+        row_values: what every row holds besides its point.
     """
 
     folder: Path
-    run: Callable[[float, float | None, Path], Run]
+    run_at: Callable[[float, float | None, Path], Run]
     prefix: str = ""
-    common: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    known: dict[Point, float] = dataclasses.field(default_factory=dict, init=False)
+    row_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #: of the trials that have ended, infinite if training diverged
+    _losses: dict[Point, float] = dataclasses.field(default_factory=dict, init=False)
 
     def losses(self, points: Sequence[Point]) -> Search[list[float]]:
-        """Return the validation losses at ``points``, after running those not known; infinite if one diverged."""
-        asked = [point for point in dict.fromkeys(points) if point not in self.known]
-        if asked:
-            losses = yield [self.run(*point, self._folder(point)) for point in asked]
-            self.known |= dict(zip(asked, losses, strict=True))
-        return [self.known[point] for point in points]
+        """Return the validation losses at ``points``, infinite where training diverged; new points are run first."""
+        new = [point for point in dict.fromkeys(points) if point not in self._losses]
+        if new:
+            losses = yield [self.run_at(*point, self._folder(point)) for point in new]
+            self._losses |= dict(zip(new, losses, strict=True))
+        return [self._losses[point] for point in points]
 
-    def along_rates(self, initializer_range: float | None) -> Along:
-        """Return the losses over learning rates at one initialisation."""
+    def over_rates(self, initializer_range: float | None) -> LossesAt:
+        """Return what gives the losses at learning rates and one initialisation."""
         return lambda rates: self.losses([(rate, initializer_range) for rate in rates])
 
     def sound_rates(self, initializer_range: float | None) -> set[float]:
         """Return the rates that were tried at one initialisation, and at which training did not diverge."""
-        return {rate for (rate, std), loss in self.known.items() if std == initializer_range and math.isfinite(loss)}
+        return {rate for (rate, std), loss in self._losses.items() if std == initializer_range and math.isfinite(loss)}
 
     def _folder(self, point: Point) -> Path:
         return self.folder / (self.prefix + "-init-".join(f"{value:g}" for value in point if value is not None))
@@ -76,8 +76,8 @@ class Trials:
             {"learning_rate": rate}
             | ({} if std is None else {"initializer_range": std})
             | {"validation_loss": loss if math.isfinite(loss) else None}
-            | self.common
-            for (rate, std), loss in sorted(self.known.items(), key=lambda item: (item[0][1] or 0.0, item[0][0]))
+            | self.row_values
+            for (rate, std), loss in sorted(self._losses.items(), key=lambda item: (item[0][1] or 0.0, item[0][0]))
         ]
 
 
@@ -102,11 +102,11 @@ def _grow(values: list[float], best: float) -> None:
         values.append(float(f"{best * best / values[-2]:.3g}"))
 
 
-def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Search[_Best]:
+def _best_of_grid(grid: Sequence[float], extensions: int, losses_at: LossesAt) -> Search[_Best]:
     """Return the best value of ``grid``, which grows up to ``extensions`` times while the best is at an end."""
     values = list(grid)
     for extension in range(extensions + 1):
-        losses = dict(zip(values, (yield from along(values)), strict=True))
+        losses = dict(zip(values, (yield from losses_at(values)), strict=True))
         value = min(values, key=losses.__getitem__)
         best = _Best(value, losses[value], tuple(values))
         if not math.isfinite(best.loss) or extension == extensions or not best.edge:
@@ -115,23 +115,23 @@ def _at_best(grid: Sequence[float], extensions: int, along: Along) -> Search[_Be
     return best
 
 
-def _descend(grid: Sequence[float], initial: float, moves: int, along: Along) -> Search[_Best]:
+def _descend(grid: Sequence[float], initial: float, moves: int, losses_at: LossesAt) -> Search[_Best]:
     """Move from ``initial`` to the better neighbour, up to ``moves`` times; beyond its ends the grid continues.
 
     Values nearer to an ``initial`` off the grid than a fourth of its step are skipped. Where training diverges at
     ``initial`` and next to it, the search goes down, if need be to the grid's lowest value.
     """
-    apart = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
+    step = (grid[-1] / grid[0]) ** (1 / (len(grid) - 1))
     values, best = list(grid), initial
     if initial not in grid:
-        values = sorted([initial, *(v for v in grid if max(v / initial, initial / v) >= apart**0.25)])
+        values = sorted([initial, *(v for v in grid if max(v / initial, initial / v) >= step**0.25)])
     while True:
         _grow(values, best)
         index = values.index(best)
-        around = values[index - 1 : index + 2]
-        asked = list(dict.fromkeys([best, *around]))
-        losses = dict(zip(asked, (yield from along(asked)), strict=True))
-        better = min(asked, key=losses.__getitem__)
+        neighbourhood = values[index - 1 : index + 2]
+        tried = list(dict.fromkeys([best, *neighbourhood]))
+        losses = dict(zip(tried, (yield from losses_at(tried)), strict=True))
+        better = min(tried, key=losses.__getitem__)
         if not math.isfinite(losses[better]) and best > grid[0]:
             best = values[index - 1]
             continue
@@ -140,7 +140,7 @@ def _descend(grid: Sequence[float], initial: float, moves: int, along: Along) ->
         best, moves = better, moves - 1
         if moves < 0:
             break
-    return _Best(best, losses[best], tuple(around))  # at an end of these where the last move was the last allowed
+    return _Best(best, losses[best], tuple(neighbourhood))  # at an end of these if no move was left
 
 
 def grid_search(settings: Tune, trials: Trials, initializer_range: float | None = None) -> Search[SearchResult]:
@@ -156,20 +156,20 @@ def grid_search(settings: Tune, trials: Trials, initializer_range: float | None 
         initializer_range: the written initialisation; None leaves it out of the search.
     """
     grid, extensions = settings.learning_rates, settings.extensions
-    rate = yield from _at_best(grid, extensions, trials.along_rates(initializer_range))
+    rate = yield from _best_of_grid(grid, extensions, trials.over_rates(initializer_range))
     # where all diverged a still lower rate is the only way on; the grid below its lowest is not searched blindly
     if initializer_range is None or settings.initializer_range is None or not math.isfinite(rate.loss):
         return SearchResult(rate.value, initializer_range, rate.loss, rate.edge)
 
-    def along_spreads(spreads: Sequence[float]) -> Search[list[float]]:
-        return trials.losses([(rate.value, std) for std in spreads])
+    def at_best_rate(stds: Sequence[float]) -> Search[list[float]]:
+        return trials.losses([(rate.value, std) for std in stds])
 
-    std = yield from _at_best(sorted({*settings.initializer_range, initializer_range}), extensions, along_spreads)
-    losses = dict(zip(std.grid, (yield from along_spreads(std.grid)), strict=True))
+    std = yield from _best_of_grid(sorted({*settings.initializer_range, initializer_range}), extensions, at_best_rate)
+    losses = dict(zip(std.grid, (yield from at_best_rate(std.grid)), strict=True))
     rates = {initializer_range: rate}
     for value in sorted(std.grid, key=losses.__getitem__)[:2]:
         if value != initializer_range and math.isfinite(losses[value]):
-            rates[value] = yield from _descend(grid, rate.value, extensions, trials.along_rates(value))
+            rates[value] = yield from _descend(grid, rate.value, extensions, trials.over_rates(value))
     best = min(rates, key=lambda value: rates[value].loss)
     on_edge = best in (std.grid[0], std.grid[-1])
     return SearchResult(rates[best].value, best, rates[best].loss, rates[best].edge, on_edge)
@@ -189,8 +189,8 @@ def check_neighbours(
     Raises:
         NonFiniteLossError: if training diverged at all of them.
     """
-    along = trials.along_rates(initializer_range)
-    best = yield from _descend(settings.learning_rates, rate, settings.extensions, along)
+    losses_at = trials.over_rates(initializer_range)
+    best = yield from _descend(settings.learning_rates, rate, settings.extensions, losses_at)
     if not math.isfinite(best.loss):
         raise NonFiniteLossError(f"training diverged at {rate:g} and the neighbouring rates; lower tune.learning_rates")
     return SearchResult(best.value, initializer_range, best.loss, best.edge)
