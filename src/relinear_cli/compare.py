@@ -1,11 +1,15 @@
 """``relinear compare``: compare operators under one budget."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from relinear_cli import options
+
+if TYPE_CHECKING:
+    from relinear.compare.settings import CompareSettings
 
 
 def command(
@@ -58,15 +62,14 @@ def command(
     **Example:** `relinear compare -o dense -o low_rank:rank=48 -o hdpl:rank=16,blocks=4 --match parameters --steps 300`
     """
     from relinear.compare.folder import comparison_folder
-    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
     from relinear.compare.report import write_report
     from relinear.compare.requirements import compare_requirements
     from relinear.compare.run import compare
-    from relinear.compare.settings import CompareSettings, read_plan
+    from relinear.compare.settings import read_plan
     from relinear_cli.progress import watch
-    from relinear_cli.terminal import print_requirements, print_results
+    from relinear_cli.terminal import print_requirements, print_results, print_scale
 
-    overridden = {
+    chosen = {
         "match.by": match,
         "match.to": size and size.split(","),
         "train.model": model,
@@ -78,29 +81,16 @@ def command(
         "train.compile": compile,
         "train.threads": threads,
     }
-    changes = options.chosen_settings(overridden, overrides)
-    if plan is not None and (recipe is not None or operators or tune or changes):
+    changes, set_changes = options.chosen_settings(chosen, None), options.chosen_settings({}, overrides)
+    if plan is not None and (recipe is not None or operators or tune or changes or set_changes):
         raise ValueError("--plan fixes all settings: combine it only with --out, --workers and --executor")
     placement = options.placement(workers, executor, slurm, partition)
     if plan is recipe is None and not operators:
         raise ValueError("nothing to compare: add --recipe, or --operator at least once; see relinear compare --help")
-    values = {} if recipe is None else read_recipe(recipe)
-    for entry in values.get("entries", {}).values() if match == "bytes" else ():
-        if isinstance(entry, dict) and entry.get("resize") == "fixed":  # fixed for the recipe's match
-            del entry["resize"]
-    if operators:  # they replace the recipe's entries, and settings that name one of those
-        entries: dict[str, Any] = dict(options.named_entries(operators))
-        changes = {"entries": entries} | changes
-        for parent, key in ((values, "reference"), (values.get("match"), "to")):
-            if isinstance(parent, dict) and isinstance(named := parent.get(key), str) and named not in entries:
-                del parent[key]
-    if match in ("parameters", "flops"):  # dense is resized by its width to match the others
-        named = changes.get("entries") or values.get("entries", {})
-        named |= {name: {"resize": "width"} for name, setting in named.items() if setting == "dense"}
-    if tune and not values.get("tune"):  # otherwise the recipe's tuning stays
-        changes = {"tune": {}} | changes
-    values = apply_overrides(values, changes) if recipe is None else change_recipe(values, changes)
-    settings = CompareSettings.load(values, recipe or "settings") if plan is None else read_plan(plan).comparison
+    if plan is not None:
+        settings = read_plan(plan).comparison
+    else:
+        settings = _changed_settings(recipe, changes, set_changes, operators, match, tune)
     options.prepare_process()
     if dry_run or comparison_folder(out).check(settings.model_dump(mode="json"), overwrite=overwrite) is None:
         print_requirements(compare_requirements(settings, workers, timed=executor is None))
@@ -109,5 +99,89 @@ def command(
     with watch(resumable=True) as on_progress:
         results = compare(settings, out, overwrite=overwrite, **placement, on_progress=on_progress)
     report = write_report(out)
-    print_results(results)
+    if settings.sizes is None:
+        print_results(results)
+    else:
+        print_scale(results)
     print(f"\nreport: {report.resolve()}")
+
+
+def _changed_settings(
+    recipe: str | None,
+    changes: dict[str, Any],
+    set_changes: dict[str, Any],
+    operators: list[str] | None,
+    match: str | None,
+    tune: bool,
+) -> "CompareSettings":
+    """Return a recipe's settings with those of the command line; an error names the part with the wrong value.
+
+    Args:
+        recipe: by name or file; None starts from the defaults.
+        changes: of settings, by options. set_changes: by ``--set``, which has precedence.
+        operators, match, tune: options that change more than the setting of their name.
+    """
+    from relinear.compare.recipe import apply_overrides, change_recipe, read_recipe
+    from relinear.compare.settings import CompareSettings
+
+    values = {} if recipe is None else read_recipe(recipe)
+    change = apply_overrides if recipe is None else change_recipe
+    with_options = change(*_with_consequences(values, changes, operators, match, tune))
+    with_all = change(*_with_consequences(values, changes | set_changes, operators, match, tune))
+
+    def is_valid(settings: dict[str, Any]) -> bool:
+        try:
+            CompareSettings.load(settings)
+        except ValueError:
+            return False
+        return True
+
+    try:
+        return CompareSettings.load(with_all, recipe or "settings")
+    except ValueError:
+        if recipe is None or not is_valid(values):
+            raise
+        return CompareSettings.load(with_all, "--set" if is_valid(with_options) else "command line")
+
+
+def _with_consequences(
+    values: dict[str, Any], changes: dict[str, Any], operators: list[str] | None, match: str | None, tune: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a recipe's values without what contradicts the options, and the changes with what follows from them."""
+    from relinear.compare.recipe import without_key
+
+    if match == "bytes" and "entries" in values:
+        values = {**values, "entries": _changed_entries(values["entries"], _resizable)}
+    if operators:  # they replace the recipe's entries, and settings that name one of those
+        entries = options.named_entries(operators)
+        changes = {"entries": dict(entries)} | changes
+        named = {"reference": values.get("reference")}
+        if isinstance(values.get("match"), dict):
+            named["match.to"] = values["match"].get("to")
+        for key, name in named.items():
+            if isinstance(name, str) and name not in entries:
+                values = without_key(values, key)
+    if match in ("parameters", "flops"):
+        if "entries" in changes:
+            changes = {**changes, "entries": _changed_entries(changes["entries"], _dense_by_width)}
+        elif "entries" in values:
+            values = {**values, "entries": _changed_entries(values["entries"], _dense_by_width)}
+    if tune and not values.get("tune"):  # otherwise the recipe's tuning stays
+        changes = {"tune": {}} | changes
+    return values, changes
+
+
+def _changed_entries(entries: Any, change: Callable[[Any], Any]) -> Any:
+    """Return every entry changed; what is no mapping is refused with the other settings."""
+    return {name: change(entry) for name, entry in entries.items()} if isinstance(entries, dict) else entries
+
+
+def _resizable(entry: Any) -> Any:
+    """Return an entry that may be resized: "fixed" is said for the recipe's own match."""
+    is_fixed = isinstance(entry, dict) and entry.get("resize") == "fixed"
+    return {key: value for key, value in entry.items() if key != "resize"} if is_fixed else entry
+
+
+def _dense_by_width(entry: Any) -> Any:
+    """Return ``dense`` as an entry that is resized by its width to match the others; other entries unchanged."""
+    return {"resize": "width"} if entry == "dense" else entry

@@ -46,7 +46,7 @@ def command(
     from relinear.pages.page import check_page
     from relinear.system.files import write_text
     from relinear.system.run_folder import set_aside
-    from relinear_cli.terminal import print_results
+    from relinear_cli.terminal import print_results, print_scale
 
     if out is not None:
         check_page(page_of(runs, out), overwrite)
@@ -56,7 +56,7 @@ def command(
     path = write_report_of(runs, out)
     for run in runs:
         if (run / SCALE).is_file():
-            print_results(read_scale(run))
+            print_scale(read_scale(run))
         elif (run / RESULTS).is_file():
             print_results(read_results(run))
     print(f"\nreport: {path.resolve()}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from relinear.compare.schema import Results
     from relinear.pages.blocks import Table
 
 
@@ -34,18 +35,22 @@ def print_requirements(requirements: Mapping[str, str]) -> None:
         print(fitted(f"{name:<11} {text}", sys.stdout, indent=12), flush=True)
 
 
-def print_results(results: Any) -> None:
-    """Print results.json as a table with its notes on stdout, or scale.json with what is said of every crossing."""
-    from relinear.compare.report import results_table, scale_table, series_table, series_title
+def print_results(results: Results) -> None:
+    """Print results.json as tables with its notes on stdout."""
+    from relinear.compare.report import results_table, series_table, series_title
 
-    if "verdicts" in results:
-        print_table(scale_table(results), results["name"])
-        _remark("loss = a x^-b", *results["verdicts"])
-        return
     print_table(results_table(results), results["name"])
     if (by_value := series_table(results)) is not None:
         print_table(by_value, series_title(results))
     _remark(results["budget"], results["match"]["text"], *results["notes"])
+
+
+def print_scale(results: Mapping[str, Any]) -> None:
+    """Print scale.json as a table on stdout, with what it says of every crossing."""
+    from relinear.compare.report import scale_table
+
+    print_table(scale_table(results), results["name"])
+    _remark("loss = a x^-b", *results["verdicts"])
 
 
 def print_table(table: Table, title: str = "", max_rows: int | None = None) -> None:

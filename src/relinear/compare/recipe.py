@@ -121,7 +121,7 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     for keys in _ALTERNATIVES:
         if not changes.keys().isdisjoint(keys):
             for key in keys:
-                values = _without(values, key)
+                values = without_key(values, key)
     changed = apply_overrides(values, changes)
     if changes and "description" not in changes:
         listed = ", ".join(f"{k}={shorten(v) if isinstance(v, str) else quoted(v)}" for k, v in changes.items())
@@ -131,11 +131,12 @@ def change_recipe(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     return changed
 
 
-def _without(values: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+def without_key(values: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    """Return a copy of nested ``values`` without a dotted key."""
     head, dot, rest = dotted.partition(".")
     inner = values.get(head)
     if dot and isinstance(inner, Mapping):
-        return {**values, head: _without(inner, rest)}
+        return {**values, head: without_key(inner, rest)}
     return {key: value for key, value in values.items() if key != dotted}
 
 
