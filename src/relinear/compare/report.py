@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pydantic
 
@@ -22,7 +22,7 @@ from relinear.training.settings import TrainSettings
 REPORT = "report.html"
 _ADVICE = "delete it and start the comparison again"
 #: training tokens from which on a run is no short one, and how far short ones are to be trusted (docs/claims.md)
-_LONG = 3_000_000
+_LONG_RUN = 3_000_000
 DECISION_ACCURACY = (
     "Decision accuracy in relinear's own records: of 10 pairs of entries, 7 had at 0.3 M tokens the order that they "
     "had at 3 to 5 M (70 %, 95 % interval 40 to 89 %), and 8 at 1 M (80 %, 49 to 94 %)."
@@ -37,7 +37,7 @@ _FIGURES = {
     "sizes": "{}: mean over seeds and their range of the stored models, then the bits that each entry chose.",
     "tuning": "Validation loss of the tuning runs against the learning rate, one line per entry; rings: the choice.",
 }
-_FRONT = " The grey line joins the entries that no other beats in both."
+_FRONT_CAPTION = " The grey line joins the entries that no other beats in both."
 
 
 def read_results(directory: str | Path) -> Results:
@@ -95,7 +95,7 @@ def results_section(directory: str | Path) -> Section:
     directory = Path(directory)
     results = read_results(directory)
     entries = results["entries"]
-    palette = colours([entry["name"] for entry in entries], _dense(results))
+    palette = colours([entry["name"] for entry in entries], _base_name(results))
     key, axis, rows = series_of(results)
     panels = {
         "curves": figures.curves(entries, palette, results.get("ngram")),
@@ -112,20 +112,12 @@ def results_section(directory: str | Path) -> Section:
     facts = [results["description"], results["budget"], results["match"]["text"]]
     blocks: list[Block] = [Text(verdict(results), lead=True), *charts[:1], results_table(results)]
     blocks += [Text("What was compared", heading=True), *(Text(fact) for fact in facts if fact)]
-    short = entries[0]["runs"][0]["curve"][-1]["tokens"] < _LONG
-    blocks += [Text(note, soft=True) for note in [*results["notes"], *([DECISION_ACCURACY] if short else [])]]
+    is_short = entries[0]["runs"][0]["curve"][-1]["tokens"] < _LONG_RUN
+    blocks += [Text(note, soft=True) for note in [*results["notes"], *([DECISION_ACCURACY] if is_short else [])]]
     if (by_value := series_table(results)) is not None:
         blocks += [Text(series_title(results), heading=True), by_value]
     blocks += [Text("More figures", heading=True), *charts[1:]] if charts[1:] else []
-    blocks += [
-        Text("Entries", heading=True),
-        _operators(results),
-        Text("Settings other than the defaults", heading=True),
-    ]
-    if results.get("recipe"):
-        blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
-    defaults = TrainSettings().model_dump(mode="json")
-    blocks += [Listing(entry["name"], as_yaml(_changed(entry["settings"], defaults))) for entry in entries]
+    blocks += [Text("Entries", heading=True), _sizes_table(results), *_settings_blocks(results)]
     seeds = ", ".join(str(run.get("seed")) for run in entries[0]["runs"])
     ran = what_ran(results, {"recipe": results["name"], "budget": results["budget"], "seeds": seeds})
     blocks += [Listing("data", as_yaml(results["data"])), *ran]
@@ -135,6 +127,17 @@ def results_section(directory: str | Path) -> Section:
     return Section(f"Comparison: {results['name']}", "compare", blocks, palette, note)
 
 
+def _settings_blocks(results: Results) -> list[Block]:
+    """Return the recipe, and the settings of every entry that are not defaults."""
+    blocks: list[Block] = [Text("Settings other than the defaults", heading=True)]
+    if results.get("recipe"):
+        blocks.append(Listing("recipe, as given", as_yaml(results["recipe"])))
+    defaults = TrainSettings().model_dump(mode="json")
+    for entry in results["entries"]:
+        blocks.append(Listing(entry["name"], as_yaml(_non_defaults(entry["settings"], defaults))))
+    return blocks
+
+
 def verdict(results: Results) -> str:
     """Summarise a comparison in one or two sentences, with its confidence.
 
@@ -142,32 +145,31 @@ def verdict(results: Results) -> str:
     one of its size.
     """
     entries = sorted(results["entries"], key=lambda entry: entry["validation_loss"]["mean"])
-    base = next((entry for entry in entries if entry["name"] == _dense(results)), entries[0])
+    base = next((entry for entry in entries if entry["name"] == _base_name(results)), entries[0])
     compared = [entry for entry in entries if entry is not base]
     if not compared:
-        return f"{base['name']} has a validation loss of {_of_seeds(base['validation_loss'], 3).text}."
-    first = next((entry for entry in compared if _alike(entry, base, results)), compared[0])
-    gap = _paired(first, base)
+        return f"{base['name']} has a validation loss of {_statistic_cell(base['validation_loss'], 3).text}."
+    first = next((entry for entry in compared if _same_size(entry, base, results)), compared[0])
+    gap = _gap_over_seeds(first, base)
     low, high = gap["low"], gap["high"]
     flaws = ["one seed"] * (low is None) + ["untuned learning rate"] * (not first["tuning"])
-    alike = _alike(first, base, results)
-    if not alike:
+    if not (same_size := _same_size(first, base, results)):
         times, quantity = _ratio_of_sizes(base, first, results), _size(base, results)[1]
         flaws.append(f"{base['name']} has {times:.2g} times the {quantity}")
-    who, relation = f"{first['name']} is", f"{'ahead of' if gap['mean'] < 0 else 'behind'} {base['name']}"
     unit = figures.loss_unit(entries[0]["settings"])
-    by = f"by {abs(gap['mean']):.3f} {unit}"
-    if low is None or high is None or not alike:
-        text = f"Illustration only: {', '.join(flaws)}. Here {who} {relation} {by}."
+    side = "ahead of" if gap["mean"] < 0 else "behind"
+    outcome = f"{first['name']} is {side} {base['name']} by {abs(gap['mean']):.3f} {unit}"
+    if low is None or high is None or not same_size:
+        text = f"Illustration only: {', '.join(flaws)}. Here {outcome}."
     elif low <= 0 <= high:
         text = f"Inconclusive: no difference detected between {first['name']} and {base['name']}. "
         text += f"Their gap is {gap['mean']:+z.3f} {unit}, 95 % interval {low:+z.3f} to {high:+z.3f}."
     else:
         nearest, furthest = sorted((abs(low), abs(high)))
-        text = f"{who} {relation} {by}, 95 % interval {nearest:.3f} to {furthest:.3f}."
+        text = f"{outcome}, 95 % interval {nearest:.3f} to {furthest:.3f}."
         text += f" With {flaws[0]}." if flaws else ""
-    if (counted := results.get("ngram")) and counted["validation_loss"] < entries[0]["validation_loss"]["mean"]:
-        text += f" An n-gram model ({counted['order']}-grams) still has a lower loss than every entry: train longer."
+    if (ngram := results.get("ngram")) and ngram["validation_loss"] < entries[0]["validation_loss"]["mean"]:
+        text += f" An n-gram model ({ngram['order']}-grams) still has a lower loss than every entry: train longer."
     return text
 
 
@@ -183,25 +185,25 @@ def _ratio_of_sizes(first: EntryResult, second: EntryResult, results: Results) -
     return _size(first, results)[0] / _size(second, results)[0]
 
 
-def _alike(first: EntryResult, second: EntryResult, results: Results) -> bool:
+def _same_size(first: EntryResult, second: EntryResult, results: Results) -> bool:
     return 0.95 < _ratio_of_sizes(first, second, results) < 1.05
 
 
-def _changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _non_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are not defaults."""
     return {
-        name: _changed(value, inner) if isinstance(value, dict) and isinstance(inner, dict) else value
+        name: _non_defaults(value, inner) if isinstance(value, dict) and isinstance(inner, dict) else value
         for name, value in settings.items()
         if value != (inner := defaults.get(name))
     }
 
 
-def _paired(first: EntryResult, second: EntryResult) -> Gap:
+def _gap_over_seeds(first: EntryResult, second: EntryResult) -> Gap:
     """Return the gap of ``first`` to ``second`` over the seeds alone."""
     return gap_of_means(first["validation_loss"]["values"], second["validation_loss"]["values"])
 
 
-def _dense(results: Results) -> str | None:
+def _base_name(results: Results) -> str | None:
     """Return the entry that ratios refer to: the reference or, if none was named, the first dense one."""
     return results.get("reference") or next((e["name"] for e in results["entries"] if e["operators"] == "dense"), None)
 
@@ -214,100 +216,119 @@ def _charts(stem: Path, panels: Sequence[Panel], text: str, height: int = 440) -
     charts = []
     for index, panel in enumerate(panels):
         has_front = any(isinstance(series, Series) and series.mode == "steps" for series in panel.shown)
-        caption = text.format(panel.x.title) + (_FRONT if has_front else "")
+        caption = text.format(panel.x.title) + (_FRONT_CAPTION if has_front else "")
         charts.append(Chart(caption, panel, image if index == 0 else None, height, inline))
     return charts
 
 
+class _Heads(NamedTuple):
+    """Name the columns of a table of results whose heads depend on the comparison; gap is None without a reference."""
+
+    loss: str
+    gap: str | None
+    perplexity: str
+
+
 def results_table(results: Results) -> Table:
     """Return a row per entry, with standard deviations over seeds and, in small print, ratios to the dense entry."""
-    entries, reference = results["entries"], results.get("reference")  # older comparisons have none
-    base = next((entry for entry in entries if entry["name"] == _dense(results)), None)
-    # an entry of another size than the dense one does not win
-    ranked = sorted(entries, key=lambda entry: entry["validation_loss"]["mean"])
-    leader, *followers = [entry for entry in ranked if base is None or _alike(entry, base, results)]
-    lead = _paired(leader, followers[0])["high"] if followers else None
-    to = reference or (base and len(entries) > 1 and base["name"])
-    stored, unit = any(entry.get("stored") for entry in entries), figures.loss_unit(entries[0]["settings"])
-    of_loss, of_gap, of_perplexity = (
-        f"validation loss, {unit}",
-        f"gap to {to}",
-        f"perplexity {unit.removeprefix('nats ')}",
+    entries, unit = results["entries"], figures.loss_unit(results["entries"][0]["settings"])
+    base = next((entry for entry in entries if entry["name"] == _base_name(results)), None)
+    # older comparisons have no reference
+    reference = results.get("reference") or (base["name"] if base and len(entries) > 1 else None)
+    gap_head = f"gap to {reference}" if reference else None
+    heads = _Heads(f"validation loss, {unit}", gap_head, f"perplexity {unit.removeprefix('nats ')}")
+    cells = {entry["name"]: _entry_cells(entry, base, heads, results) for entry in entries}
+    best, columns = _best_name(results, base), list(next(iter(cells.values())))
+    rows = [Row(list(row.values()), name, name == best) for name, row in cells.items()]
+    rows += [Row([row.get(column, "–") for column in columns]) for row in _rows_without_runs(base, heads, results)]
+    return Table(columns, rows)
+
+
+def _best_name(results: Results, base: EntryResult | None) -> str | None:
+    """Return the entry that is ahead of the next by more than its interval; one of another size does not win."""
+    ranked = sorted(results["entries"], key=lambda entry: entry["validation_loss"]["mean"])
+    leader, *followers = [entry for entry in ranked if base is None or _same_size(entry, base, results)]
+    high = _gap_over_seeds(leader, followers[0])["high"] if followers else None
+    return leader["name"] if high is not None and high < 0 else None
+
+
+def _entry_cells(
+    entry: EntryResult, base: EntryResult | None, heads: _Heads, results: Results
+) -> dict[str, Cell | str]:
+    """Return the cells of an entry by the heads of their columns; ``base`` is the dense entry, if there is one."""
+    dense_costs = [value for value, _ in _costs(base, number)] if base else [None, None]
+    size, flops = (
+        Cell(text, value, f"{value / dense_cost:.3g}× dense" if dense_cost else "")
+        for (value, text), dense_cost in zip(_costs(entry, number), dense_costs, strict=True)
     )
-    dense = [value for value, _ in _costs(base, number)] if base else [None, None]
-
-    def gap(entry: EntryResult) -> Cell:
-        to_base = None if entry is base or base is None else _paired(entry, base)
-        known = entry["gap"] if reference or base is None else to_base
-        return Cell(gap_text(known), known and known["mean"])
-
-    def cells(entry: EntryResult) -> dict[str, Cell | str]:
-        """Return the cells of an entry by the heads of their columns."""
-        size, flops = (
-            Cell(text, value, f"{value / dense_cost:.3g}× dense" if dense_cost else "")
-            for (value, text), dense_cost in zip(_costs(entry, number), dense, strict=True)
-        )
-        file, speed = entry.get("stored"), entry["speed"]
-        edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
-        row: dict[str, Cell | str] = {
-            "entry": Cell(entry["name"], None, f"{size.text} parameters"),  # a telephone shows the first columns alone
-            of_loss: _of_seeds(entry["validation_loss"], 3),
-        }
-        if to:
-            row[of_gap] = gap(entry)
-        if stored:
-            row |= {"bits": Cell.of(file and file["bits"], ","), "bytes": Cell.of(file and file["bytes"], ",")}
-            row["before storing"] = Cell.of(file and file["loss_before"])
-        return row | {
-            "parameters": size,
-            "training speed": _times(speed and speed["train_ratio"]),
-            "inference speed": _times(speed and speed["inference_ratio"]),
-            of_perplexity: _of_seeds(entry["perplexity"], 2),
-            "at step 0": _of_seeds(entry["initial_perplexity"], 1, False),
-            "FLOPs / token": flops,
-            "peak memory": Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"]),
-            "learning rate": Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"]),
-        }
-
-    head, rows = list(cells(entries[0])), []
-    for entry in entries:
-        best = entry is leader and lead is not None and lead < 0  # the interval to the next excludes zero
-        rows.append(Row(list(cells(entry).values()), entry["name"], best))
-    others: list[dict[str, Any]] = [{"entry": e["name"], of_loss: "diverged"} for e in results.get("diverged", ())]
-    if counted := results.get("ngram"):
-        loss = counted["validation_loss"]
-        known = {of_loss: Cell.of(loss), of_perplexity: Cell.of(counted["perplexity"], ".2f")}
-        known |= {of_gap: Cell.of(loss - base["validation_loss"]["mean"] if base else None, "+z.3f")}
-        others.append({"entry": f"{counted['order']}-grams", **known})
-    return Table(head, rows + [Row([row.get(column, "") for column in head]) for row in others])
+    file, speed = entry.get("stored"), entry["speed"]
+    edge = " *" if entry["tuning"] and entry["tuning"]["edge"] else ""
+    cells: dict[str, Cell | str] = {
+        "entry": Cell(entry["name"], None, f"{size.text} parameters"),  # a telephone shows the first columns alone
+        heads.loss: _statistic_cell(entry["validation_loss"], 3),
+    }
+    if heads.gap:
+        if results.get("reference"):
+            gap = entry["gap"]
+        else:
+            gap = None if base is None or entry is base else _gap_over_seeds(entry, base)
+        cells[heads.gap] = Cell(gap_text(gap), gap and gap["mean"])
+    if any(other.get("stored") for other in results["entries"]):
+        cells |= {"bits": Cell.of(file and file["bits"], ","), "bytes": Cell.of(file and file["bytes"], ",")}
+        cells["before storing"] = Cell.of(file and file["loss_before"])
+    return cells | {
+        "parameters": size,
+        "training speed": _ratio_cell(speed and speed["train_ratio"]),
+        "inference speed": _ratio_cell(speed and speed["inference_ratio"]),
+        heads.perplexity: _statistic_cell(entry["perplexity"], 2),
+        "at step 0": _statistic_cell(entry["initial_perplexity"], 1, False),
+        "FLOPs / token": flops,
+        "peak memory": Cell(gib(entry["peak_memory_bytes"]), entry["peak_memory_bytes"]),
+        "learning rate": Cell(number(entry["learning_rate"]) + edge, entry["learning_rate"]),
+    }
 
 
-def _times(ratio: float | None) -> Cell:
+def _rows_without_runs(base: EntryResult | None, heads: _Heads, results: Results) -> list[dict[str, Cell | str]]:
+    """Return the cells of entries that diverged, and of the n-gram model, as far as they have any."""
+    rows: list[dict[str, Cell | str]] = [
+        {"entry": entry["name"], heads.loss: "diverged"} for entry in results.get("diverged", ())
+    ]
+    if ngram := results.get("ngram"):
+        loss = ngram["validation_loss"]
+        cells = {"entry": f"{ngram['order']}-grams", heads.loss: Cell.of(loss)}
+        cells[heads.perplexity] = Cell.of(ngram["perplexity"], ".2f")
+        if heads.gap and base:
+            cells[heads.gap] = Cell.of(loss - base["validation_loss"]["mean"], "+z.3f")
+        rows.append(cells)
+    return rows
+
+
+def _ratio_cell(ratio: float | None) -> Cell:
     return Cell(f"{ratio:.2f}×" if ratio else "–", ratio or None)
 
 
-def _of_seeds(statistic: Statistic, digits: int, with_std: bool = True) -> Cell:
+def _statistic_cell(statistic: Statistic, digits: int, with_std: bool = True) -> Cell:
     text = plus_minus(statistic, digits) if with_std else f"{statistic['mean']:.{digits}f}"
     return Cell(text, statistic["mean"], title=", ".join(f"{value:.6g}" for value in statistic.get("values", ())))
 
 
 def _costs(entry: EntryResult, template: Callable[[int], str]) -> list[tuple[int, str]]:
-    """Return parameters and FLOPs, and as text; for routed tokens also active parameters and total FLOPs."""
-    idle, spared = entry.get("inactive_parameters", 0), entry.get("inactive_flops", 0)
+    """Return parameters and FLOPs with their texts; for routed tokens these also name what is active, and in all."""
+    inactive, inactive_flops = entry.get("inactive_parameters", 0), entry.get("inactive_flops", 0)
     parameters, flops = entry["parameters"], entry["flops_per_token"]
-    active = f" ({template(parameters - idle)} active)" if idle else ""
-    total = f" ({template(flops + spared)} in all)" if spared else ""
+    active = f" ({template(parameters - inactive)} active)" if inactive else ""
+    total = f" ({template(flops + inactive_flops)} in all)" if inactive_flops else ""
     return [(parameters, template(parameters) + active), (flops, template(flops) + total)]
 
 
-def _operators(results: Results) -> Table:
+def _sizes_table(results: Results) -> Table:
     head = ["entry", "operators", "parameters", "FLOPs / token", "off the target"]
     rows = []
     for entry in results["entries"]:
         costs = [Cell(text, value) for value, text in _costs(entry, "{:,}".format)]
-        off = entry["size_mismatch"]
-        mismatch = "not matched" if off is None else f"{100 * off:+.2f} %"
-        rows.append(Row([entry["name"], entry["operators"], *costs, Cell(mismatch, off)], entry["name"]))
+        mismatch = entry["size_mismatch"]
+        text = "not matched" if mismatch is None else f"{100 * mismatch:+.2f} %"
+        rows.append(Row([entry["name"], entry["operators"], *costs, Cell(text, mismatch)], entry["name"]))
     return Table(head, rows, (0, 1))
 
 
@@ -318,17 +339,14 @@ def scale_section(directory: str | Path) -> Section:
     palette = colours([entry["name"] for entry in entries])
     text = "Loss against {}: a point per size, and every entry's power law."
     unit = figures.loss_unit((results.get("recipe") or {}).get("train"))
-    live = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, unit), text)
-    crossed = sum(": cross " in verdict for verdict in results["verdicts"])
+    charts = _charts(Path(directory) / "plots" / "scale", figures.scaling(entries, unit), text)
+    crossed = sum(": cross " in sentence for sentence in results["verdicts"])
+    remarks = ["loss = a x^-b", results.get("description"), *results["verdicts"]]
     blocks: list[Block] = [
         Text(f"{crossed} of {len(results['verdicts'])} pairs of lines cross within the sizes tried.", lead=True),
-        *live,
+        *charts,
         scale_table(results),
-        *(
-            Text(verdict, soft=True)
-            for verdict in ("loss = a x^-b", results.get("description"), *results["verdicts"])
-            if verdict
-        ),
+        *(Text(remark, soft=True) for remark in remarks if remark),
         Listing("recipe, as given", as_yaml(results.get("recipe"))),
     ]
     return Section(results["name"], "scale", [*blocks, *what_ran(results)], palette)
@@ -340,17 +358,17 @@ def scale_table(results: Mapping[str, Any]) -> Table:
     for entry in entries:
         losses = [point["validation_loss"]["mean"] for point in entry["points"]]
         cells: list[Cell | str] = [entry["name"], *(Cell(f"{loss:.3f}", loss) for loss in losses)]
-        cells += [_exponent(entry[axis] and entry[axis]["fit"]) for axis in AXES]
+        cells += [_exponent_cell(entry[axis] and entry[axis]["fit"]) for axis in AXES]
         rows.append(Row(cells, entry["name"]))
     widths = [str(point["width"]) for point in entries[0]["points"]]
     return Table(["loss at width", *widths, *(f"b ({axis})" for axis in AXES)], rows)
 
 
-def _exponent(fit: Mapping[str, Any] | None) -> Cell:
+def _exponent_cell(fit: Mapping[str, Any] | None) -> Cell:
     if fit is None:
         return Cell("–")
-    within = "" if fit["b_interval"] is None else " [{:.3f}, {:.3f}]".format(*fit["b_interval"])
-    return Cell(f"{fit['b']:.3f}{within}", fit["b"])
+    interval = "" if fit["b_interval"] is None else " [{:.3f}, {:.3f}]".format(*fit["b_interval"])
+    return Cell(f"{fit['b']:.3f}{interval}", fit["b"])
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -389,12 +407,12 @@ def series_title(results: Results) -> str:
 
 
 def series_table(results: Results) -> Table | None:
-    """Return gaps by entry and budget, for the reference and the n-grams losses; None if there is one budget.
+    """Return a row per entry with its gap at every budget, or its loss and bits at every size of the file.
 
-    By sizes of the file, losses of what was stored, and its bits.
+    The reference and the n-grams have losses in place of gaps. Returns None for a single budget and size.
     """
-    _, axis, series = series_of(results)
-    if not series:
+    _, axis, series_rows = series_of(results)
+    if not series_rows:
         return None
 
     def cell_text(entry: SeriesEntry | None) -> str:
@@ -405,14 +423,14 @@ def series_table(results: Results) -> Table | None:
         return gap_text(gap) if (gap := entry.get("gap")) else plus_minus(entry["validation_loss"])
 
     rows = []
-    for entry in series[-1]["entries"]:
-        cells = [next((e for e in row["entries"] if e["name"] == entry["name"]), None) for row in series]
+    for entry in series_rows[-1]["entries"]:
+        at_values = [next((e for e in row["entries"] if e["name"] == entry["name"]), None) for row in series_rows]
         suffix = " (loss)" * (axis == "tokens" and entry.get("gap") is None)
-        rows.append(Row([entry["name"] + suffix, *map(cell_text, cells)], entry["name"]))
-    if all(row["ngram"] for row in series):
-        losses = [f"{row['ngram']['validation_loss']:.3f}" for row in series]
-        rows.append(Row([f"{series[-1]['ngram']['order']}-grams (loss)", *losses]))
-    return Table([axis, *(number(row[axis]) for row in series)], rows)
+        rows.append(Row([entry["name"] + suffix, *map(cell_text, at_values)], entry["name"]))
+    if all(row["ngram"] for row in series_rows):
+        losses = [f"{row['ngram']['validation_loss']:.3f}" for row in series_rows]
+        rows.append(Row([f"{series_rows[-1]['ngram']['order']}-grams (loss)", *losses]))
+    return Table([axis, *(number(row[axis]) for row in series_rows)], rows)
 
 
 def gib(value: float | None) -> str:
