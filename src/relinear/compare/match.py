@@ -104,41 +104,41 @@ def matched(
         return tried[key].size.of(by)
 
     if resizing == "operator":
-        _operator_sizes(settings, vocab_size, measure, target, name)
+        _try_operator_scales(settings, vocab_size, measure, target, name)
     else:
-        _widths(settings, measure, target, name, tolerance if by == "bytes" else None)
-    best = min(tried.values(), key=lambda trial: abs(trial.size.of(by) - target))
+        _try_widths(settings, measure, target, name, tolerance if by == "bytes" else None)
+    best = min(tried.values(), key=lambda planned: abs(planned.size.of(by) - target))
     mismatch = best.size.of(by) / target - 1
     if abs(mismatch) > tolerance:
-        width = ", resize: width" * (resizing == "operator")
-        other = f"match.to={name} (its size as the target){width} or resize: fixed"
+        by_width = ", resize: width" * (resizing == "operator")
+        advice = f"match.to={name} (its size as the target){by_width} or resize: fixed"
         if by == "bytes":  # of which no entry keeps its own
-            other = f"give another --size{width}"
+            advice = f"give another --size{by_width}"
         raise ValueError(
             f"{name}: no {'operator size' if resizing == 'operator' else 'model width'} gives {target:,} {by} within "
             f"{tolerance:.1%}; the nearest has {best.size.of(by):,} ({mismatch:+.1%}). "
-            f"Set match.tolerance={math.ceil(100 * abs(mismatch)) / 100:g}, {other}"
+            f"Set match.tolerance={math.ceil(100 * abs(mismatch)) / 100:g}, {advice}"
         )
     return best
 
 
-def _operator_sizes(
+def _try_operator_scales(
     settings: TrainSettings, vocab_size: int | None, measure: Callable[[TrainSettings], float], target: int, name: str
 ) -> None:
     """Bisect over the scale of all operators; their sizes grow with it, in steps."""
     shapes = operator_shapes(settings, vocab_size)
 
-    def at(scale: float) -> float:
+    def size_at(scale: float) -> float:
         return measure(settings.replace(operators=scaled_operators(settings, shapes, scale, name)))
 
     low = high = 1.0
-    while at(low) > target and low > 1 / _LARGEST_FACTOR:
+    while size_at(low) > target and low > 1 / _LARGEST_FACTOR:
         low /= 2
-    while at(high) < target and high < _LARGEST_FACTOR:
+    while size_at(high) < target and high < _LARGEST_FACTOR:
         high *= 2
     for _ in range(24):  # beyond this, no rank below a million differs
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if at(middle) < target else (low, middle)
+        low, high = (middle, high) if size_at(middle) < target else (low, middle)
 
 
 def operator_shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str, list[tuple[int, int]]]:
@@ -152,9 +152,9 @@ def operator_shapes(settings: TrainSettings, vocab_size: int | None) -> dict[str
     shapes: dict[str, list[tuple[int, int]]] = {}
     for replacement in replacements:
         shape = (replacement.in_features, replacement.out_features)
-        seen = shapes.setdefault(replacement.target.pattern, [])
-        if shape not in seen:
-            seen.append(shape)
+        shapes_of_pattern = shapes.setdefault(replacement.target.pattern, [])
+        if shape not in shapes_of_pattern:
+            shapes_of_pattern.append(shape)
     return shapes
 
 
@@ -167,11 +167,14 @@ def scaled_operators(
         shapes: from ``operator_shapes``. name: of the entry, for messages.
     """
     configs: Any = settings.operator_configs
-    scaled = {pattern: _scaled(configs[pattern], each, scale, name).to_dict() for pattern, each in shapes.items()}
+    scaled = {
+        pattern: _scaled_config(configs[pattern], shapes_of_pattern, scale, name).to_dict()
+        for pattern, shapes_of_pattern in shapes.items()
+    }
     return dict(settings.operators) | scaled
 
 
-def _scaled(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
+def _scaled_config(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float, name: str) -> OperatorConfig:
     """Return the config at ``scale`` times its size that every layer of the pattern can take."""
     reasons = []
     for shape in shapes:
@@ -186,7 +189,7 @@ def _scaled(config: OperatorConfig, shapes: list[tuple[int, int]], scale: float,
     raise ValueError(f"{name}: {config.kind} has no one size for all its layers: {reasons[-1]}")
 
 
-def _widths(
+def _try_widths(
     settings: TrainSettings,
     measure: Callable[[TrainSettings], float],
     target: int,
@@ -199,41 +202,41 @@ def _widths(
     """
     config = config_of_preset(settings, name)
     heads = config.num_attention_heads
-    head = config.hidden_size // heads
-    tried: dict[int, float] = {}
+    head_width = config.hidden_size // heads
+    sizes: dict[int, float] = {}  # by the width of a head
 
-    def first_that_fits(sizes: Iterable[int]) -> int | None:
-        for size in sizes:
+    def first_that_fits(widths: Iterable[int]) -> int | None:
+        for width in widths:
             with contextlib.suppress(ValueError):  # an operator in the model may not take this width
-                tried[size] = measure(at_width(settings, config, heads * size))
-                return size
+                sizes[width] = measure(at_width(settings, config, heads * width))
+                return width
         return None
 
-    sizes = list(range(2 * max(1, round(head / _WIDTH_FACTOR / 2)), head * _WIDTH_FACTOR + 1, 2))
-    while sizes:
-        lower, upper = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
-        size = first_that_fits(upper)
-        sizes = lower if size is None or tried[size] > target else [other for other in upper if other > size]
+    widths = list(range(2 * max(1, round(head_width / _WIDTH_FACTOR / 2)), head_width * _WIDTH_FACTOR + 1, 2))
+    while widths:
+        lower, upper = widths[: len(widths) // 2], widths[len(widths) // 2 :]
+        width = first_that_fits(upper)
+        widths = lower if width is None or sizes[width] > target else [other for other in upper if other > width]
     if tolerance is not None:
-        nearest = sorted(tried, key=lambda size: abs(tried[size] - target))[:2]
-        any(_inner_widths(at_width(settings, config, heads * n), measure, target, tolerance) for n in nearest)
+        nearest = sorted(sizes, key=lambda width: abs(sizes[width] - target))[:2]
+        any(_try_mlp_widths(at_width(settings, config, heads * n), measure, target, tolerance) for n in nearest)
 
 
-def _inner_widths(
+def _try_mlp_widths(
     settings: TrainSettings, measure: Callable[[TrainSettings], float], target: int, tolerance: float
 ) -> bool:
     """Try widths of the MLP, with which sizes grow evenly: the roundest within ``tolerance``. Return if one is."""
     config = config_of_preset(settings, "")
-    inner, width = _inner(config), getattr(config, _inner(config)) or 4 * config.hidden_size
+    key, width = _mlp_width_key(config), getattr(config, _mlp_width_key(config)) or 4 * config.hidden_size
 
-    def at(value: int) -> float:
-        return measure(settings.replace(model_overrides=dict(settings.model_overrides) | {inner: value}))
+    def size_at(value: int) -> float:
+        return measure(settings.replace(model_overrides=dict(settings.model_overrides) | {key: value}))
 
-    size = at(width)
-    wanted = width + width * (target - size) / (at(2 * width) - size)
+    size = size_at(width)
+    exact_width = width + width * (target - size) / (size_at(2 * width) - size)
     for multiple in (32, 16, 8, 4, 2, 1):
         with contextlib.suppress(ValueError):  # an operator may not take this width
-            if abs(at(max(multiple, multiple * round(wanted / multiple))) / target - 1) <= tolerance:
+            if abs(size_at(max(multiple, multiple * round(exact_width / multiple))) / target - 1) <= tolerance:
                 return True
     return False
 
@@ -249,13 +252,13 @@ def at_width(settings: TrainSettings, config: Any, width: int) -> TrainSettings:
     """Return ``settings`` with the model at another width, to which its MLP is scaled; ``config`` is the model's."""
     overrides = dict(settings.model_overrides) | {"hidden_size": width}
     overrides.pop("n_embd", None)
-    inner = _inner(config)
-    if getattr(config, inner) is not None:
-        overrides[inner] = max(8, 8 * round(getattr(config, inner) * width / config.hidden_size / 8))
+    key = _mlp_width_key(config)
+    if (mlp_width := getattr(config, key)) is not None:
+        overrides[key] = max(8, 8 * round(mlp_width * width / config.hidden_size / 8))
     return settings.replace(model_overrides=overrides)
 
 
-def _inner(config: Any) -> str:
+def _mlp_width_key(config: Any) -> str:
     """Return a config's name for the width of its MLP."""
     return "n_inner" if hasattr(config, "n_inner") else "intermediate_size"
 
@@ -276,59 +279,77 @@ def plan_comparison(
     Raises:
         ValueError: if a model cannot be built, or an entry cannot be matched within the tolerance.
     """
+    if recipe.match.by == "bytes":
+        return [_planned_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
+    planned = [_planned_as_written(recipe, name, vocab_size, on_progress) for name in recipe.entries]
+    if recipe.match.by == "width":
+        return planned
+    if isinstance(recipe.match.to, int):
+        return _matched_to(recipe, planned, recipe.match.to, vocab_size, on_progress)
+    resizable = [entry for entry in planned if recipe.entries[entry.name].resizing != "fixed"]
+    references = [entry for entry in planned if entry.name == recipe.match.to]
+    references = references or sorted(resizable, key=lambda entry: not entry.settings.operators)
+    if not references:
+        raise ValueError(f"match.by is {recipe.match.by!r}, but no entry can be resized: all are fixed or dense")
+    errors: list[ValueError] = []
+    for reference in references:  # the first whose size the others can have
+        try:
+            return _matched_to(recipe, planned, reference, vocab_size, on_progress)
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _planned_as_written(
+    recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback
+) -> Planned:
+    """Return an entry at the size that it is written with."""
+    on_progress(Progress(f"sizing {name}", stage="match"))
+    settings = recipe.settings_of(name)
+    try:
+        return Planned(name, settings, measure_size(settings, vocab_size), None)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _matched_to(
+    recipe: CompareSettings,
+    planned: list[Planned],
+    reference: Planned | int,
+    vocab_size: int | None,
+    on_progress: ProgressCallback,
+) -> list[Planned]:
+    """Return every entry that may be resized at the size of ``reference``, one of them or a number."""
     match = recipe.match
-    if match.by == "bytes":
-        return [_in_bytes(recipe, name, vocab_size, on_progress) for name in recipe.entries]
-    written: dict[str, Planned] = {}
-    for name in recipe.entries:
-        on_progress(Progress(f"sizing {name}", stage="match"))
-        settings = recipe.settings_of(name)
-        try:
-            written[name] = Planned(name, settings, measure_size(settings, vocab_size), None)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    if match.by == "width":
-        return list(written.values())
+    target = reference if isinstance(reference, int) else reference.size.of(match.by)
 
-    def at(target: int, reference: str | None = None) -> list[Planned]:
-        """Return every entry at the size ``target``, which is that of the entry ``reference``, if given."""
-        planned = dict(written)
-        for name, entry in recipe.entries.items():
-            if name == reference:
-                planned[name] = dataclasses.replace(written[name], size_mismatch=0.0)
-            elif entry.resizing != "fixed":
-                on_progress(Progress(f"matching {name} by {match.by}", stage="match"))
-                wanted: Any = {"by": match.by, "target": target, "tolerance": match.tolerance, "name": name}
-                planned[name] = matched(written[name].settings, vocab_size, resizing=entry.resizing, **wanted)
-        return list(planned.values())
+    def resized(entry: Planned) -> Planned:
+        resizing = recipe.entries[entry.name].resizing
+        if entry is reference:
+            return dataclasses.replace(entry, size_mismatch=0.0)
+        if resizing == "fixed":
+            return entry
+        on_progress(Progress(f"matching {entry.name} by {match.by}", stage="match"))
+        requested: Any = {"by": match.by, "target": target, "tolerance": match.tolerance, "name": entry.name}
+        return matched(entry.settings, vocab_size, resizing=resizing, **requested)
 
-    if isinstance(match.to, int):
-        return at(match.to)
-    resizable = [name for name, entry in recipe.entries.items() if entry.resizing != "fixed"]
-    with_operators_first = sorted(resizable, key=lambda name: not written[name].settings.operators)
-    candidates = [str(match.to)] if match.to else with_operators_first
-    if not candidates:
-        raise ValueError(f"match.by is {match.by!r}, but no entry can be resized: all are fixed or dense")
-    refused: list[ValueError] = []
-    for reference in candidates:  # the first whose size the others can have
-        try:
-            return at(written[reference].size.of(match.by), reference)
-        except ValueError as error:
-            refused.append(error)
-    raise refused[0]
+    return [resized(entry) for entry in planned]
 
 
-def _in_bytes(recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback) -> Planned:
-    """Plan an entry in all bits for which some width (or scale of operators) gives a file of the requested size."""
-    base, resizing = recipe.settings_of(name), "operator" if recipe.entries[name].resize == "operator" else "width"
-    match, candidates, refused = recipe.match, list[Planned](), list[ValueError]()
-    wanted: Any = {"by": "bytes", "target": match.to, "tolerance": match.tolerance, "name": name, "resizing": resizing}
+def _planned_in_bytes(
+    recipe: CompareSettings, name: str, vocab_size: int | None, on_progress: ProgressCallback
+) -> Planned:
+    """Return an entry in all bits for which some width (or scale of operators) gives a file of the requested size."""
+    match, settings = recipe.match, recipe.settings_of(name)
+    resizing = "operator" if recipe.entries[name].resize == "operator" else "width"
+    candidates, errors = list[Planned](), list[ValueError]()
+    requested: Any = {"by": "bytes", "target": match.to, "tolerance": match.tolerance, "name": name}
     for bits in match.bits:
         on_progress(Progress(f"sizing {name} in {bits} bits", stage="match"))
         try:
-            candidates.append(matched(base.replace(bits=bits), vocab_size, **wanted))
+            candidates.append(matched(settings.replace(bits=bits), vocab_size, resizing=resizing, **requested))
         except ValueError as error:
-            refused.append(error)
+            errors.append(error)
     if not candidates:
-        raise refused[0]
+        raise errors[0]
     return dataclasses.replace(candidates[0], candidates=tuple(candidates))
