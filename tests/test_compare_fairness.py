@@ -14,7 +14,7 @@ from relinear.compare.results import comparison_result
 from relinear.compare.run import compare
 from relinear.compare.series import recipe_at, recipes_of_series, series_results
 from relinear.compare.settings import CompareSettings, Tune
-from relinear.compare.speed import _figures
+from relinear.compare.speed import _throughput
 from relinear.compare.tune import check_neighbours
 from relinear.deprecated import with_new_columns
 from relinear.system.files import read_json, write_json
@@ -103,9 +103,9 @@ def test_settings_that_would_be_overruled_are_refused(changes, said):
 
 def test_speeds_are_of_tokens_where_batches_differ():
     small, large = (TrainSettings(batch_size=size, data={"sequence_length": 8}) for size in (2, 4))
-    figures = _figures("train", Timing(4.0, 2.0, 2.0, 2.0, 3), large, small)
+    figures = _throughput("train", Timing(4.0, 2.0, 2.0, 2.0, 3), large, small)
     assert figures == {"train_ratio": 1, "train_tokens_per_second": 8}
-    same = _figures("train", Timing(2.0, 1.0, 1.0, 1.0, 3), small, small)
+    same = _throughput("train", Timing(2.0, 1.0, 1.0, 1.0, 3), small, small)
     assert same == {"train_ratio": 1, "train_tokens_per_second": 8}
 
 

@@ -44,27 +44,34 @@ def scale_results(
     by_width = dict(zip(recipe.sizes.widths if recipe.sizes else (), parts, strict=True))
     # one that diverged at a width has no line
     everywhere = set.intersection(*({entry["name"] for entry in results["entries"]} for results in by_width.values()))
-    names = [entry["name"] for entry in next(iter(by_width.values()))["entries"] if entry["name"] in everywhere]
-    points = {name: [_point(width, results, name) for width, results in by_width.items()] for name in names}
-    losses = {name: _replicated(recipe, out_dir, name, points[name]) for name in names}
-    dense = {e["name"] for e in next(iter(by_width.values()))["entries"] if e["dense"] and e["name"] in everywhere}
+    is_dense = {e["name"]: e["dense"] for e in parts[0]["entries"] if e["name"] in everywhere}
+    points = {name: [_point(width, results, name) for width, results in by_width.items()] for name in is_dense}
+    losses = {name: _replicated_losses(recipe, out_dir, name, points[name]) for name in is_dense}
+    dense = {name for name in is_dense if is_dense[name]}
     entries: list[dict[str, Any]] = []
-    for name in names:
-        axes = {axis: _axis(name, axis, points, losses, dense) for axis in AXES}
+    for name in is_dense:
+        axes = {axis: _fit_on_axis(name, axis, points, losses, dense) for axis in AXES}
         entries.append({"name": name, "dense": name in dense, "points": points[name]} | axes)
     verdicts = [
-        f"{entry['name']} and {other}, by {unit}: {_verdict(meeting)}"
+        f"{entry['name']} and {other}, by {unit}: {_verdict_text(meeting)}"
         for entry in entries
         for axis, unit in AXES.items()
         for other, meeting in ((entry[axis] or {}).get("crossings") or {}).items()
     ]
     verdicts += [
-        f"{each['name']} at width {width} has no results: {each['text']}."
+        f"{entry['name']} at width {width} has no results: {entry['text']}."
         for width, results in by_width.items()
-        for each in results.get("diverged", [])
+        for entry in results.get("diverged", [])
     ]
-    head = {"format": FORMAT, "name": recipe.name, "description": recipe.description, "reference": recipe.reference}
-    return head | {"entries": entries, "verdicts": verdicts} | dict(provenance)
+    return {
+        "format": FORMAT,
+        "name": recipe.name,
+        "description": recipe.description,
+        "reference": recipe.reference,
+        "entries": entries,
+        "verdicts": verdicts,
+        **provenance,
+    }
 
 
 def _point(width: int, results: Results, name: str) -> dict[str, Any]:
@@ -84,7 +91,9 @@ def _point(width: int, results: Results, name: str) -> dict[str, Any]:
     }
 
 
-def _replicated(recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def _replicated_losses(
+    recipe: CompareSettings, out_dir: Path, name: str, points: Sequence[Mapping[str, Any]]
+) -> np.ndarray:
     """Return replicated losses (K, R), as ``replicates``: the same draws of seeds and blocks for all entries and sizes.
 
     Of one seed its mean alone (K, 1): the spread of its text is not an interval.
@@ -99,7 +108,7 @@ def _replicated(recipe: CompareSettings, out_dir: Path, name: str, points: Seque
     return np.maximum(np.stack(rows), np.finfo(float).tiny)
 
 
-def _axis(
+def _fit_on_axis(
     name: str,
     axis: str,
     points: Mapping[str, Sequence[Mapping[str, Any]]],
@@ -124,42 +133,43 @@ def _axis(
     crossings: dict[str, dict[str, Any] | None] = {}
     for other in sorted(dense - {name}) if name not in dense else []:
         low, high = max(map(min, (xs[name], xs[other]))), min(map(max, (xs[name], xs[other])))
-        crossings[other] = _crossing(fits[name], fits[other], low, high) if low < high else None
+        crossings[other] = _compare_fits(fits[name], fits[other], low, high) if low < high else None
     return {"fit": entry_fit, "crossings": crossings}
 
 
-def _crossing(entry_fits: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
-    """Return where (and whether) two fits meet in their common range, and their gaps at its ends."""
-    middle, replicated = (crossing(*fits, low, high) for fits in zip(entry_fits, other, strict=True))
+def _compare_fits(fits: tuple[Fit, Fit], other: tuple[Fit, Fit], low: float, high: float) -> dict[str, Any]:
+    """Return where (and whether) two fits, of means and of replicates, meet in a range, and their gaps at its ends."""
+    meeting, replicated = (crossing(*pair, low, high) for pair in zip(fits, other, strict=True))
     inside = replicated[np.isfinite(replicated)]
     gaps = {}
     for end, x in (("low", low), ("high", high)):
-        gap, resampled = (_at(a, x) - _at(b, x) for a, b in zip(entry_fits, other, strict=True))
+        gap, resampled = (_loss_at(a, x) - _loss_at(b, x) for a, b in zip(fits, other, strict=True))
         gaps[end] = {"at": x, "gap": float(gap[0]), "interval": interval(resampled)}
     return {
-        "at": float(middle[0]) if math.isfinite(middle[0]) else None,
+        "at": float(meeting[0]) if math.isfinite(meeting[0]) else None,
         "interval": interval(inside),
         "share": len(inside) / len(replicated) if len(replicated) > 1 else None,
         "ends": gaps,
     }
 
 
-def _at(fit: Fit, x: float) -> np.ndarray:
+def _loss_at(fit: Fit, x: float) -> np.ndarray:
     return np.exp(fit[0] - fit[1] * math.log(x))
 
 
-def _verdict(meeting: Mapping[str, Any] | None) -> str:
+def _verdict_text(meeting: Mapping[str, Any] | None) -> str:
     if meeting is None:
         return "no range that both have sizes in."
     low, high, share = meeting["ends"]["low"], meeting["ends"]["high"], meeting["share"]
-    ends = "; ".join(f"at {end['at']:.2g} {end['gap']:+.3f}{_within(end['interval'], '+.3f')}" for end in (low, high))
+    gaps = [f"{end['gap']:+.3f}{_interval_text(end['interval'], '+.3f')}" for end in (low, high)]
+    ends = f"at {low['at']:.2g} {gaps[0]}; at {high['at']:.2g} {gaps[1]}"
     often = "one seed, no intervals" if share is None else f"a crossing in {share:.0%} of replicates"
     if meeting["at"] is None:
         side = "ahead" if high["gap"] < 0 else "behind"
         return f"do not cross in the range, {side} throughout ({ends}; {often})."
     after = "ahead beyond" if high["gap"] < 0 else "behind beyond"
-    return f"cross at {meeting['at']:.2g}{_within(meeting['interval'], '.2g')}, {after} ({ends}; {often})."
+    return f"cross at {meeting['at']:.2g}{_interval_text(meeting['interval'], '.2g')}, {after} ({ends}; {often})."
 
 
-def _within(interval: Sequence[float] | None, digits: str) -> str:
+def _interval_text(interval: Sequence[float] | None, digits: str) -> str:
     return "" if interval is None else f" [{interval[0]:{digits}}, {interval[1]:{digits}}]"

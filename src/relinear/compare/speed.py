@@ -45,7 +45,7 @@ def training_step(
     return step
 
 
-def _calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[str, Callable[[], Any]]]:
+def _timed_calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[str, Callable[[], Any]]]:
     """Return a model, and its training step and inference pass on random tokens, to be timed."""
     device = training_device(settings)
     model = build_model(settings, vocab_size).to(device)
@@ -55,13 +55,13 @@ def _calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[s
         set_gradient_checkpointing(model, True)
     model.config.use_cache = False
     dtype = training_dtype(settings, device)
-    lowered = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
+    autocast_dtype = None if settings.dtype == "pure_bfloat16" or dtype == torch.float32 else dtype
     shape = (settings.batch_size, settings.data.sequence_length)
     ids = torch.randint(vocab_size or model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(
         device
     )
     replayed = settings.compile == "reduce-overhead"
-    step = training_step(model, ids, build_optimizer(model, settings), lowered, replayed)
+    step = training_step(model, ids, build_optimizer(model, settings), autocast_dtype, replayed)
 
     def train() -> None:
         model.train()
@@ -71,7 +71,7 @@ def _calls(settings: TrainSettings, vocab_size: int | None) -> tuple[Any, dict[s
     def infer() -> None:
         if model.training:
             for_inference_(model)
-        with torch.autocast(device.type, dtype=lowered, enabled=lowered is not None):
+        with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
             model(input_ids=ids)
 
     return model, {"train": train, "inference": infer}
@@ -103,25 +103,26 @@ def measure_speed(
     loaded = {name: TrainSettings.load(value) for name, value in settings.items()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_threads(loaded[reference].threads))
-        made = {name: _calls(value, vocab_size) for name, value in loaded.items()}
-        for name, (model, _) in made.items():
+        timed = {name: _timed_calls(value, vocab_size) for name, value in loaded.items()}
+        for name, (model, _) in timed.items():
             stack.enter_context(compiled(model, loaded[name].compile))
         began = time.perf_counter()
-        for call in 2 * [call for _, calls in made.values() for call in calls.values()]:
+        for call in 2 * [call for _, calls in timed.values() for call in calls.values()]:
             call()  # first touches of memory, compilation
-        warm = time.perf_counter() - began
-        count = max(3, min(rounds, int(2 * (seconds - warm) / warm)))
+        warm_up = time.perf_counter() - began
+        count = max(3, min(rounds, int(2 * (seconds - warm_up) / warm_up)))
         machine = describe_machine()
         on_gpu = training_device(loaded[reference]).type == "cuda"
-        about = {"reference": reference, "rounds": count}
-        about["processor"] = ", ".join(machine["gpus"]) if on_gpu else machine["processor"]
-        figures: dict[str, Any] = {name: dict(about) for name in made}
+        processor = ", ".join(machine["gpus"]) if on_gpu else machine["processor"]
+        speeds: dict[str, Any] = {
+            name: {"reference": reference, "rounds": count, "processor": processor} for name in timed
+        }
         for mode in ("train", "inference"):
-            calls = {name: one[mode] for name, (_, one) in made.items()}
-            timings = interleave(calls, reference, rounds=count, min_seconds=0.0, warmup=1)
+            calls_of_mode = {name: calls[mode] for name, (_, calls) in timed.items()}
+            timings = interleave(calls_of_mode, reference, rounds=count, min_seconds=0.0, warmup=1)
             for name, timing in timings.items():
-                figures[name] |= _figures(mode, timing, loaded[name], loaded[reference])
-    return figures
+                speeds[name] |= _throughput(mode, timing, loaded[name], loaded[reference])
+    return speeds
 
 
 def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> float:
@@ -132,11 +133,14 @@ def seconds_per_token(settings: TrainSettings, vocab_size: int, flops: int) -> f
     data = settings.data.replace(sequence_length=length).model_dump()
     short = settings.replace(batch_size=batch, accumulation=1, compile=False, data=data)
     with on_threads(short.threads):
-        _, calls = _calls(short, vocab_size)
+        _, calls = _timed_calls(short, vocab_size)
         return interleave({"": calls["train"]}, "", rounds=2, min_seconds=0.0)[""].seconds / (batch * length)
 
 
-def _figures(mode: str, timing: Timing, settings: TrainSettings, reference: TrainSettings) -> dict[str, float]:
+def _throughput(mode: str, timing: Timing, settings: TrainSettings, reference: TrainSettings) -> dict[str, float]:
     """Return the ratio by tokens, as batches of entries may differ, and tokens per second."""
-    tokens, base = (fitted.batch_size * fitted.data.sequence_length for fitted in (settings, reference))
-    return {f"{mode}_ratio": tokens / base / timing.ratio, f"{mode}_tokens_per_second": tokens / timing.seconds}
+    tokens, reference_tokens = (trained.batch_size * trained.data.sequence_length for trained in (settings, reference))
+    return {
+        f"{mode}_ratio": tokens / reference_tokens / timing.ratio,
+        f"{mode}_tokens_per_second": tokens / timing.seconds,
+    }
