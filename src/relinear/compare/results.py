@@ -44,12 +44,14 @@ def entry_result(
         dense: whether nothing of relinear is in it.
         gap: to the reference.
     """
-    mapping = planned.settings.operator_configs
-    stated = [f"{pattern}: {_stated(config) if config else 'left dense'}" for pattern, config in mapping.items()]
-    stated += [_stated(config) for config in planned.settings.attachment_configs]
+    operators = [
+        f"{pattern}: {_config_text(config) if config else 'left dense'}"
+        for pattern, config in planned.settings.operator_configs.items()
+    ]
+    operators += [_config_text(config) for config in planned.settings.attachment_configs]
     return {
         "name": planned.name,
-        "operators": "; ".join(stated) or "dense",
+        "operators": "; ".join(operators) or "dense",
         "settings": settings.model_dump(mode="json"),
         "parameters": planned.size.parameters,
         "flops_per_token": planned.size.flops,
@@ -74,18 +76,18 @@ def _mean_stored(stored: list[schema.StoredModel]) -> schema.StoredModel | None:
     """Return how the models of all seeds were stored, with their mean loss before; None if they were not."""
     if not stored:
         return None
-    return {**stored[0], "loss_before": statistics.fmean(each["loss_before"] for each in stored)}
+    return {**stored[0], "loss_before": statistics.fmean(model["loss_before"] for model in stored)}
 
 
 def seed_run(seed: int, result: Any, losses: np.ndarray) -> schema.SeedRun:
-    """Return a final run's entry in ``results.json``, from its ``TrainResult`` and losses by block."""
+    """Return what ``results.json`` holds of a final run, from its ``TrainResult`` and losses by block."""
     run: Any = {"seed": seed, "block_losses": [round(float(loss), 5) for loss in losses]}
     run |= {name: value for name, value in result.to_dict().items() if name in schema.SeedRun.__annotations__}
     return run | {"curve": _curve(result.curve)}
 
 
-def _stated(config: Config) -> str:
-    """Return a setting with its defaults filled in, as readers need them as much as what was changed."""
+def _config_text(config: Config) -> str:
+    """Return a config as text with its defaults filled in, as readers need them as much as what was changed."""
     values = {key: value for key, value in config.to_dict().items() if key != "kind" and value is not None}
     return f"{config.kind}({', '.join(f'{key}={value}' for key, value in values.items())})"
 
@@ -105,41 +107,32 @@ def comparison_result(
     planned: list[Planned],
     entries: list[schema.EntryResult],
     provenance: schema.Provenance,
-    counted: schema.Ngram | None = None,
+    ngram: schema.Ngram | None = None,
     diverged: Sequence[schema.DivergedEntry] = (),
 ) -> schema.Results:
-    """Return ``results.json``: entries and notes.
+    """Return the values of ``results.json``.
 
-    ``counted`` is the n-gram line, from ``count_ngrams``.
+    Args:
+        recipe: what was compared, on the packed ``data``.
+        planned: all entries, also those that diverged; the budget is that of the first.
+        entries: the results, from ``entry_result``.
+        provenance: from ``run.json``.
+        ngram: from ``count_ngrams``.
+        diverged: entries without results.
     """
-    settings = planned[0].settings
-    per_step = settings.tokens_per_step
-    counts = data.description["splits"]["train"]
-    passes = settings.steps * per_step / counts["tokens"]
-    other = [
-        f"{p.name} for {p.settings.steps:,} of {p.settings.tokens_per_step:,}"
-        for p in planned
-        if (p.settings.steps, p.settings.tokens_per_step) != (settings.steps, per_step)
-    ]
-    budget = (
-        f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
-        f"tokens, {passes:.2g} passes over the {counts['tokens']:,} training tokens of {settings.data.data}), on "
-        f"{len(recipe.seeds)} seed{'s' if len(recipe.seeds) > 1 else ''}, in {precision(settings)}."
-    )
-    budget += f" Other steps: {', '.join(other)}." if other else ""
     return {
         "format": schema.FORMAT,
         "name": recipe.name,
         "description": recipe.description,
-        "budget": budget,
-        "match": _match_text(recipe, planned),
+        "budget": _budget_text(recipe, data, planned),
+        "match": _match_result(recipe, planned),
         "notes": [
             *_notes(recipe, entries),
             *gap_notes(recipe, entries),
-            *(f"{each['name']} has no results: {each['text']}." for each in diverged),
+            *(f"{entry['name']} has no results: {entry['text']}." for entry in diverged),
         ],
         "reference": recipe.reference,
-        "ngram": counted,
+        "ngram": ngram,
         "data": data.description,
         "entries": entries,
         "diverged": list(diverged),
@@ -148,7 +141,25 @@ def comparison_result(
     }
 
 
-def _match_text(recipe: CompareSettings, planned: list[Planned]) -> schema.MatchResult:
+def _budget_text(recipe: CompareSettings, data: Any, planned: list[Planned]) -> str:
+    settings = planned[0].settings
+    per_step = settings.tokens_per_step
+    tokens = data.description["splits"]["train"]["tokens"]
+    passes = settings.steps * per_step / tokens
+    other = [
+        f"{entry.name} for {entry.settings.steps:,} of {entry.settings.tokens_per_step:,}"
+        for entry in planned
+        if (entry.settings.steps, entry.settings.tokens_per_step) != (settings.steps, per_step)
+    ]
+    text = (
+        f"Every entry was trained for {settings.steps:,} steps of {per_step:,} tokens ({settings.steps * per_step:,} "
+        f"tokens, {passes:.2g} passes over the {tokens:,} training tokens of {settings.data.data}), on "
+        f"{len(recipe.seeds)} seed{'s' if len(recipe.seeds) > 1 else ''}, in {precision(settings)}."
+    )
+    return text + (f" Other steps: {', '.join(other)}." if other else "")
+
+
+def _match_result(recipe: CompareSettings, planned: list[Planned]) -> schema.MatchResult:
     match = recipe.match
     if match.by == "width":
         return {"by": match.by, "target": None, "text": "All models have the same width; sizes differ."}
@@ -184,28 +195,29 @@ def _notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> list[s
         )
     notes.append("FLOPs are of the forward pass, without attention scores and norms; memory is of the process.")
     notes += tuning_notes(entries)
-    tuned = recipe.tune is not None or all(entry.learning_rate is not None for entry in recipe.entries.values())
-    if not tuned and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
+    chosen = recipe.tune is not None or all(entry.learning_rate is not None for entry in recipe.entries.values())
+    if not chosen and len({entry["learning_rate"] for entry in entries}) == 1 and len(entries) > 1:
         notes.append("All entries share one learning rate, which may suit some better than others; see --tune.")
     return notes
 
 
 def tuning_notes(entries: Sequence[schema.SeriesEntry]) -> list[str]:
-    """Return notes about the tuned learning rates and initialisations."""
+    """Return notes about what was tuned."""
     tuned = {entry["name"]: entry["tuning"] for entry in entries if entry["tuning"]}
 
     def where(key: str) -> list[str]:
         return [name for name, tuning in tuned.items() if tuning.get(key)]
 
-    moved = [name for name, row in tuned.items() if row.get("full_length", {}).get("moved")]
-    shares = [f"{name} {row['warmup_ratio']:g}" for name, row in tuned.items() if "warmup_ratio" in row]
-    counts = {name: _tried(row) for name, row in tuned.items()}
+    bits = [f"{name} {tuning['bits']}" for name, tuning in tuned.items() if tuning.get("bits")]
+    warmups = [f"{name} {tuning['warmup_ratio']:g}" for name, tuning in tuned.items() if "warmup_ratio" in tuning]
+    moved = [name for name, tuning in tuned.items() if tuning.get("full_length", {}).get("moved")]
+    counts = {name: _trial_count(tuning) for name, tuning in tuned.items()}
     sentences = [
         ("The best learning rate lies at the edge of the grid for {}: widen the grid.", where("edge")),
         ("The best initialisation lies at the edge of its grid for {}: widen the grid.", where("initializer_edge")),
-        ("Bits were tuned: {}.", [f"{name} {bits}" for name, each in tuned.items() if (bits := each.get("bits"))]),
+        ("Bits were tuned: {}.", bits),
         ("The fewest bits that were tried were best for {}: add fewer to match.bits.", where("bits_edge")),
-        ("Warm-up was tuned, too: of the steps it takes {}.", shares),
+        ("Warm-up was tuned, too: of the steps it takes {}.", warmups),
         ("The best warm-up is the shortest or longest that was tried for {}.", where("warmup_edge")),
         *(
             (
@@ -219,10 +231,10 @@ def tuning_notes(entries: Sequence[schema.SeriesEntry]) -> list[str]:
         ("Runs of full length chose another learning rate than short runs for {}.", moved),
         ("Runs of tuning: {}.", [f"{name} {n}" for name, n in counts.items()] if any(counts.values()) else []),
     ]
-    return [text.format(", ".join(names)) for text, names in sentences if names]
+    return [text.format(", ".join(listed)) for text, listed in sentences if listed]
 
 
-def _tried(tuning: schema.Tuning) -> int:
+def _trial_count(tuning: schema.Tuning) -> int:
     """Count the runs of tuning, short or of full length; a run that appears in both lists counts once."""
     rows = [*tuning.get("trials", ()), *tuning.get("full_length", {}).get("trials", ())]
     return len({tuple(sorted(row.items())) for row in rows})
@@ -241,7 +253,7 @@ def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> lis
             else "without intervals, which need at least two seeds."
         )
     ]
-    if any(gap_["standard_error"] is None for gap_ in gaps.values()):
+    if any(gap["standard_error"] is None for gap in gaps.values()):
         notes.append("Losses by block were not kept for all runs: their gaps have intervals over seeds alone.")
     small = [
         f"{name} ({gaps[name]['mean']:+.4f}, one paired standard error {gaps[name]['standard_error']:.4f})"
@@ -252,15 +264,15 @@ def gap_notes(recipe: CompareSettings, entries: list[schema.EntryResult]) -> lis
     return notes
 
 
-# Counting the same tokens
+# The n-gram model
 
 
-# Beyond this the counts outgrow the memory of the machines that budgets of this size are trained on.
+#: beyond this the counts outgrow the memory of the machines that budgets of this size are trained on
 _MOST_TOKENS = 100_000_000
 
 
 def count_ngrams(recipe: CompareSettings, data: Any) -> schema.Ngram:
-    """Return loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
+    """Return the loss of a Kneser-Ney model on the blocks that a run of the recipe is evaluated on.
 
     It counts the blocks that the first seed's run trains on, each block once however often the run passes over it, and
     sees no more context than a model does: nothing from before a block.
@@ -274,10 +286,10 @@ def count_ngrams(recipe: CompareSettings, data: Any) -> schema.Ngram:
     """
     train, validation = data.train, data.validation
     length = train.sequence_length
-    wanted = min(recipe.steps * recipe.train.batch_size * recipe.train.accumulation, len(train))
-    wanted = max(1, min(wanted, _MOST_TOKENS // length))
-    chosen = np.sort(np.fromiter(SteadySampler(len(train), wanted, recipe.seeds[0]), dtype=np.int64))
-    blocks = np.asarray(train.tokens[: len(train) * length]).reshape(-1, length)[chosen]
+    count = min(recipe.steps * recipe.train.batch_size * recipe.train.accumulation, len(train))
+    count = max(1, min(count, _MOST_TOKENS // length))
+    indices = np.sort(np.fromiter(SteadySampler(len(train), count, recipe.seeds[0]), dtype=np.int64))
+    blocks = np.asarray(train.tokens[: len(train) * length]).reshape(-1, length)[indices]
     order = min(recipe.ngram_order or 1, length)
     while data.vocab_size**order >= 1 << 63:
         order -= 1
