@@ -28,11 +28,11 @@ from relinear.system.signals import Terminated
 _CONTEXT: Any = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
 _QUIET_ENV = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 #: for the process that all others are forked from: torch then looks for GPUs without CUDA, which survives no fork
-_FORKED = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_SERVER_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: seconds that a process has to save its state after a SIGTERM
-_SAVING = 60
+_SECONDS_TO_SAVE = 60
 #: jobs in SLURM's queue at once, and how often one that was lost is submitted again
-_JOBS, _RETRIES = 256, 3
+_MAX_JOBS, _RETRIES = 256, 3
 
 
 class InlineExecutor(Executor):
@@ -51,6 +51,7 @@ class InlineExecutor(Executor):
 class _ThreadPerCall(ThreadPoolExecutor):
     """Wait in one thread per call, which runs elsewhere; an exception in the block ends all calls."""
 
+    #: run one call and return its result; end all of them
     call: Callable[..., Any]
     end: Callable[[], None]
 
@@ -92,7 +93,7 @@ class ProcessExecutor(_ThreadPerCall):
             error, result = receive.recv()
         except EOFError:
             process.join()
-            raise _killed(process.exitcode, self._log) from None
+            raise _process_error(process.exitcode, self._log) from None
         finally:
             receive.close()
             self._running.discard(process)
@@ -105,7 +106,7 @@ class ProcessExecutor(_ThreadPerCall):
         """Let every process save its state and end; start no more."""
         with self._starting:
             self._ended, running = True, list(self._running)
-        deadline = time.monotonic() + _SAVING
+        deadline = time.monotonic() + _SECONDS_TO_SAVE
         for process in running:
             process.terminate()
         for process in running:
@@ -120,7 +121,7 @@ def _start_server() -> None:
 
         _CONTEXT.set_forkserver_preload(["relinear.training.run", "relinear.compare.speed"])
         before = dict(os.environ)
-        os.environ.update(_QUIET_ENV | _FORKED | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        os.environ.update(_QUIET_ENV | _SERVER_ENV | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         try:
             forkserver.ensure_running()
         finally:
@@ -153,17 +154,19 @@ def _serve(
     send.send(answer)
 
 
-def _killed(code: int | None, log: Path | None) -> Exception:
-    see = "" if log is None else f"; see {log}"
+def _process_error(code: int | None, log: Path | None) -> Exception:
+    """Return the error for a process that ended without a result."""
+    log_hint = "" if log is None else f"; see {log}"
     if code == -signal.SIGKILL:
         return ChildProcessError(
             "the process of the run was killed, most likely for want of memory; what is done is kept, and the same "
-            f"command goes on where more memory is free, or with fewer --workers{see}"
+            f"command goes on where more memory is free, or with fewer --workers{log_hint}"
         )
-    return RuntimeError(f"the process of the run ended without a result (signal or exit code: {code}){see}")
+    return RuntimeError(f"the process of the run ended without a result (signal or exit code: {code}){log_hint}")
 
 
-def _package(name: str, extra: str) -> Any:
+def _import_extra(name: str, extra: str) -> Any:
+    """Import an optional package; the error for a missing one names the ``extra`` that installs it."""
     try:
         return import_module(name)
     except ImportError:
@@ -178,14 +181,14 @@ class SlurmJob:
     arguments: tuple[Any, ...]
 
     def __call__(self) -> Any:
-        self.processes = ProcessExecutor()
-        return self.processes.call(self.function, *self.arguments)
+        self.executor = ProcessExecutor()
+        return self.executor.call(self.function, *self.arguments)
 
     def checkpoint(self) -> Any:
         """Queue the job again; submitit calls this when the time is up or the job is preempted."""
         from submitit.helpers import DelayedSubmission
 
-        self.processes.end()
+        self.executor.end()
         return DelayedSubmission(SlurmJob(self.function, self.arguments))
 
 
@@ -194,7 +197,7 @@ class Slurm(_ThreadPerCall):
 
     def __init__(self, workers: int, folder: Path, parameters: Mapping[str, Any], cluster: str = "slurm") -> None:
         super().__init__(workers)
-        submitit = _package("submitit", "slurm")
+        submitit = _import_extra("submitit", "slurm")
         self._executor = submitit.AutoExecutor(folder, cluster=cluster, slurm_max_num_timeout=1000)
         self._executor.update_parameters(name="relinear", **parameters)
         self._jobs: list[Any] = []
@@ -222,7 +225,7 @@ class Dask(Executor):
     """Run calls on a Dask cluster at an address; its workers start a process for every call."""
 
     def __init__(self, address: str) -> None:
-        self._client = _package("distributed", "dask").Client(address)
+        self._client = _import_extra("distributed", "dask").Client(address)
         self._executor = self._client.get_executor(pure=False)
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future:
@@ -260,7 +263,7 @@ def executor_at(
     if executor is None:
         return ProcessExecutor(workers, folder / "worker.log") if workers else InlineExecutor()
     if executor == "slurm":
-        return Slurm(workers or _JOBS, folder / "slurm", parameters)
+        return Slurm(workers or _MAX_JOBS, folder / "slurm", parameters)
     if "://" in executor:
         return Dask(executor)
     raise ValueError(f"executor must be slurm or the address of a scheduler (tcp://HOST:8786), got {executor!r}")

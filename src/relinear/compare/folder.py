@@ -73,14 +73,14 @@ def claimed_folder(
     with folder.open(recipe.model_dump(mode="json"), overwrite=overwrite) as record:
         if record is None or "entries" not in record:
             entries = {
-                p.name: {
-                    "parameters": p.size.parameters,
-                    "flops_per_token": p.size.flops,
-                    "size_mismatch": p.size_mismatch,
-                    "settings": p.settings.model_dump(mode="json"),
-                    "computed": _computed(p.settings),
+                entry.name: {
+                    "parameters": entry.size.parameters,
+                    "flops_per_token": entry.size.flops,
+                    "size_mismatch": entry.size_mismatch,
+                    "settings": entry.settings.model_dump(mode="json"),
+                    "computed": _computed(entry.settings),
                 }
-                for p in planned
+                for entry in planned
             }
             record = folder.write(format=FORMAT, entries=entries, tokens=tokens, started=now())
         else:
@@ -97,12 +97,12 @@ def _check_as_begun(
             f"{out_dir} was begun on other text: files of train.data or its tokenizer have changed; restore them, or "
             "give another --out"
         )
-    for p in planned:
-        before, here = record["entries"].get(p.name, {}).get("computed"), _computed(p.settings)
+    for entry in planned:
+        before, here = record["entries"].get(entry.name, {}).get("computed"), _computed(entry.settings)
         if before is not None and before != here:
             raise ValueError(
-                f"{out_dir} was begun with {p.name} in {before}, which would be {here} here; go on where that was, or "
-                "give another --out with train.dtype and train.device written out"
+                f"{out_dir} was begun with {entry.name} in {before}, which would be {here} here; go on where that was, "
+                "or give another --out with train.dtype and train.device written out"
             )
 
 

@@ -18,14 +18,14 @@ _LEVEL = 0.95
 _NORMAL = NormalDist().inv_cdf((1 + _LEVEL) / 2)
 
 
-def _grouped(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _grouped_sums(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return sums of ``losses`` (S, N) over groups of neighbouring blocks (S, G), and how many blocks each has (G,)."""
     blocks = losses.shape[1]
     starts = np.linspace(0, blocks, min(_GROUPS, blocks), endpoint=False).astype(int)
     return np.add.reduceat(losses, starts, axis=1), np.diff([*starts, blocks])
 
 
-def _weights_of_seeds(seeds: int, count: int, generator: np.random.Generator) -> np.ndarray:
+def _seed_weights(seeds: int, count: int, generator: np.random.Generator) -> np.ndarray:
     """Draw weights (R, S), rows of sum 1, so that weighted means vary as much as the mean is uncertain.
 
     Resampling two or three values says far too little of how much others would differ. By these weights a weighted mean
@@ -37,9 +37,9 @@ def _weights_of_seeds(seeds: int, count: int, generator: np.random.Generator) ->
     half = -(-count // 2)
     normal = generator.normal(size=(half, seeds))
     normal -= normal.mean(1, keepdims=True)
-    apart = normal / np.sqrt(seeds * generator.chisquare(seeds - 1, size=(half, 1)))
-    # with its mirror image: which side the few extreme draws lie on is no accident of the generator
-    return 1 / seeds + np.concatenate([apart, -apart])[:count]
+    deviations = normal / np.sqrt(seeds * generator.chisquare(seeds - 1, size=(half, 1)))
+    # with their mirror images: which side the few extreme draws lie on is no accident of the generator
+    return 1 / seeds + np.concatenate([deviations, -deviations])[:count]
 
 
 def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np.ndarray:
@@ -51,18 +51,18 @@ def replicates(losses: np.ndarray, count: int = REPLICATES, seed: int = 0) -> np
     seeds if there is one.
     """
     generator = np.random.default_rng(seed)
-    sums, counts = _grouped(losses)
-    of_seeds = _weights_of_seeds(len(losses), count, generator)
-    of_groups = generator.multinomial(len(counts), np.full(len(counts), 1 / len(counts)), count)
-    return ((of_seeds @ sums) * of_groups).sum(1) / (of_groups @ counts)
+    sums, counts = _grouped_sums(losses)
+    seed_weights = _seed_weights(len(losses), count, generator)
+    group_counts = generator.multinomial(len(counts), np.full(len(counts), 1 / len(counts)), count)
+    return ((seed_weights @ sums) * group_counts).sum(1) / (group_counts @ counts)
 
 
 def _standard_error(difference: np.ndarray) -> float:
     """Return the standard error of the mean of ``difference`` (S, N) over blocks, its seeds averaged."""
-    sums, counts = _grouped(difference)
+    sums, counts = _grouped_sums(difference)
     groups, blocks = len(counts), difference.shape[1]
-    rest = sums.mean(0) - difference.mean() * counts
-    return math.sqrt(groups / (groups - 1) * float((rest**2).sum())) / blocks
+    residuals = sums.mean(0) - difference.mean() * counts
+    return math.sqrt(groups / (groups - 1) * float((residuals**2).sum())) / blocks
 
 
 def interval(values: np.ndarray) -> tuple[float, float] | None:
@@ -77,16 +77,16 @@ def gap(entry_losses: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> 
     """Return an entry's loss minus the reference's, on the same seeds and blocks: below 0 the entry is better.
 
     Args:
-        own, reference: a seed's losses by block (N,), or (1,) its mean where blocks were not kept.
+        entry_losses, reference: by seed, the losses by block (N,), or (1,) their mean where blocks were not kept.
 
     Returns:
         mean, low and high (95 %; None for one seed, which says nothing of others), the ``values`` of the seeds, and
         ``standard_error``: the evaluation's, over blocks with seeds averaged (None without blocks). The interval
         is that of Student's t over the paired values, widened by the evaluation's error: half-widths add as squares.
     """
-    whole = len({len(losses) for losses in (*entry_losses, *reference)}) == 1
+    by_block = len({len(losses) for losses in (*entry_losses, *reference)}) == 1
     pairs = zip(entry_losses, reference, strict=True)
-    difference = np.stack([a - b if whole else np.atleast_1d(a.mean() - b.mean()) for a, b in pairs]).astype(float)
+    difference = np.stack([a - b if by_block else np.atleast_1d(a.mean() - b.mean()) for a, b in pairs]).astype(float)
     mean, blocks = float(difference.mean()), difference.shape[1]
     values = [float(value) for value in difference.mean(1)]
     error = _standard_error(difference) if blocks > 1 else None
@@ -110,4 +110,4 @@ def gap_of_means(entry_values: Sequence[float], reference: Sequence[float]) -> G
 
 def too_small(gaps: Mapping[str, Gap]) -> list[str]:
     """Return entries whose gap is below four paired standard errors of the evaluation, so it may be noise."""
-    return [name for name, each in gaps.items() if (each["standard_error"] or 0.0) > abs(each["mean"]) / 4]
+    return [name for name, gap in gaps.items() if (gap["standard_error"] or 0.0) > abs(gap["mean"]) / 4]
