@@ -27,7 +27,7 @@ def _loss_axis(entries: Sequence[EntryResult], bounds: tuple[float, float] | Non
 
 
 def curves(entries: Sequence[EntryResult], palette: Colours, ngram: Ngram | None = None) -> list[Panel]:
-    """Draw validation loss against training tokens: the mean over seeds, and the band from lowest to highest.
+    """Return the validation loss against training tokens: the mean over seeds, and the band from lowest to highest.
 
     ``ngram`` (of ``results.json``) is a horizontal line: the loss of n-grams with as many tokens.
     """
@@ -46,19 +46,19 @@ def curves(entries: Sequence[EntryResult], palette: Colours, ngram: Ngram | None
         bounds.append((min(lowest), max(later)))
     if not shown:
         return []
-    low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
+    low, high = min(bottom for bottom, _ in bounds), max(top for _, top in bounds)
     guides = []
     if ngram is not None:
-        counted = ngram["validation_loss"]
-        text, room = f"{ngram['order']}-grams  {counted:.3f}", 0.5 * (high - low)
-        if low - room <= counted <= high + room:
-            low, high = min(low, counted), max(high, counted)
-            guides = [Guide(y=counted, text=text)]
+        loss = ngram["validation_loss"]
+        text, margin = f"{ngram['order']}-grams  {loss:.3f}", 0.5 * (high - low)
+        if low - margin <= loss <= high + margin:
+            low, high = min(low, loss), max(high, loss)
+            guides = [Guide(y=loss, text=text)]
         else:  # it would squeeze the curves: it is named at the edge that it lies beyond
-            edge, where = (0, "below ↓") if counted < low else (1, "above ↑")
-            guides = [Guide(y=_wider(low, high)[edge], text=f"{text} {where}")]
+            edge, side = (0, "below ↓") if loss < low else (1, "above ↑")
+            guides = [Guide(y=_with_margin(low, high)[edge], text=f"{text} {side}")]
     last = max(series.x[-1] for series in shown)
-    return [Panel(shown, _tokens("training tokens", last), _loss_axis(entries, _wider(low, high)), guides)]
+    return [Panel(shown, _token_axis("training tokens", last), _loss_axis(entries, _with_margin(low, high)), guides)]
 
 
 def pareto(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
@@ -73,14 +73,14 @@ def pareto(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
     }
     panels = []
     for title, xs in measures.items():
-        shown = [(number, entry) for number, entry in enumerate(entries) if entry["name"] in xs]
-        if not shown:
+        measured = [(number, entry) for number, entry in enumerate(entries) if entry["name"] in xs]
+        if not measured:
             continue
-        spots = [(xs[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in shown]
-        x, y = zip(*(spots[i] for i in pareto_front(spots)), strict=True)
+        points = [(xs[entry["name"]], entry["validation_loss"]["mean"]) for _, entry in measured]
+        x, y = zip(*(points[i] for i in pareto_front(points)), strict=True)
         front = [Series(name="front", colour=GUIDE, x=x, y=y, mode="steps", legend=False)] * (len(x) > 1)
-        points = [_spot(entry, palette, number, xs[entry["name"]], title) for number, entry in shown]
-        panels.append(Panel([*front, *points], Axis(title=title), _loss_axis(entries)))
+        markers = [_marker(entry, palette, number, xs[entry["name"]], title) for number, entry in measured]
+        panels.append(Panel([*front, *markers], Axis(title=title), _loss_axis(entries)))
     return panels
 
 
@@ -88,12 +88,12 @@ def _timed(entry: EntryResult) -> bool:
     return bool(entry.get("speed") and entry["speed"]["train_tokens_per_second"] > 0)
 
 
-def _spot(entry: EntryResult, palette: Colours, number: int, x: float, what: str) -> Series:
+def _marker(entry: EntryResult, palette: Colours, number: int, x: float, unit: str) -> Series:
     name, mean, std = entry["name"], entry["validation_loss"]["mean"], entry["validation_loss"]["std"]
-    text = f"{name}: {mean:.4f}{'' if std is None else f' ± {std:.4f}'}, {x:,.6g} {what}"
-    look: dict[str, Any] = {"number": number, "mode": "points", "size": 10, "label": name}
-    look |= {"low": [mean - std], "high": [mean + std]} if std else {}
-    return Series(name=name, colour=palette[name], x=[x], y=[mean], texts=[text], **look)
+    text = f"{name}: {mean:.4f}{'' if std is None else f' ± {std:.4f}'}, {x:,.6g} {unit}"
+    style: dict[str, Any] = {"number": number, "mode": "points", "size": 10, "label": name}
+    style |= {"low": [mean - std], "high": [mean + std]} if std else {}
+    return Series(name=name, colour=palette[name], x=[x], y=[mean], texts=[text], **style)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -112,13 +112,13 @@ def speeds(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
         return []
     reference = timed[0][1].get("reference", "dense")
     shown = []
-    for what, title, number in (("train", "training", 0), ("inference", "inference", 2)):
+    for mode, title, number in (("train", "training", 0), ("inference", "inference", 2)):
         for name, speed in timed:
-            ratio, rate = speed[f"{what}_ratio"], speed[f"{what}_tokens_per_second"]
+            ratio, rate = speed[f"{mode}_ratio"], speed[f"{mode}_tokens_per_second"]
             text = f"{name}, {title}: {ratio:.3f} of {reference}'s, {rate:,.0f} tokens per second"
-            look: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
+            style: dict[str, Any] = {"mode": "points", "size": 11, "hollow": number > 0, "legend": False}
             point: dict[str, Any] = {"x": [ratio], "y": [name], "texts": [text]}
-            shown.append(Series(name=name, colour=palette[name], number=number, **point, **look))
+            shown.append(Series(name=name, colour=palette[name], number=number, **point, **style))
     axis = Axis(title=f"tokens per second, {reference} = 1", from_zero=True)
     return [Panel(shown, axis, Axis(rows=True), [Guide(x=1)])]
 
@@ -134,10 +134,10 @@ def tuning(entries: Sequence[EntryResult], palette: Colours) -> list[Panel]:
             ring = next((trial for trial in finite if trial[0] == entry["learning_rate"]), best)
             x, y = zip(*finite, strict=True)
             shown.append(_line(name, palette, number, x, y, label=name))
-            look: dict[str, Any] = {"mode": "points", "size": 14, "hollow": True, "legend": False}
+            style: dict[str, Any] = {"mode": "points", "size": 14, "hollow": True, "legend": False}
             text = f"{name}: {ring[0]:.3g} was chosen"
-            shown.append(Series(name=name, colour=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **look))
-    rates = sorted({abscissa for series in shown for abscissa in series.x})
+            shown.append(Series(name=name, colour=palette[name], x=[ring[0]], y=[ring[1]], texts=[text], **style))
+    rates = sorted({rate for series in shown for rate in series.x})
     ticks = {rate: f"{rate:.2g}" for rate in rates}
     bottom = Axis(title="learning rate", log=True, ticks=ticks)
     return [Panel(shown, bottom, _loss_axis(entries))] if len(rates) > 1 else []
@@ -168,7 +168,7 @@ def series(
     bits: list[Series] = []
     for number, name in enumerate(entry["name"] for entry in entries):
         measured: list[tuple[int, Any]] = [(row[axis], e) for row in rows for e in row["entries"] if e["name"] == name]
-        points = [(x, _extent(e["validation_loss"]) if by_bytes else e["gap"]) for x, e in measured]
+        points = [(x, _seed_range(e["validation_loss"]) if by_bytes else e["gap"]) for x, e in measured]
         points = [(x, point) for x, point in points if point]
         if len(points) < 2:
             continue
@@ -193,7 +193,7 @@ def series(
     return panels if lines else []
 
 
-def _extent(loss: Statistic) -> dict[str, float]:
+def _seed_range(loss: Statistic) -> dict[str, float]:
     return {"mean": loss["mean"], "low": min(loss["values"]), "high": max(loss["values"])}
 
 
@@ -210,11 +210,11 @@ def scaling(entries: Sequence[Mapping[str, Any]], unit: str) -> list[Panel]:
         shown = []
         for number, entry in enumerate(entries):
             x, y = zip(*sorted((p[axis], p["validation_loss"]["mean"]) for p in entry["points"]), strict=True)
-            texts = [f"{entry['name']}: {loss:.4f} at {abscissa:.4g}" for abscissa, loss in zip(x, y, strict=True)]
-            known: dict[str, Any] = {"name": entry["name"], "colour": palette[entry["name"]], "number": number, "x": x}
-            shown.append(Series(**known, y=y, texts=texts, mode="points"))
-            law = [math.exp(entry[axis]["fit"]["log_a"]) * abscissa ** -entry[axis]["fit"]["b"] for abscissa in x]
-            shown.append(Series(**known, y=law, mode="plain", legend=False))
+            texts = [f"{entry['name']}: {loss:.4f} at {compute:.4g}" for compute, loss in zip(x, y, strict=True)]
+            shared: dict[str, Any] = {"name": entry["name"], "colour": palette[entry["name"]], "number": number, "x": x}
+            shown.append(Series(**shared, y=y, texts=texts, mode="points"))
+            law = [math.exp(entry[axis]["fit"]["log_a"]) * compute ** -entry[axis]["fit"]["b"] for compute in x]
+            shown.append(Series(**shared, y=law, mode="plain", legend=False))
         panels.append(Panel(shown, Axis(title=title, log=True), Axis(title=f"validation loss ({unit})")))
     return panels
 
@@ -250,12 +250,12 @@ def _line(
     return Series(name=name, colour=colour, number=number, x=x, y=y, low=low, high=high, size=5, label=label)
 
 
-def _wider(low: float, high: float) -> tuple[float, float]:
+def _with_margin(low: float, high: float) -> tuple[float, float]:
     margin = 0.06 * (high - low) or 0.1
     return low - margin, high + margin
 
 
-def _tokens(title: str, last: float) -> Axis:
+def _token_axis(title: str, last: float) -> Axis:
     """Return an axis from 0 to ``last``, in round numbers."""
     step = 10 ** math.floor(math.log10(max(last, 1))) / 2
     step *= next(factor for factor in (1, 2, 4, 10) if last / (step * factor) < 7)
