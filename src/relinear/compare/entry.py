@@ -128,7 +128,7 @@ class EntrySearch:
         bits = planned.settings.bits
         fewest = bits != 2 and bits == min(self.recipe.match.bits)
         tuning = {
-            "trials": [row for each in searches for row in each.rows()],
+            "trials": [row for search in searches for row in search.rows()],
             "edge": best.edge,
             "initializer_range": best.initializer_range,
             "initializer_edge": best.initializer_edge,

@@ -17,9 +17,9 @@ BUNDLED = Path(__file__).parent / "recipes"
 
 
 #: characters of what the YAML parser says
-_LONGEST = 500
+_MAX_PARSER_MESSAGE = 500
 #: characters of settings; a device never ends
-_LONGEST_TEXT = 100_000
+_MAX_TEXT = 100_000
 #: settings that say the same in several ways: one that is given replaces those of a recipe
 _ALTERNATIVES = (
     ("tokens", "budgets", "train.steps", "sizes.tokens_per_parameter"),
@@ -35,7 +35,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ValueError: if it is not YAML (with line and column), or no mapping.
     """
     path = Path(path)
-    values = read_value(read_text(path, _LONGEST_TEXT + 1), str(path))
+    values = read_value(read_text(path, _MAX_TEXT + 1), str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of settings, got {quoted(values)}")
     return values
@@ -44,7 +44,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def _one_line(error: MarkedYAMLError) -> str:
     mark = error.problem_mark
     position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return position + str(error.problem).replace("\n", " ")[:_LONGEST]
+    return position + str(error.problem).replace("\n", " ")[:_MAX_PARSER_MESSAGE]
 
 
 def parse_overrides(assignments: Iterable[str]) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def read_value(text: str, name: str) -> Any:
     Raises:
         ValueError: if it is none; ``name`` heads the message.
     """
-    if len(text) > _LONGEST_TEXT:
-        raise ValueError(f"{name} is longer than {_LONGEST_TEXT:,} characters, and so no settings")
+    if len(text) > _MAX_TEXT:
+        raise ValueError(f"{name} is longer than {_MAX_TEXT:,} characters, and so no settings")
     try:
         return YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
@@ -91,11 +91,11 @@ def apply_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     """
     result = dict(values)
     for dotted, value in overrides.items():
-        _set(result, dotted, dotted, value)
+        _set_key(result, dotted, dotted, value)
     return result
 
 
-def _set(values: dict[str, Any], key: str, full_key: str, value: Any) -> None:
+def _set_key(values: dict[str, Any], key: str, full_key: str, value: Any) -> None:
     head, dot, rest = key.partition(".")
     if not dot or key in values:
         values[key] = value
@@ -106,7 +106,7 @@ def _set(values: dict[str, Any], key: str, full_key: str, value: Any) -> None:
             f"--set {quoted(full_key)}: {quoted(head)} is {quoted(inner)}, which has no settings of its own"
         )
     inner = dict(inner or {})
-    _set(inner, rest, full_key, value)
+    _set_key(inner, rest, full_key, value)
     values[head] = inner
 
 

@@ -89,8 +89,8 @@ def _time_text(runs: Sequence[tuple[Planned, int, int]], vocabulary: int | None,
         pace, flops = timed[dense]
         seconds += count * _timed_tokens(entry.settings, steps) * pace * max(1.0, entry.size.flops / flops)
     seconds /= max(1, min(at_once, sum(count for _, count, _ in runs)))
-    whole = any(entry.settings.data.max_validation_tokens is None for entry, _, _ in runs)
-    evaluation = ", and evaluation on the whole validation text" if whole else ""
+    on_all_text = any(entry.settings.data.max_validation_tokens is None for entry, _, _ in runs)
+    evaluation = ", and evaluation on the whole validation text" if on_all_text else ""
     return f"{duration(seconds)}, by steps timed now{evaluation}"
 
 

@@ -58,8 +58,8 @@ def series_results(recipe: CompareSettings, results: Sequence[Results], provenan
     axis, key, values = recipe.series
     rows = [series_row(axis, value, key, at_value) for value, at_value in zip(values, results, strict=True)]
     notes = results[-1]["notes"] + (_budget_notes(recipe, rows) if recipe.budgets else [])
-    whole: Any = {**results[-1], **provenance, "name": recipe.name, key: rows, "notes": notes, "finished": now()}
-    return whole
+    combined: Any = {**results[-1], **provenance, "name": recipe.name, key: rows, "notes": notes, "finished": now()}
+    return combined
 
 
 def series_row(axis: str, value: int, key: str, results: Results) -> SeriesRow:
@@ -139,7 +139,7 @@ def _budget_notes(recipe: CompareSettings, rows: list[SeriesRow]) -> list[str]:
         }
         notes.append(f"Learning rates were tuned {at[recipe.tune.at]}.")
         ranges = {"initialisation": recipe.tune.initializer_range, "warm-up": recipe.tune.warmup_ratio}
-        tuned = [what for what, grid in ranges.items() if grid is not None]
+        tuned = [setting for setting, grid in ranges.items() if grid is not None]
         if tuned and recipe.tune.at == "smallest":
             notes.append(f"The {' and the '.join(tuned)} of an entry: the smallest budget's best throughout.")
     # of the last budget the table itself tells

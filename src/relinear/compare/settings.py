@@ -21,19 +21,19 @@ from relinear.training.settings import TrainSettings
 DENSE = "dense"
 #: settings in steps that say when something happens within a run
 _STEPS_WITHIN = ("warmup_steps", "eval_every")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
+_ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+=-]*")
 
 
-def _tokens(value: Any) -> Any:
+def _read_tokens(value: Any) -> Any:
     """Return a number of tokens, also written as 300k, 20.5M or 1G."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kMG])", value.strip()) if isinstance(value, str) else None
     return value if match is None else round(float(match[1]) * {"k": 1e3, "M": 1e6, "G": 1e9}[match[2]])
 
 
-def _file_sizes(value: Any) -> Any:
+def _read_file_sizes(value: Any) -> Any:
     """Return bytes written as 500KB, 1.5MiB or 1GB, or several of them, ascending; anything else unchanged."""
     if isinstance(value, list | tuple):
-        file_sizes = list(map(_file_sizes, value))
+        file_sizes = list(map(_read_file_sizes, value))
         if wrong := [size for size in file_sizes if not isinstance(size, int) or size < 1]:
             raise ValueError(f"{wrong[0]!r} is not a size of a file; write 500KB or 1.5MB")
         ascending = tuple(sorted(set(file_sizes)))
@@ -47,7 +47,7 @@ def _or_default(default: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: {True: default, False: None}[value] if isinstance(value, bool) else value)
 
 
-def _listed(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -56,32 +56,33 @@ _Grid = Annotated[tuple[PositiveFloat, ...], Field(min_length=2), Unique, _ASCEN
 _Shares = Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Field(min_length=2), Unique, _ASCENDING]
 #: of the final runs, each once
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1), Unique]
-_Tokens = Annotated[PositiveInt, BeforeValidator(_tokens)]
+_Tokens = Annotated[PositiveInt, BeforeValidator(_read_tokens)]
 _Bits = Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1), Unique, _ASCENDING]
 
 
-def _operator(value: Any) -> Any:
+def _read_operator(value: Any) -> Any:
     if isinstance(value, str):
         return None if value.strip() in (DENSE, "none") else parse_setting(value)
     return value
 
 
-def _entry(value: Any) -> Any:
+def _read_entry(value: Any) -> Any:
     """Read an entry, or only its operator."""
     if value is None or isinstance(value, str):
         return {"operator": value}
     return {"operator": dict(value)} if isinstance(value, Mapping) and "kind" in value else value
 
 
-def _without_known_paths(value: dict[str, Any]) -> dict[str, Any]:
-    elsewhere = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
-    for key, path in elsewhere.items():
-        if key in value:
-            raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {path}")
-    return value
+def _refuse_overruled(changes: dict[str, Any]) -> dict[str, Any]:
+    """Refuse settings in an entry's ``set`` that have a place of their own."""
+    places = {"learning_rate": "the entry's own learning_rate", "seed": "the recipe's seeds"}
+    for key, place in places.items():
+        if key in changes:
+            raise ValueError(f"set.{key} would be overruled, or overrule what tuning finds; use {place}")
+    return changes
 
 
-_Operator = Annotated[dict[str, Any] | None, BeforeValidator(_operator)]
+_Operator = Annotated[dict[str, Any] | None, BeforeValidator(_read_operator)]
 
 
 class Entry(Settings):
@@ -110,7 +111,7 @@ class Entry(Settings):
     learning_rate: PositiveFloat | None = None
     duration: PositiveFloat = 1.0
     resize: Literal["operator", "width", "fixed"] | None = None
-    set: Annotated[dict[str, Any], AfterValidator(_without_known_paths)] = Field(default_factory=dict)
+    set: Annotated[dict[str, Any], AfterValidator(_refuse_overruled)] = Field(default_factory=dict)
 
     @property
     def dense(self) -> bool:
@@ -139,7 +140,7 @@ class Match(Settings):
     """
 
     by: Literal["width", "parameters", "flops", "bytes"] = "width"
-    to: Annotated[str | PositiveInt | tuple[int, ...] | None, BeforeValidator(_file_sizes)] = None
+    to: Annotated[str | PositiveInt | tuple[int, ...] | None, BeforeValidator(_read_file_sizes)] = None
     tolerance: PositiveFloat = 0.02
     bits: _Bits = (3, 4, 6, 8)
 
@@ -219,7 +220,7 @@ class Sizes(Settings):
     tokens_per_parameter: PositiveFloat | None = None
 
 
-def _widths(value: Any) -> Any:
+def _read_sizes(value: Any) -> Any:
     return value if value is None or isinstance(value, Mapping | Sizes) else {"widths": value}
 
 
@@ -231,16 +232,17 @@ class _SharedTrainSettings(TrainSettings):
         return self
 
 
-def _as_written(value: Any) -> Any:
+def _only_written(value: Any) -> Any:
     return value.model_dump(exclude_unset=True) if isinstance(value, TrainSettings) else value
 
 
-def _named(value: Any) -> Any:
-    if isinstance(value, Mapping) and value:
-        for name in value:
-            if not _NAME.fullmatch(str(name)):
+def _check_names(entries: Any) -> Any:
+    """Refuse entries whose names cannot be folders, and anything but a mapping with at least one entry."""
+    if isinstance(entries, Mapping) and entries:
+        for name in entries:
+            if not _ENTRY_NAME.fullmatch(str(name)):
                 raise ValueError(f"entry name {name!r}: use letters, digits and _ . + = - (it becomes a folder)")
-        return value
+        return entries
     raise ValueError("expected a mapping of name -> operator setting with at least one entry")
 
 
@@ -268,14 +270,14 @@ class CompareSettings(Settings):
 
     name: str = "comparison"
     description: str = ""
-    entries: Annotated[dict[str, Annotated[Entry, BeforeValidator(_entry)]], BeforeValidator(_named)]
+    entries: Annotated[dict[str, Annotated[Entry, BeforeValidator(_read_entry)]], BeforeValidator(_check_names)]
     target: Patterns = ("all-linear",)
-    train: Annotated[_SharedTrainSettings, BeforeValidator(_as_written)] = _SharedTrainSettings()
+    train: Annotated[_SharedTrainSettings, BeforeValidator(_only_written)] = _SharedTrainSettings()
     tokens: _Tokens | None = None
     budgets: Annotated[tuple[_Tokens, ...], Field(min_length=1), Unique, _ASCENDING] | None = None
-    sizes: Annotated[Sizes | None, BeforeValidator(_widths)] = None
+    sizes: Annotated[Sizes | None, BeforeValidator(_read_sizes)] = None
     match: Annotated[Match, BeforeValidator(lambda v: {"by": v} if isinstance(v, str) else v)] = Match()
-    seeds: Annotated[Seeds, BeforeValidator(_listed)] = (0,)
+    seeds: Annotated[Seeds, BeforeValidator(_as_tuple)] = (0,)
     tune: Annotated[Tune | None, _or_default({})] = None
     speed: Speed = Speed()
     reference: str | None = None
@@ -318,8 +320,10 @@ class CompareSettings(Settings):
         for name, entry in self.entries.items():
             bits = self.settings_of(name).bits
             if self.match.by == "bytes" and (bits is not None or entry.resize == "fixed"):
-                what = "resize: fixed" if bits is None else f"bits: {bits}"
-                raise ValueError(f"entries.{name} has {what}, and match by bytes chooses size and bits: leave it out")
+                setting = "resize: fixed" if bits is None else f"bits: {bits}"
+                raise ValueError(
+                    f"entries.{name} has {setting}, and match by bytes chooses size and bits: leave it out"
+                )
         return self
 
     def _check_series(self) -> None:
@@ -331,9 +335,9 @@ class CompareSettings(Settings):
         key = self.series.key
         if self.reference is None:
             raise ValueError(f"{key} need a reference entry: set reference: dense")
-        fixed = [name for name, entry in self.entries.items() if "steps" in entry.set]
-        if fixed:
-            raise ValueError(f"entries.{fixed[0]}.set.steps is one number for all {key}; use duration: 2.0")
+        with_steps = [name for name, entry in self.entries.items() if "steps" in entry.set]
+        if with_steps:
+            raise ValueError(f"entries.{with_steps[0]}.set.steps is one number for all {key}; use duration: 2.0")
         if self.sizes is None:
             return
         if not any(entry.dense for entry in self.entries.values()):
@@ -436,7 +440,7 @@ def scaled_run(settings: TrainSettings, ratio: float) -> TrainSettings:
 # Plans: a comparison that is written down before its first final run
 
 
-_Said = Field(min_length=1)
+_NonEmpty = Field(min_length=1)
 
 
 class Plan(Settings):
@@ -455,14 +459,14 @@ class Plan(Settings):
         comparison: the recipe: arms, settings, grid and seeds.
     """
 
-    question: str = _Said
-    command: str = _Said
+    question: str = _NonEmpty
+    command: str = _NonEmpty
     effect: PositiveFloat
-    effect_from: str = _Said
+    effect_from: str = _NonEmpty
     spread: PositiveFloat
-    spread_from: str = _Said
-    budget: str = _Said
-    stopping: str = _Said
+    spread_from: str = _NonEmpty
+    budget: str = _NonEmpty
+    stopping: str = _NonEmpty
     without_power: str = ""
     comparison: CompareSettings
 

@@ -33,11 +33,11 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def table_rows(results: Results) -> Iterable[dict[str, Any]]:
     """Yield numbers by column for every entry at every budget; losses in nats, gaps with their intervals of 95 %."""
-    whole = {entry["name"]: entry for entry in results["entries"]}
+    results_by_name = {entry["name"]: entry for entry in results["entries"]}
     _, _, series = series_of(results)
     for row in series or [results]:
         for at_value in row["entries"]:
-            entry: EntryResult = whole[at_value["name"]]
+            entry: EntryResult = results_by_name[at_value["name"]]
             gap: Any = at_value.get("gap") or {}
             speed: Any = entry["speed"] or {}
             loss = at_value["validation_loss"]
