@@ -21,6 +21,7 @@ from relinear.compare.engine import run_search
 from relinear.compare.gaps import gap, interval, replicates, too_small
 from relinear.compare.match import matched, measure_size, plan_comparison
 from relinear.compare.report import write_report
+from relinear.compare.requirements import compare_requirements
 from relinear.compare.results import gap_notes
 from relinear.compare.run import compare
 from relinear.compare.scaling import crossing, fit_power_law
@@ -712,6 +713,14 @@ def test_budgets_go_on_where_they_were(over_budgets):
     assert again["budgets"] == results["budgets"]
     assert {event.stage for event in events} <= {"match", "data", "train", "ngram"}
     assert max(event.runs for event in events) <= 2  # of the last budget alone, and those are there
+
+
+def test_the_plan_counts_the_least_runs_that_tune(over_budgets):
+    out, recipe, _ = over_budgets
+    planned = compare_requirements(CompareSettings.load(recipe), 1, timed=False)["runs"]
+    # for each entry four at the smallest budget, and three to check the rate at the next
+    assert planned == "2 entries on 1 seed at 3 sizes or budgets: 6 and at least 14 to tune, 1 at once"
+    assert len(list(out.glob("budgets/*/tuning/*/*/run.json"))) >= 14
 
 
 def test_every_budget_may_be_tuned(text):

@@ -55,6 +55,14 @@ from relinear_cli.terminal import fitted
             ["settings: speed must be a mapping of settings, got False"],
         ),
         (["compare", "-o", "dense", "--seeds", "-1"], ["settings: seeds.0 must be at least 0, got -1\n"]),
+        (
+            ["compare", "--recipe", "quick", "--seeds", "0", "--set", "tune.learning_rates=[x]"],
+            ["error: --set: tune.learning_rates.0 must be a number, got 'x'\n"],
+        ),
+        (
+            ["compare", "--recipe", "quick", "--seeds", "-1"],
+            ["error: command line: seeds.0 must be at least 0, got -1\n"],
+        ),
         (["compare", "-o", "dense", "--set", "seeds=[]"], ["seeds must be a list of at least 1, got []"]),
     ],
 )

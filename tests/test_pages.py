@@ -164,7 +164,7 @@ def test_what_a_token_uses_stands_beside_the_whole(tmp_path) -> None:
 
 def test_a_comparison_as_csv_and_latex(tmp_path, capsys) -> None:
     shutil.copytree(COMPARISON, tmp_path / "100%_run")
-    found = comparison(tmp_path / "100%_run", {"dense": [3.0, 3.1], "a": [1.0, 1.1], "b_c": [2.0, 2.11]})
+    found = comparison(tmp_path / "100%_run", {"dense": [3.0, 3.1], "a": [1.0, 1.1], "b_c": [2.0, 2.11]}, 2.9)
     found["reference"] = "dense"
     gap = {"mean": -2.0, "low": -2.5, "high": -1.5, "values": [-2.0], "standard_error": 0.1, "blocks": 2}
     found["entries"] = [entry | {"gap": None} for entry in found["entries"]]
@@ -185,6 +185,7 @@ def test_a_comparison_as_csv_and_latex(tmp_path, capsys) -> None:
     text = tex.read_text(encoding="utf-8")
     assert r"\textbf{a} & 1.050 & $-2.000$ [$-2.500$, $-1.500$] &" in text
     assert r"b\_c & " in text
+    assert r"5-grams & 2.900 & $-0.150$ & -- & " in text
     for row in text.partition("\\toprule\n")[2].partition("\\bottomrule")[0].replace("\\midrule\n", "").splitlines():
         assert row.endswith(r" \\")
         assert row.count(" & ") == text.partition("}{")[2].partition("}")[0].count("r")

@@ -126,7 +126,8 @@ def analyze_models(folders: list[Path], overwrite: bool = False, samples: int = 
         print(f"{folder}: {', '.join(name.replace('_', ' ') for name in names) or 'no analysis applies'}")
         if names:
             text = HeldOutText(_data_of(folder), samples, fewer=True)
-            analyze_saved(*(str(folder / "model"), text, folder / "analysis", names), loaded=model, overwrite=overwrite)
+            out = folder / "analysis"
+            analyze_saved(str(folder / "model"), text, out, names, loaded=model, overwrite=overwrite)
 
 
 def _data_of(folder: Path) -> DataSettings:
