@@ -192,7 +192,7 @@ class EntrySearch:
         diverged = sorted(self._diverged_rates(), reverse=True)
         if not choice.tuning or choice.learning_rate not in diverged:
             return choice
-        tried = set().union(*(trials.sound_rates(choice.initializer_range) for trials in choice.trials))
+        tried = set[float]().union(*(trials.sound_rates(choice.initializer_range) for trials in choice.trials))
         lower = [rate for rate in tried if rate < diverged[-1]]
         if not lower:
             at = ", ".join(f"{rate:g}" for rate in diverged)

@@ -295,7 +295,7 @@ def _rows_without_runs(base: EntryResult | None, heads: _Heads, results: Results
     ]
     if ngram := results.get("ngram"):
         loss = ngram["validation_loss"]
-        cells = {"entry": f"{ngram['order']}-grams", heads.loss: Cell.of(loss)}
+        cells: dict[str, Cell | str] = {"entry": f"{ngram['order']}-grams", heads.loss: Cell.of(loss)}
         cells[heads.perplexity] = Cell.of(ngram["perplexity"], ".2f")
         if heads.gap and base:
             cells[heads.gap] = Cell.of(loss - base["validation_loss"]["mean"], "+z.3f")
