@@ -58,7 +58,7 @@ class Planned:
 
 
 def skeleton(settings: TrainSettings, vocab_size: int | None) -> Any:
-    """Return the model of ``settings`` with its operators; a preset on the meta device: every size, no weights.
+    """Return the model of ``settings`` with its operators. A preset is on the meta device: it has sizes, no weights.
 
     Raises:
         ValueError: if the model is unknown or cannot take the operators.
