@@ -120,7 +120,7 @@ def comparison(tmp_path: Path, losses: dict[str, list[float]], ngram: float | No
         statistic = {"mean": mean, "std": None, "values": found}
         runs = [run | {"validation_loss": loss} for run, loss in zip(entry["runs"] * len(found), found, strict=False)]
         values["entries"].append(entry | {"name": name, "validation_loss": statistic, "runs": runs})
-    values["ngram"] = ngram and {"order": 5, "validation_loss": ngram, "perplexity": 2.0}
+    values["ngram"] = ngram and {"order": 5, "tokens": 320, "validation_loss": ngram, "perplexity": 2.0}
     return values | {"reference": None}
 
 
