@@ -7,14 +7,15 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 import relinear
 from compress_helpers import SETTINGS
+from gguf_helpers import assert_same, llama, tokenizer_of
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import Candidate, stored_bytes
 from relinear.compression.candidates import group_candidates
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.readers import READERS
-from test_export_gguf import assert_same, gguf, llama, tokenizer_of
 from tiny_models import make_family
 
+gguf = pytest.importorskip("gguf")
 FILES = {"relinear": "model/model.safetensors", "llama.cpp": "model.gguf"}
 FILES["vllm"] = "compressed-tensors/model.safetensors"
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY
-from test_export_gguf import llama, tokenizer_of
+from gguf_helpers import llama, tokenizer_of
 
 
 @pytest.mark.parametrize("tied", [True, False])
