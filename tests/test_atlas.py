@@ -32,7 +32,7 @@ def test_costs_are_those_of_the_fits_and_a_killed_atlas_goes_on(study, tmp_path,
     assert {layer["depth"] for layer in record["layers"].values()} == {1}
     name = "model.layers.1.mlp.up_proj"
     layer, linear = record["layers"][name], model.get_submodule(name)
-    weight, moments = linear.weight.detach().double(), study.KeptMoments(out / "moments").moments(name)
+    weight, moments = linear.weight.detach().double(), study.SavedStatistics(out / "moments").moments(name)
     assert layer["nothing"] == pytest.approx(0.5 * float(moments.error(weight)))
     operator = OperatorConfig.read("monarch:blocks=4").build(*weight.T.shape, bias=False)
     operator.fit_to_calibration_(linear, moments, steps=3)

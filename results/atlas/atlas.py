@@ -38,7 +38,7 @@ from relinear.system.machine import provenance
 from relinear.system.text import columns
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compress"))
-from kept_moments import KeptMoments
+from saved_statistics import SavedStatistics
 
 #: of a layer's parameters, at which operators are compared
 HALF = 0.5
@@ -63,7 +63,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
     with eval_mode(model):
         blocks = read_corpus(texts, {}, tokenizer, counted, True).blocks
         check_ids(blocks, model, "the corpus")
-        calibration = KeptMoments.of(task.calibrate(blocks), given.out / "moments")
+        calibration = SavedStatistics.of(task.calibrate(blocks), given.out / "moments")
         record |= {"tokens": calibration.tokens, "loss": calibration.loss}
         for depth, group in task.by_layer.items():
             for name, module in group.items():

@@ -25,7 +25,7 @@ from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "compress"))
-from kept_moments import KeptMoments
+from saved_statistics import SavedStatistics
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     record = json.loads((given.atlas / "atlas.json").read_text(encoding="utf-8"))
-    calibration, model = KeptMoments(given.atlas / "moments"), relinear.from_pretrained(given.model).float().eval()
+    calibration, model = SavedStatistics(given.atlas / "moments"), relinear.from_pretrained(given.model).float().eval()
     judged = CompressSettings(sequence_length=256, evaluation_tokens=given.windows * 256)
     texts = {"": iter_texts(DataSettings(data=given.data), "validation")}
     ids = read_elsewhere(texts, load_tokenizer(given.model), judged)[""]

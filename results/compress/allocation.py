@@ -17,9 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import relinear
-from kept_moments import KeptMoments
 from relinear.compression.budget import Candidate, allocate
 from relinear.contract.operator import linear_features
+from saved_statistics import SavedStatistics
 
 BUDGETS = (4.375, 4.25, 3.5, 3.0)
 
@@ -30,7 +30,7 @@ def geometric(values) -> float:
     return float(values.log().mean().exp() / values.mean())
 
 
-def figures(model, calibration: KeptMoments) -> dict:
+def figures(model, calibration: SavedStatistics) -> dict:
     """Predicted nats of one number of bits for all, of bits by layer at each budget, and the bounds."""
     entry = relinear.Quantized()
     weights, costs, rows, options = {}, {}, {}, {}
@@ -79,7 +79,7 @@ def main() -> None:
     found = json.loads(given.out.read_text()) if given.out.exists() else {}
     for text in given.models:
         where, _, folder = text.partition("=")
-        found[Path(where).name] = figures(relinear.from_pretrained(where), KeptMoments(folder))
+        found[Path(where).name] = figures(relinear.from_pretrained(where), SavedStatistics(folder))
     given.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

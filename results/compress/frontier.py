@@ -41,7 +41,6 @@ from torch import Tensor, nn
 
 import relinear
 from caldera import FACTOR_BITS, caldera
-from kept_moments import KeptMoments
 from relinear.compression import CompressSettings, compress
 from relinear.compression.budget import round_to_half_, stored_bytes
 from relinear.compression.corpus import read_corpus, read_elsewhere
@@ -57,6 +56,7 @@ from relinear.functional.rounding import Grid, gptq, nearest
 from relinear.surgery.summary import module_parameters
 from relinear.system.machine import describe_machine
 from rivals import GRIDS, clipped, scale_inputs_, take_gguf_
+from saved_statistics import SavedStatistics
 
 #: methods that have embedding and head in integers, too
 ENDS = ("embedding", "everything")
@@ -106,7 +106,7 @@ def put_(model: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, layer)
 
 
-def round_(model: nn.Module, calibration: KeptMoments, config: relinear.Quantized, method: str) -> None:
+def round_(model: nn.Module, calibration: SavedStatistics, config: relinear.Quantized, method: str) -> None:
     """Every layer to the same bits, under what the original feeds it."""
     for name in calibration.names:
         moments = None if method == "nearest" else calibration.moments(name)
@@ -114,7 +114,7 @@ def round_(model: nn.Module, calibration: KeptMoments, config: relinear.Quantize
 
 
 @torch.no_grad()
-def correct_(model: nn.Module, calibration: KeptMoments, bits: float) -> dict[str, float]:
+def correct_(model: nn.Module, calibration: SavedStatistics, bits: float) -> dict[str, float]:
     """Every layer by CALDERA, of so many bits per weight; the sizes that this takes, which the matrices do not show."""
     torch.manual_seed(0)
     whole, stored, weights = int(bits), 0.0, 0
@@ -133,7 +133,7 @@ def round_in_order_(
     model: nn.Module,
     configs: Mapping[str, relinear.Quantized],
     blocks: Tensor,
-    calibration: KeptMoments | None = None,
+    calibration: SavedStatistics | None = None,
 ) -> None:
     """Decoder layer by decoder layer, under what the model feeds each whose earlier layers are rounded.
 
@@ -223,7 +223,7 @@ def main() -> None:
     state.mkdir(parents=True, exist_ok=True)
     task = Task(model, linear_layers(model), settings, state)
     unseen = all(row.partition(":")[0] in (*GRIDS, *ENDS, *ALONE) for row in given.rows)
-    calibration = None if unseen else KeptMoments.of(task.calibrate(blocks, corpus.kinds), state / "moments")
+    calibration = None if unseen else SavedStatistics.of(task.calibrate(blocks, corpus.kinds), state / "moments")
     names = list(task.modules)
     written = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
     about = {"model": Path(given.model).name, "seed": given.seed}

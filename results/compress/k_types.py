@@ -29,7 +29,6 @@ import torch
 
 import relinear
 from frontier import texts
-from kept_moments import KeptMoments
 from relinear.compression import CompressSettings
 from relinear.compression.corpus import read_corpus
 from relinear.compression.task import Task, linear_layers
@@ -38,6 +37,7 @@ from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
 from relinear.functional.rounding import nearest
 from relinear.system.machine import provenance
+from saved_statistics import SavedStatistics
 
 
 def by_llama(
@@ -71,7 +71,7 @@ def main() -> None:
     layers, errors = linear_layers(model), defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
         task = Task(model, layers, settings, Path(folder))
-        moments = KeptMoments.of(task.calibrate(blocks), Path(folder) / "moments")
+        moments = SavedStatistics.of(task.calibrate(blocks), Path(folder) / "moments")
         known = {name: CalibrationStatistics(moments.moments(name).inputs) for name in layers}
     for name, layer in layers.items():
         weight, statistics = dense_weight(layer), known[name]

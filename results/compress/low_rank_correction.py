@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import relinear
 from frontier import texts
-from kept_moments import KeptMoments
 from relinear.compression import CompressSettings
 from relinear.compression.budget import Candidate, allocate
 from relinear.compression.corpus import read_corpus
@@ -34,6 +33,7 @@ from relinear.contract.operator import dense_weight, linear_of
 from relinear.data.tokenizers import load_tokenizer
 from relinear.functional.low_rank import weighted_spectrum
 from relinear.system.machine import describe_machine
+from saved_statistics import SavedStatistics
 
 LAYERS = (3, 12, 21, 28)
 BITS, RANKS, TURNS = (2, 3, 4), (4, 16, 64), 2
@@ -127,7 +127,7 @@ def main() -> None:
         state = given.state / Path(given.model).name / f"seed-{seed}"
         state.mkdir(parents=True, exist_ok=True)
         task = Task(model, linear_layers(model), settings, state)
-        draws.append(KeptMoments.of(task.calibrate(blocks), state / "moments"))
+        draws.append(SavedStatistics.of(task.calibrate(blocks), state / "moments"))
     calibration, judge = draws
     layers, weights = {}, {}
     for name in calibration.names:

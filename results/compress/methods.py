@@ -38,7 +38,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import relinear
-from kept_moments import KeptMoments
 from relinear.compression import CompressSettings, compress
 from relinear.compression.task import Task, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
@@ -50,6 +49,7 @@ from relinear.evaluate import lambada, perplexity
 from relinear.functional.low_rank import weighted_spectrum
 from relinear.system.confidence import half_width
 from relinear.system.machine import describe_machine
+from saved_statistics import SavedStatistics
 
 UNIFORM = ("random", "plain", "scaled", "whitened", "shared", "two-sided")
 ROUNDED = {"int8": 8, "int4": 4}
@@ -84,7 +84,7 @@ def moments_of(method: str, moments: CalibrationStatistics) -> CalibrationStatis
 
 
 @torch.no_grad()
-def uniform_(model: nn.Module, names: list[str], calibration: KeptMoments, method: str, keep: float) -> None:
+def uniform_(model: nn.Module, names: list[str], calibration: SavedStatistics, method: str, keep: float) -> None:
     """Every layer by a low-rank one of ``keep`` of its parameters."""
     for name in names:
         source = model.get_submodule(name)
@@ -115,7 +115,7 @@ def pairs_of(names: list[str]) -> list[list[str]]:
 
 
 @torch.no_grad()
-def shared_(model: nn.Module, names: list[str], calibration: KeptMoments, keep: float) -> None:
+def shared_(model: nn.Module, names: list[str], calibration: SavedStatistics, keep: float) -> None:
     """Basis Sharing: one basis of the inputs for a group of layers, found on their joint inputs.
 
     The products are put into the layers themselves: the same function, which is what is measured.
@@ -241,7 +241,7 @@ def main() -> None:
     row("dense", None, time.monotonic(), model, machine=describe_machine(), tokens=given.tokens)
     state.mkdir(parents=True, exist_ok=True)
     task = Task(model, linear_layers(model), settings, state)
-    calibration = KeptMoments.of(task.calibrate(blocks), state / "moments")
+    calibration = SavedStatistics.of(task.calibrate(blocks), state / "moments")
     for method in given.methods:
         start = time.monotonic()
         if method in ROUNDED:

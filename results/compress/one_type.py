@@ -16,12 +16,12 @@ import torch
 
 import relinear
 from frontier import rounded, texts
-from kept_moments import KeptMoments
 from relinear.compression import CompressSettings
 from relinear.compression.corpus import read_elsewhere
 from relinear.compression.evaluation import read
 from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
+from saved_statistics import SavedStatistics
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--type", default="v_proj")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    calibration, model = KeptMoments(given.calibration), relinear.from_pretrained(given.model).float().eval()
+    calibration, model = SavedStatistics(given.calibration), relinear.from_pretrained(given.model).float().eval()
     windows = CompressSettings(sequence_length=256, evaluation_tokens=12 * 256)
     ids = read_elsewhere({"": texts(given.text)}, load_tokenizer(given.model), windows)[""]
     weights = {n: dense_weight(model.get_submodule(n)).clone() for n in calibration.names if n.endswith(given.type)}

@@ -31,7 +31,6 @@ from torch.nn import functional as F
 
 import relinear
 from frontier import rounded, texts
-from kept_moments import KeptMoments
 from relinear.compression import CompressSettings
 from relinear.compression.corpus import read_elsewhere
 from relinear.compression.plan import layer_type
@@ -39,6 +38,7 @@ from relinear.contract.operator import dense_weight
 from relinear.data.tokenizers import load_tokenizer
 from relinear.system.confidence import half_width
 from relinear.system.machine import describe_machine
+from saved_statistics import SavedStatistics
 
 
 class Moment:
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the labels that are drawn")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    calibration, model = KeptMoments(given.calibration), relinear.from_pretrained(given.model).float().eval()
+    calibration, model = SavedStatistics(given.calibration), relinear.from_pretrained(given.model).float().eval()
     model.requires_grad_(False)
     windows = CompressSettings(sequence_length=256, evaluation_tokens=given.windows * 256)
     ids = read_elsewhere({"": texts(given.text)}, load_tokenizer(given.model), windows)[""]

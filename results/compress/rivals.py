@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kept_moments import KeptMoments
 from relinear import Quantized
 from relinear.compression.budget import stored_bytes
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.functional.rounding import Grid, nearest, nearest_grid
+from saved_statistics import SavedStatistics
 
 __all__ = ["GRIDS", "clipped", "scale_inputs_", "take_gguf_"]
 
@@ -103,7 +103,9 @@ def _magnitudes(model: nn.Module, names: list[str], blocks: Tensor) -> dict[str,
 
 
 @torch.no_grad()
-def scale_inputs_(model: nn.Module, calibration: KeptMoments, config: Quantized, blocks: Tensor) -> dict[str, Tensor]:
+def scale_inputs_(
+    model: nn.Module, calibration: SavedStatistics, config: Quantized, blocks: Tensor
+) -> dict[str, Tensor]:
     """Scale the inputs of a Llama's layers as AWQ does; the squared inputs after that, by layer, weigh its clipping."""
     magnitudes = _magnitudes(model, calibration.names, blocks)
     importance = {name: calibration.moments(name).inputs.diagonal() for name in calibration.names}

@@ -2,7 +2,7 @@
 
     python results/speed/alongside.py
 
-Five runs of each but the last, whose command takes minutes and runs once (--demo 0: not at all). Writes beside.json.
+Five runs of each but the last, whose command takes minutes and runs once (--demo 0: not at all). Writes alongside.json.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--demo", type=int, choices=(0, 1), default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/speed/beside.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/speed/alongside.json"))
     options = parser.parse_args()
     tune_allocator()
     seconds_of(["--help"])  # files are read from disk once

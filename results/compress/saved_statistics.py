@@ -1,4 +1,4 @@
-"""Moments of a model's layers as files, for studies that look at them again and again; ``compress`` keeps none."""
+"""Calibration statistics of layers as files, for studies that look at them again and again; ``compress`` keeps none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import OperatorConfig
 
 
-class KeptMoments:
-    """Moments of linear layers in a folder: 16 bytes for each entry of A and G, several times the model."""
+class SavedStatistics:
+    """Hold statistics of linear layers in a folder: 16 bytes for each entry of A and G, several times the model."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -21,7 +21,7 @@ class KeptMoments:
         self.names = list(self.counts)
 
     @classmethod
-    def of(cls, calibration: Calibration, folder: str | Path) -> KeptMoments:
+    def of(cls, calibration: Calibration, folder: str | Path) -> SavedStatistics:
         """Return those of ``calibration``; measured once."""
         folder, counts = Path(folder), dict[str, int]()
 
