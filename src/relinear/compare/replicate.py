@@ -256,7 +256,7 @@ def _minimum(entry: EntryResult) -> float:
 MEASURES: dict[str, tuple[Callable[[EntryResult, EntryResult | None], float | None], str]] = {
     "parameters_m": (lambda entry, first: entry["parameters"] / 1e6, ".2f"),
     "megabytes": (lambda entry, first: entry["parameters"] * 4 / 2**20, ".2f"),
-    "added_parameters": (lambda entry, first: first and entry["parameters"] / first["parameters"] - 1, "+.1%"),
+    "added_parameters": (lambda entry, first: first and entry["parameters"] / first["parameters"] - 1, "+z.1%"),
     "mflops": (lambda entry, first: entry["flops_per_token"] / 1e6, ".2f"),
     "width": (lambda entry, first: _width(entry), ".0f"),
     "rank": (lambda entry, first: _rank(entry), ".0f"),
