@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from relinear.contract.auxiliary_mixin import is_recomputing
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import Operator, is_replaceable
 from relinear.deprecated import RenamedAttribute, adopt_renamed_attributes
-
-if TYPE_CHECKING:
-    from relinear.activations.interventions import Intervention
 
 #: kinds of hook points; OUTPUT is also the last part of the name of a layer's output
 OUTPUT = "output"
@@ -63,6 +60,17 @@ def as_activation(value: Tensor) -> Activation:
 
 
 Observer = Callable[[Activation], None]
+
+
+class Intervention:
+    """Base of interventions: ``check`` validates one against a hook point, ``apply`` returns the changed value."""
+
+    def check(self, name: str, size: int) -> None:
+        """Raise ValueError if this cannot be applied to the hook point ``name`` with ``size`` dimensions."""
+
+    def apply(self, activation: Activation) -> Tensor:
+        """Return the new z (..., R)."""
+        raise TypeError(f"{type(self).__name__} does not implement apply")
 
 
 @dataclasses.dataclass(eq=False)

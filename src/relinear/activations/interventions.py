@@ -9,22 +9,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, hook_points, with_hooks
+from relinear.activations.hook_points import OUTPUT, Activation, HookPoint, Intervention, hook_points, with_hooks
 from relinear.contract.input_checks import check_model
 from relinear.contract.messages import did_you_mean, quoted
 
 Values = float | Sequence[float] | Tensor
-
-
-class Intervention:
-    """Base of interventions: ``check`` validates one against a hook point, ``apply`` returns the changed value."""
-
-    def check(self, name: str, size: int) -> None:
-        """Raise ValueError if this cannot be applied to the hook point ``name`` with ``size`` dimensions."""
-
-    def apply(self, activation: Activation) -> Tensor:
-        """Return the new z (..., R)."""
-        raise TypeError(f"{type(self).__name__} does not implement apply")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from relinear.activations.hook_points import hook_points
-from relinear.activations.interventions import Add, Clamp, Intervention, Patch
+from relinear.activations.hook_points import Intervention, hook_points
+from relinear.activations.interventions import Add, Clamp, Patch
 from relinear.explore.subject import SHOWN, Subject
 from relinear.explore.units import values_of
 

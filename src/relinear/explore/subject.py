@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relinear.activations.hook_points import HookPoint
-from relinear.activations.interventions import Intervention, intervene
+from relinear.activations.hook_points import HookPoint, Intervention
+from relinear.activations.interventions import intervene
 from relinear.analysis.analyses import HeldOutText, tokens_of
 from relinear.contract.module_state import eval_mode
 from relinear.data import DataSettings
