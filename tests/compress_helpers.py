@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from relinear.compression.calibrate import Calibration
+from relinear.compression.settings import CompressSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.operator import is_replaceable
 
@@ -53,5 +54,6 @@ def modules(model) -> dict[str, torch.nn.Module]:
     return {name: module for group in in_layers(model).values() for name, module in group.items()}
 
 
-def calibrate(model, blocks, folder, **more) -> Calibration:
-    return Calibration(model, blocks, in_layers(model), folder, **({"batch": 4} | more))
+def calibrate(model, blocks, folder, batch: int = 4, **options) -> Calibration:
+    settings = CompressSettings(batch_size=batch)
+    return Calibration(model, blocks, in_layers(model), folder, settings, **options)

@@ -115,7 +115,7 @@ def test_calibration_holds_the_states_of_one_batch_however_many_there_are(tmp_pa
 def test_killed_calibration_resumes_to_the_same_bits(kept, tmp_path, monkeypatch) -> None:
     blocks, ran = tokens(128)[0].view(8, 16), []
     step = Calibration._before
-    monkeypatch.setattr(Calibration, "_layers_kept", lambda *_: frozenset(kept))
+    monkeypatch.setattr(Calibration, "_layers_stored", lambda *_: frozenset(kept))
     monkeypatch.setattr(
         Calibration, "_before", lambda self, index, *more: ran.append(index) or step(self, index, *more)
     )
@@ -136,7 +136,7 @@ def test_killed_calibration_resumes_to_the_same_bits(kept, tmp_path, monkeypatch
             return {name: moment.clone() for name, moment in moments}
 
         ran.clear()
-        calibration = calibrate(tiny(), blocks, folder, batch=3, on_layer=told)
+        calibration = calibrate(tiny(), blocks, folder, batch=3, on_progress=told)
         return calibration.map_layers("fit", "all", made), calibration.loss
 
     whole, loss = run(tmp_path / "whole")
@@ -159,14 +159,14 @@ def test_states_take_at_most_twice_the_bytes_of_the_model(tmp_path, monkeypatch)
         most.append(sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")))
 
     blocks = torch.randint(0, 50, (int(bytes_of_model / 5 / 4 / model.config.hidden_size / 16), 16))
-    calibration = calibrate(model, blocks, tmp_path, on_layer=told)
+    calibration = calibrate(model, blocks, tmp_path, on_progress=told)
     found = moments_of(calibration)
     assert len(most) == 32
     assert max(most) < 2.1 * bytes_of_model  # headers of safetensors among it
     calibration.release()
     assert not list(tmp_path.glob("hidden-*")) + list(tmp_path.glob("gradient*"))
-    assert len(calibration._kept) < 16
-    monkeypatch.setattr(Calibration, "_layers_kept", lambda *_: frozenset(range(16)))
+    assert len(calibration._stored) < 16
+    monkeypatch.setattr(Calibration, "_layers_stored", lambda *_: frozenset(range(16)))
     for name, moments in moments_of(calibrate(model, blocks, tmp_path / "one")).items():
         assert torch.equal(found[name].inputs, moments.inputs)
         assert torch.equal(found[name].outputs, moments.outputs)
@@ -228,12 +228,12 @@ def test_calibration_keeps_one_layer_in_memory(tmp_path, monkeypatch) -> None:
 
     kept: list[weakref.ref] = []
 
-    class Watched(module.MomentSums):
+    class Watched(module.StatisticsSums):
         def __init__(self, **settings) -> None:
             super().__init__(**settings)
             kept.append(weakref.ref(self))
 
-    monkeypatch.setattr(module, "MomentSums", Watched)
+    monkeypatch.setattr(module, "StatisticsSums", Watched)
     model = tiny()
     calibrate(model, tokens(128)[0].view(8, 16), tmp_path).map_layers("candidates", "none", lambda statistics: {})
     gc.collect()

@@ -192,7 +192,13 @@ def test_exports_without_a_directory() -> None:
 
 def test_tokens_of_which_whole_blocks_are_too_few(tmp_path) -> None:
     settings = SETTINGS | {"tokens": 71, "sequence_length": 24}  # 48 of them, and 64 inputs
-    refused(tiny(), tokens(), "in whole blocks of sequence_length=24 48, are fewer", tmp_path, settings=settings)
+    refused(
+        tiny(),
+        tokens(),
+        "tokens=71 are 48 in whole blocks of sequence_length=24, fewer than",
+        tmp_path,
+        settings=settings,
+    )
 
 
 def test_plans_that_are_not_there(tmp_path) -> None:
@@ -207,7 +213,7 @@ def test_padding_does_not_calibrate():
     kept = [[i for i, m in zip(row["input_ids"], row["attention_mask"], strict=True) if m] for row in rows]
     settings = CompressSettings(bits=4.5, tokens=1024, sequence_length=64, evaluate=False)
     padded, clean = (
-        read_corpus(data, {}, tokenizer, settings, plan_only=True).blocks
+        read_corpus(data, tokenizer, settings, plan_only=True).blocks
         for data in (rows, [{"input_ids": ids} for ids in kept])
     )
     assert torch.equal(padded, clean)

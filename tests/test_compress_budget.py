@@ -108,9 +108,9 @@ def test_the_report_holds_what_was_measured(tmp_path) -> None:
     model, report = evaluated(tmp_path)
     found = json.loads((tmp_path / "report.json").read_text())["evaluation"]
     assert found == report.evaluation
-    assert len(report.corpus.judged) == 4
-    assert not {e.start for e in report.corpus.judged} & {e.start for e in report.corpus.excerpts}
-    blocks = torch.stack([tokens(1024)[0][e.start : e.start + 16] for e in report.corpus.judged])
+    assert len(report.corpus.evaluation_excerpts) == 4
+    assert not {e.start for e in report.corpus.evaluation_excerpts} & {e.start for e in report.corpus.excerpts}
+    blocks = torch.stack([tokens(1024)[0][e.start : e.start + 16] for e in report.corpus.evaluation_excerpts])
     with torch.no_grad():
         wanted, got = (m(input_ids=blocks).logits[:, :-1] for m in (original, model))
     losses = [float(torch.nn.functional.cross_entropy(x.flatten(0, 1), blocks[:, 1:].flatten())) for x in (wanted, got)]

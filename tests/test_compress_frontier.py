@@ -109,7 +109,7 @@ def test_the_report_begins_with_the_verdict(tmp_path, monkeypatch) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "&lt;other&gt; text" in page
     assert "LlamaForCausalLM" in page.partition("In figures")[0]
-    assert "evaluated on 4 windows of 1 documents" in page
+    assert "evaluated on 4 windows of 1 document" in page
 
 
 def test_integers_are_chosen_and_fitted(tmp_path) -> None:

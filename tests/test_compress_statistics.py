@@ -24,15 +24,15 @@ def texts(count: int, words: int = 400) -> list[str]:
 
 
 def read(data, **more):
-    return read_corpus(data, {}, byte_tokenizer(), SHORT.replace(**more), False)
+    return read_corpus(data, byte_tokenizer(), SHORT.replace(**more), False)
 
 
 def test_excerpts_are_spread_over_documents_and_others_judge() -> None:
     found = read(texts(40))
     assert found.unseen
     assert len({e.document for e in found.excerpts}) == len(found.excerpts) == 8
-    assert len({e.document for e in found.judged}) == len(found.judged) == 6
-    assert not {e.document for e in found.judged} & {e.document for e in found.excerpts}
+    assert len({e.document for e in found.evaluation_excerpts}) == len(found.evaluation_excerpts) == 6
+    assert not {e.document for e in found.evaluation_excerpts} & {e.document for e in found.excerpts}
     assert any(e.start for e in found.excerpts), "not the beginnings alone"
     words = byte_tokenizer().decode(found.blocks[0].tolist()).split()
     assert all(word[0] == chr(97 + found.excerpts[0].document % 26) for word in words[1:-1])
@@ -40,13 +40,13 @@ def test_excerpts_are_spread_over_documents_and_others_judge() -> None:
 
 @pytest.mark.parametrize("data", [texts(40), texts(1, 300), texts(200, 3)])
 def test_windows_begin_as_the_tokenizer_says(data) -> None:
-    found = read_corpus(data, {}, starting_tokenizer(), SHORT, False)
+    found = read_corpus(data, starting_tokenizer(), SHORT, False)
     for blocks in (found.blocks, found.evaluation, read_elsewhere({"far": data}, starting_tokenizer(), SHORT)["far"]):
         assert (blocks[:, 0] == 257).all()
         assert (blocks[:, 1:] != 257).all()
     assert (token_blocks(data, starting_tokenizer(), 16, 4)[:, 0] == 257).all()
     ids = [torch.arange(40) for _ in range(20)]  # token ids are their owner's
-    assert 257 not in read_corpus(ids, {}, starting_tokenizer(), SHORT, False).blocks
+    assert 257 not in read_corpus(ids, starting_tokenizer(), SHORT, False).blocks
     assert 257 not in token_blocks(ids, starting_tokenizer(), 16, 4)
 
 
@@ -55,7 +55,7 @@ def test_excerpts_are_the_same_however_much_else_is_asked_for() -> None:
     for more in ({"heal_tokens": 256}, {"evaluation_tokens": 160}):
         assert torch.equal(found.blocks, read(texts(400), **more).blocks)
     assert not torch.equal(found.blocks, read(texts(400), seed=1).blocks)
-    healing = read(texts(400), heal_tokens=256).further
+    healing = read(texts(400), heal_tokens=256).healing
     assert len(healing) == 16
     assert not {tuple(b) for b in healing.tolist()} & {tuple(b) for b in found.blocks.tolist()}
 
@@ -65,8 +65,8 @@ def test_one_document_is_spread_over_and_judged_on_its_other_half() -> None:
     starts = [e.start for e in found.excerpts]
     assert found.unseen
     assert max(starts) - min(starts) > 16 * 8 * 20
-    assert max(starts) < min(e.start for e in found.judged)
-    assert "evaluated on 6 windows of 1 documents; intervals need 30 windows of 6 documents" in " ".join(found.remarks)
+    assert max(starts) < min(e.start for e in found.evaluation_excerpts)
+    assert "evaluated on 6 windows of 1 document; intervals need 30 windows of 6 documents" in " ".join(found.remarks)
     elsewhere = read_elsewhere({"far": texts(9)}, byte_tokenizer(), SHORT)["far"]
     assert elsewhere.shape == (6, 16)
 
@@ -177,7 +177,7 @@ def test_a_killed_calibration_without_its_fingerprint_is_refused(tmp_path) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        moments_of(calibrate(tiny(), tokens(128)[0].view(8, 16), tmp_path, on_layer=die))
+        moments_of(calibrate(tiny(), tokens(128)[0].view(8, 16), tmp_path, on_progress=die))
     (tmp_path / "fingerprint.json").unlink()
     with pytest.raises(ValueError, match=r"fingerprint\.json is missing"):
         calibrate(tiny(), tokens(128)[0].view(8, 16), tmp_path)

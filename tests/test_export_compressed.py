@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 import relinear
 from conftest import WITHOUT_RELINEAR
 from relinear.compression import compress, export_compressed_tensors
-from relinear.compression.budget import round_to_half_
+from relinear.contract.module_state import round_to_half_
 from relinear.data.tokenizers import load_tokenizer
 from tiny_models import make_family
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import relinear
 from relinear.compression import compress
-from relinear.compression.calibrate import MomentSums, drawn_to_peers
+from relinear.compression.calibrate import StatisticsSums, shrunk_to_peers
 from relinear.compression.export import export_compressed_tensors
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.surgery.separate_experts import ExpertLayers, fuse_experts_, separate_experts
@@ -131,7 +131,7 @@ def test_models_without_such_experts_are_refused() -> None:
 
 
 def test_an_expert_counts_by_the_tokens_that_reach_it() -> None:
-    sums, layer, x = MomentSums(), torch.nn.Linear(2, 3), torch.randn(4, 2)
+    sums, layer, x = StatisticsSums(), torch.nn.Linear(2, 3), torch.randn(4, 2)
     sums.add_inputs("expert", x)
     sums.outputs["expert"] = torch.eye(3).double()
     found = sums.statistics({"expert": layer}, tokens=8)["expert"]
@@ -145,7 +145,7 @@ def test_experts_that_see_few_tokens_are_drawn_to_the_others() -> None:
 
     names = [f"layers.0.experts.{number}.up_proj" for number in range(3)]
     given = dict(zip(names, [seen(1, 6), seen(5, 2), CalibrationStatistics.identity(4, tokens=0)], strict=True))
-    found = drawn_to_peers(given | {"layers.0.gate": seen(3, 1)})
+    found = shrunk_to_peers(given | {"layers.0.gate": seen(3, 1)})
     means = torch.eye(4).double() * (6 * 1 + 2 * 5) / 8, torch.eye(2).double() * (1 + 5) / 3
     assert found[names[0]] is given[names[0]]
     torch.testing.assert_close(found[names[1]].inputs, 0.5 * means[0] + 0.5 * 5 * torch.eye(4).double())

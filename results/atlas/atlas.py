@@ -61,7 +61,7 @@ def measure(model: Any, texts: Any, tokenizer: Any, menu: Sequence[OperatorConfi
         if {key: record[key] for key in stated} != stated:
             raise SystemExit(f"{path} is an atlas with other operators or settings: give another --out")
     with eval_mode(model):
-        blocks = read_corpus(texts, {}, tokenizer, counted, True).blocks
+        blocks = read_corpus(texts, tokenizer, counted, True).blocks
         check_ids(blocks, model, "the corpus")
         calibration = SavedStatistics.of(task.calibrate(blocks), given.out / "moments")
         record |= {"tokens": calibration.tokens, "loss": calibration.loss}

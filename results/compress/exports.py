@@ -40,7 +40,8 @@ else:
     import relinear
     from llama_cpp import PROMPTS, asking
     from relinear.compression import export_compressed_tensors, export_gguf
-    from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
+    from relinear.compression.budget import stored_bytes
+    from relinear.contract.module_state import at_half_precision, round_to_half_
     from relinear.data.tokenizers import load_tokenizer
     from relinear.system.machine import provenance
 

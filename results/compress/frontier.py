@@ -42,12 +42,13 @@ from torch import Tensor, nn
 import relinear
 from caldera import FACTOR_BITS, caldera
 from relinear.compression import CompressSettings, compress
-from relinear.compression.budget import round_to_half_, stored_bytes
+from relinear.compression.budget import stored_bytes
 from relinear.compression.corpus import read_corpus, read_elsewhere
 from relinear.compression.evaluation import Reading, observe
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.task import Task, linear_layers
 from relinear.contract.calibration_statistics import CalibrationStatistics
+from relinear.contract.module_state import round_to_half_
 from relinear.contract.operator import Operator, dense_weight, linear_features
 from relinear.data import DataSettings, iter_texts
 from relinear.data.tokenizers import load_tokenizer
@@ -218,7 +219,7 @@ def main() -> None:
         return relinear.from_pretrained(given.model).eval()
 
     model, settings = fresh(), CompressSettings(**base)
-    corpus = read_corpus(corpora, {}, tokenizer, settings, plan_only=True)
+    corpus = read_corpus(corpora, tokenizer, settings, plan_only=True)
     blocks = corpus.blocks
     state.mkdir(parents=True, exist_ok=True)
     task = Task(model, linear_layers(model), settings, state)

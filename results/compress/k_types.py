@@ -67,7 +67,7 @@ def main() -> None:
     model = relinear.from_pretrained(given.model, dtype=torch.float32).eval()
     settings = CompressSettings(tokens=given.tokens, sequence_length=given.window, evaluate=False)
     corpora = {path: texts(path) for path in given.calibrate}
-    blocks = read_corpus(corpora, {}, load_tokenizer(given.model), settings, plan_only=True).blocks
+    blocks = read_corpus(corpora, load_tokenizer(given.model), settings, plan_only=True).blocks
     layers, errors = linear_layers(model), defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     with tempfile.TemporaryDirectory() as folder, torch.enable_grad():
         task = Task(model, layers, settings, Path(folder))

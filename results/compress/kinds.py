@@ -46,7 +46,7 @@ def measure(model, blocks: dict[str, Tensor], settings: CompressSettings, work: 
     """Write A and G of every layer under each kind of text."""
     task = Task(model, linear_layers(model, exclude="embed_tokens"), settings, work)
     for kind, ids in blocks.items():
-        calibration = Calibration(model, ids, task.by_layer, work / f"calibration-{kind}", batch=2)
+        calibration = Calibration(model, ids, task.by_layer, work / f"calibration-{kind}", settings)
 
         def keep(statistics, kind=kind) -> dict:
             for name, known in statistics.items():
@@ -124,7 +124,7 @@ def main() -> None:
     tokenizer, model = load_tokenizer(given.model), relinear.from_pretrained(given.model, dtype=torch.float32).eval()
     settings = CompressSettings(tokens=8192, sequence_length=256, evaluation_tokens=6144)
     far = read_elsewhere({n: texts(p) for n, p in (one.split("=", 1) for one in given.far)}, tokenizer, settings)
-    corpus = read_corpus({"given": texts(given.calibrate)}, far, tokenizer, settings, False)
+    corpus = read_corpus({"given": texts(given.calibrate)}, tokenizer, settings, False)
     given.work.mkdir(parents=True, exist_ok=True)
     mixed = with_sampled_text(corpus, model, given.work, 0).blocks
     blocks = {"given": mixed[::2], "sampled": mixed[1::2]} | {name: ids[::2] for name, ids in far.items()}

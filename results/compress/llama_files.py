@@ -154,7 +154,7 @@ def main() -> None:
     if not matrix.exists():
         model = relinear.from_pretrained(given.model, dtype=torch.float32).eval()
         export_gguf(model, original, tokenizer=tokenizer)
-        squares = mean_squares(model, read_corpus(corpora, {}, tokenizer, settings, plan_only=False).blocks)
+        squares = mean_squares(model, read_corpus(corpora, tokenizer, settings, plan_only=False).blocks)
         with matrix.open("wb") as file:
             for name, values in squares.items():
                 file.write(f"{name} {len(values)} ".encode() + values.numpy().tobytes())

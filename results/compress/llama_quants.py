@@ -40,7 +40,7 @@ def main() -> None:
     tokenizer = load_tokenizer(given.model)
     settings = CompressSettings(tokens=given.tokens, seed=given.seed, evaluate=False)
     corpora = {Path(path).parent.name: texts(path) for path in given.calibrate}
-    blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
+    blocks = read_corpus(corpora, tokenizer, settings, plan_only=True).blocks
     told = "".join(tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in blocks.tolist())
     if tokenizer(told, add_special_tokens=False)["input_ids"] != blocks.flatten().tolist():
         raise SystemExit("the text of these excerpts has other tokens")

@@ -123,7 +123,7 @@ def main() -> None:
     draws = []
     for seed in (0, 1):
         settings = CompressSettings(tokens=given.tokens, seed=seed, evaluate=False)
-        blocks = read_corpus(corpora, {}, tokenizer, settings, plan_only=True).blocks
+        blocks = read_corpus(corpora, tokenizer, settings, plan_only=True).blocks
         state = given.state / Path(given.model).name / f"seed-{seed}"
         state.mkdir(parents=True, exist_ok=True)
         task = Task(model, linear_layers(model), settings, state)

@@ -1,14 +1,13 @@
 """Choose the plan of least predicted loss under a budget in parameters or stored bytes."""
 
-import contextlib
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import OperatorConfig
@@ -44,7 +43,7 @@ def allocate(candidates: Choices, budget: float, unit: str = "parameters") -> di
     smallest = sum(min(c.cost for c in options) for options in candidates.values())
     if smallest > budget:
         raise ValueError(
-            f"the budget of {budget:,.0f} {unit} cannot be met: the smallest choices take {smallest:,.0f}; keep more"
+            f"the budget of {budget:,.0f} {unit} cannot be met: the smallest choices take {smallest:,.0f}; ask for more"
         )
     largest = max(candidates, key=lambda name: max(c.cost for c in candidates[name]))
     options = sorted(candidates[largest], key=lambda c: c.cost)
@@ -68,9 +67,9 @@ def _upgraded(candidates: Choices, budget: float) -> dict[str, Candidate]:
         now, best, rate = chosen[name], None, 0.0
         for option in candidates[name]:
             if now.cost < option.cost <= now.cost + remaining:
-                gained = (option.nats - now.nats) / (option.cost - now.cost)
-                if gained < rate:
-                    best, rate = option, gained
+                change = (option.nats - now.nats) / (option.cost - now.cost)
+                if change < rate:
+                    best, rate = option, change
         if best is not None:
             heapq.heappush(upgrades, (rate, name, best))
 
@@ -95,8 +94,8 @@ class Size(NamedTuple):
 def stored_bytes(module: nn.Module) -> int:
     """Return the bytes of ``module`` in a checkpoint, floats at no more than half precision; tied tensors once.
 
-    A model in float32 is counted, and under a budget of bytes saved, as 16 bits: the dtype in which it was loaded says
-    nothing about its own.
+    Parameters in float32 count as 16 bits, in which a budget of bytes saves them: the dtype in which a model was loaded
+    says nothing about that of its checkpoint.
     """
     tensors = module.state_dict().values()
     widest = {True: 2, False: 8}
@@ -122,52 +121,15 @@ class Budget:
     """Hold the budget for the replaceable layers, and the cost of each.
 
     what: in words, with its setting. unit: of costs. limit: the largest total cost. cost: of a layer by name with an
-    operator, or unchanged for None; None if it does not fit. setting: gives the setting for a cost, rounded up.
+    operator, or unchanged for None; infinite if it does not fit. setting: gives the setting for a cost, rounded up.
     """
 
     what: str
     unit: str
     limit: float
-    cost: Callable[[str, OperatorConfig | None], float | None]
+    cost: Callable[[str, OperatorConfig | None], float]
     setting: Callable[[float], str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         return {"what": self.what, "unit": self.unit, "limit": self.limit}
-
-
-# At half precision
-
-
-@contextlib.contextmanager
-def in_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Hold ``tensors`` in ``dtype`` within the block; afterwards they have their own again, perhaps rounded."""
-    before = {tensor: tensor.dtype for tensor in tensors}
-    for tensor in before:
-        tensor.data = tensor.data.to(dtype)
-    try:
-        yield
-    finally:
-        for tensor, own in before.items():
-            tensor.data = tensor.data.to(own)
-
-
-@contextlib.contextmanager
-def at_half_precision(model: Any) -> Iterator[None]:
-    """Hold single-precision parameters in bfloat16 within the block; afterwards they are wide again, but rounded.
-
-    bfloat16, because it has float32's range.
-    """
-    config_dtype = model.config.dtype
-    wide = [p for p in model.parameters() if p.is_floating_point() and p.element_size() > 2]
-    try:
-        with in_dtype(wide, torch.bfloat16):
-            yield
-    finally:
-        model.config.dtype = config_dtype
-
-
-def round_to_half_(model: Any) -> None:
-    """Round parameters to the values that they have when saved at half precision."""
-    with at_half_precision(model):
-        pass

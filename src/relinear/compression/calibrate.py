@@ -1,16 +1,15 @@
 """Calibrate: measure second moments of every layer's inputs and output gradients, one decoder layer at a time.
 
 Forward, the hidden states between layers go to disk, and in the end the gradient of the last of them. Backward, each
-layer is run again with gradients; its moments are summed and yielded, and the gradient before the layer is stored.
-Memory holds the model, one layer's activations for one batch, and that layer's moments, which are never written. The
-disk holds states of at most twice the model's bytes, if tokens are few. Planning goes backward once, fitting once
-more. Files are renamed into place when they are whole, so that a killed calibration goes on from its layer, to the
-same bits.
+layer is run again with gradients; its second moments are summed and yielded, and the gradient before the layer is
+stored. Memory holds the model, one layer's activations for one batch, and that layer's moments, which are never
+written. The disk holds states of at most twice the model's bytes, if tokens are few. Planning goes backward once,
+fitting once more. Files are renamed into place when they are whole, so that a killed calibration resumes at its layer,
+to the same bits.
 """
 
 # Legend: N blocks, T tokens, D hidden size, I in_features, O out_features
 
-import contextlib
 import json
 import math
 import re
@@ -27,6 +26,7 @@ from torch.nn import functional as F
 from relinear.compression.budget import stored_bytes
 from relinear.compression.checksums import Streams, load_tensors, read_record, save_tensors, write_record
 from relinear.compression.layerwise import LayerByLayer
+from relinear.compression.settings import CompressSettings
 from relinear.contract.calibration_statistics import CalibrationStatistics
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.module_state import forward_hooks_on, frozen_parameters
@@ -35,33 +35,32 @@ from relinear.surgery.tied import tied_head
 from relinear.system.allocator import release_freed_memory
 from relinear.system.files import remove_temporaries
 from relinear.system.grouped import grouped
+from relinear.system.version import __version__
 
 #: fields of a config that do not change what a model computes
 _PASSING = ("transformers_version", "architectures", "dtype", "use_cache")
 
-#: what a calibration leaves beside its fingerprint
+#: what a calibration writes in addition to its fingerprint
 _FILES = ("loss.json", "head.safetensors", "candidates-*", "fit-*", "hidden-*", "gradient-*")
 
-#: called with the phase, how many decoder layers of it are done, and how many there are
-OnLayer = Callable[[str, int, int], None]
-#: statistics of the linear layers of one decoder layer, by name
+#: called with the phase ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is done, and
+#: how much there is
+OnProgress = Callable[[str, int, int], None]
+#: of the linear layers of one decoder layer, by name
 Statistics = Mapping[str, CalibrationStatistics]
 
 
 def fingerprint(model: Any, blocks: Tensor, names: list[str], settings: Mapping[str, Any]) -> str:
     """Return a hash of everything that decides a calibration's result, including the config."""
-    values = model.config.to_diff_dict() if hasattr(model, "config") else {}
-    settings_of_model = {key: value for key, value in values.items() if key not in _PASSING}
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _PASSING}
     named = (part for pair in model.named_parameters() for part in pair)
-    return fingerprint_of(
-        [names, dict(settings), json.dumps(settings_of_model, sort_keys=True, default=str)], [blocks, *named]
-    )
+    return fingerprint_of([names, dict(settings), json.dumps(config, sort_keys=True, default=str)], [blocks, *named])
 
 
-class MomentSums:
+class StatisticsSums:
     """Sum x x^T in float64 by name; inputs that share a tensor are summed once, each ``kind`` of text separately.
 
-    diagonal: whether of gradients at outputs the diagonal alone is summed.
+    diagonal: sum only the diagonal for gradients at outputs.
     """
 
     def __init__(self, *, diagonal: bool = False) -> None:
@@ -70,34 +69,36 @@ class MomentSums:
         self.outputs: dict[str, Tensor] = {}
         self.shared: dict[str, str] = {}
         self.counts = Counter[tuple[str, int]]()
-        self._seen: list[tuple[Tensor, str]] = []
+        self._seen: dict[int, tuple[Tensor, str]] = {}
 
     def new_pass(self) -> None:
-        """Forget the tensors of the previous pass, as their memory may be reused."""
+        """Forget the inputs of the previous pass."""
         self._seen.clear()
 
     def add_inputs(self, name: str, x: Tensor) -> None:
         """Add inputs (..., I) of the layer ``name``."""
-        owner = next((key for tensor, key in self._seen if tensor is x), name)
+        _, owner = self._seen.setdefault(id(x), (x, name))  # held, so that no other tensor gets its id
         self.shared[name] = owner
         if owner == name:
             self.counts[name, self.kind] += x[..., 0].numel()
-            self._seen.append((x, name))
             _add(self.inputs, (name, self.kind), x)
 
-    def add_gradients(self, name: str, gradients: Tensor) -> None:
-        """Add gradients (..., O) at the outputs of the layer ``name``."""
-        _add(self.outputs, name, gradients, diagonal=self.diagonal)
+    def on_forward(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        """Add the inputs of a forward pass of the layer ``name`` and, in the backward pass, its output gradients."""
+        self.add_inputs(name, args[0])
+        if output.requires_grad:
+            output.register_hook(lambda grad: _add(self.outputs, name, grad, diagonal=self.diagonal))
 
     def statistics(self, modules: Mapping[str, nn.Module], tokens: int) -> dict[str, CalibrationStatistics]:
-        """Return the moments of linear layers by name; the sums are used up.
+        """Return the statistics of linear layers by name; the sums are used up.
 
-        Those of inputs are means over the tokens that a layer saw, those of gradients over all ``tokens``: where one
-        does not reach an expert its gradient is zero. Kinds are pooled if an expert saw too few tokens of them.
+        Second moments of inputs are means over the tokens that a layer saw, those of gradients over all ``tokens``: a
+        token that does not reach an expert has a gradient of zero there. Kinds are pooled if an expert saw too few
+        tokens of them.
         """
         sums = grouped((name, total) for (name, _), total in self.inputs.items())
-        seen = grouped((name, count) for (name, _), count in self.counts.items())
-        counts = {name: sum(of_kinds) for name, of_kinds in seen.items()}
+        by_kind = grouped((name, count) for (name, _), count in self.counts.items())
+        counts = {name: sum(of_kinds) for name, of_kinds in by_kind.items()}
         means = {name: torch.stack(totals).sum(0) / counts[name] for name, totals in sums.items()}
         kinds = grouped(
             (key[0], total.div_(self.counts[key]))
@@ -111,30 +112,30 @@ class MomentSums:
                 continue
             outputs, of_kinds = self.outputs[name].div_(tokens), tuple(kinds.get(owner, ()))
             statistics[name] = CalibrationStatistics(means[owner], outputs, counts[owner], of_kinds)
-        return drawn_to_peers(statistics)
+        return shrunk_to_peers(statistics)
 
 
-def drawn_to_peers(statistics: Statistics) -> dict[str, CalibrationStatistics]:
+def shrunk_to_peers(statistics: Statistics) -> dict[str, CalibrationStatistics]:
     """Shrink the statistics of experts that saw few tokens towards the mean of their layer's experts.
 
-    One with I inputs that saw n < I tokens keeps n / I of its own moments. Peers are called alike but for a number.
+    One with I inputs that saw n < I tokens keeps n / I of its own. Names of peers differ in a number alone.
     """
-    drawn, mixed = dict(statistics), dict[int, Tensor]()
+    shrunk, mixed = dict(statistics), dict[int, Tensor]()
     for names in grouped((re.sub(r"\.\d+\.", ".*.", name), name) for name in statistics).values():
         counts = {name: statistics[name].tokens or 0 for name in names}
-        size, seen = len(statistics[names[0]].inputs), [name for name in names if counts[name]]
-        if len(names) == 1 or not seen or min(counts.values()) >= size:
+        size, reached = len(statistics[names[0]].inputs), [name for name in names if counts[name]]
+        if len(names) == 1 or not reached or min(counts.values()) >= size:
             continue
-        inputs: Any = sum(counts[name] * statistics[name].inputs for name in seen) / sum(counts.values())
-        outputs: Any = sum(statistics[name].outputs for name in seen) / len(names)  # type: ignore[misc]
+        inputs: Any = sum(counts[name] * statistics[name].inputs for name in reached) / sum(counts.values())
+        outputs: Any = sum(statistics[name].outputs for name in reached) / len(names)  # type: ignore[misc]
         for name, count in counts.items():
             if count < size:
-                own, share = statistics[name], count / size
-                if (key := id(own.inputs)) not in mixed:  # gate and up have the same inputs
-                    mixed[key] = torch.lerp(inputs, own.inputs, share)
-                own_outputs = torch.zeros_like(outputs) if own.outputs is None else own.outputs
-                drawn[name] = CalibrationStatistics(mixed[key], torch.lerp(outputs, own_outputs, share), size)
-    return drawn
+                measured, share = statistics[name], count / size
+                if (key := id(measured.inputs)) not in mixed:  # gate and up have the same inputs
+                    mixed[key] = torch.lerp(inputs, measured.inputs, share)
+                gradients = torch.zeros_like(outputs) if measured.outputs is None else measured.outputs
+                shrunk[name] = CalibrationStatistics(mixed[key], torch.lerp(outputs, gradients, share), size)
+    return shrunk
 
 
 def _add(sums: dict[Any, Tensor], name: Any, values: Tensor, *, diagonal: bool = False) -> None:
@@ -151,17 +152,17 @@ def _write_or_check_fingerprint(folder: Path, key: str) -> None:
     if not path.is_file() and not any(leftover for pattern in _FILES for leftover in folder.glob(pattern)):
         write_record(path, {"fingerprint": key})
     elif read_record(path).get("fingerprint") != key:
-        what = "the calibration of another model, corpus, set of layers, setting or version"
         raise ValueError(
-            f"{folder} holds {what}; give another directory, or start over with overwrite=True (--overwrite)"
+            f"{folder} holds the calibration of another model, corpus, set of layers, setting or version; give another "
+            "directory, or start over with overwrite=True (--overwrite)"
         )
 
 
 def states_on_disk(layers: int, stream: int, model_bytes: int) -> tuple[int, int]:
-    """Return how many layers' states, of ``stream`` bytes each, are kept, and the most bytes of states on disk.
+    """Return how many layers' states, of ``stream`` bytes each, stay on disk, and the most bytes of states there.
 
-    As many as twice the model's bytes allow, but at least the square root of ``layers``. Beside them are the states
-    between two that are kept, and those of three layers that are at work.
+    As many as twice the model's bytes allow, but at least the square root of ``layers``. To them come the states
+    between two that stay, and those of three layers that are being computed.
     """
 
     def on_disk(count: int) -> int:
@@ -173,17 +174,17 @@ def states_on_disk(layers: int, stream: int, model_bytes: int) -> tuple[int, int
 
 
 class Calibration:
-    """Compute the moments of ``targets`` over ``blocks``, anew on every call.
+    """Compute the statistics of ``targets`` over ``blocks``, anew on every call.
 
     Args:
         model: in eval mode.
         blocks: token ids (N, T).
         targets: index of a decoder layer -> name -> linear layer in it; at -1 embedding and head.
-        folder: of the calibration; one model, corpus and set of targets each. What is there is gone on from.
-        batch: blocks a pass.
+        folder: of the calibration; one model, corpus and set of targets each. An unfinished calibration resumes.
+        settings: ``batch_size`` of these, and ``seed`` for the next tokens that the model draws; gradients are those of
+            their summed log-likelihood.
         kinds: of each block, the number of its kind of text; one kind by default.
-        seed: of the next tokens that the model draws; gradients are those of their summed log-likelihood.
-        on_layer: called with the progress.
+        on_progress: called after every decoder layer.
 
     Raises:
         ValueError: if ``folder`` holds another calibration, or the layers take no states (B, T, D).
@@ -194,28 +195,26 @@ class Calibration:
         model: Any,
         blocks: Tensor,
         targets: Mapping[int, Mapping[str, nn.Module]],
-        folder: str | Path,
-        *,
-        batch: int,
+        folder: Path,
+        settings: CompressSettings,
         kinds: Sequence[int] = (),
-        seed: int = 0,
-        on_layer: OnLayer = lambda phase, done, total: None,
+        on_progress: OnProgress = lambda phase, done, total: None,
     ) -> None:
-        self.model, self.targets, self.folder, self.on_layer = model, targets, Path(folder), on_layer
+        self.model, self.targets, self.folder, self.on_progress = model, targets, folder, on_progress
         names, kinds = [name for group in targets.values() for name in group], list(kinds) or [0] * len(blocks)
-        key = fingerprint(model, blocks, names, {"batch": batch, "labels": seed, "kinds": kinds})
+        batch, self.seed = settings.batch_size, settings.seed
+        key = fingerprint(model, blocks, names, {"batch": batch, "labels": self.seed, "kinds": kinds})
         _write_or_check_fingerprint(self.folder, key)
         remove_temporaries(self.folder)
         blocks, of_block = blocks.to(next(model.parameters()).device), torch.tensor(kinds)
-        by_kind = [(int(kind), blocks[of_block == kind]) for kind in of_block.unique()]
-        #: batches, each of one kind, and which
-        self.parts = [part for _, of_this_kind in by_kind for part in of_this_kind.split(batch)]
-        self.kinds = [kind for kind, of_this_kind in by_kind for _ in of_this_kind.split(batch)]
-        self.tokens, self.seed = blocks.numel(), seed
+        pairs = [(kind, part) for kind in sorted({*kinds}) for part in blocks[of_block == kind].split(batch)]
+        #: the kind of text of each batch, and its token ids
+        self.kinds, self.batches = zip(*pairs, strict=True)
+        self.tokens = blocks.numel()
         self.layers = LayerByLayer(model)
-        self.streams = Streams(self.folder, len(self.parts))
-        #: the layers whose states stay on disk; those before the others are computed again
-        self._kept: frozenset[int] = frozenset()
+        self.streams = Streams(self.folder, len(self.batches))
+        #: the layers whose states stay on disk; those of the others are computed again
+        self._stored: frozenset[int] = frozenset()
 
     @property
     def loss(self) -> float:
@@ -227,19 +226,21 @@ class Calibration:
     def map_layers(
         self,
         phase: str,
-        key: str,
+        inputs: Any,
         make: Callable[[Statistics], Mapping[str, Tensor]],
         diagonal: bool = False,
     ) -> dict:
-        """Apply ``make`` to the moments of every decoder layer; return all tensors in one mapping.
+        """Apply ``make`` to the statistics of every decoder layer; return all tensors in one mapping.
 
-        They are kept in the folder, under ``phase`` and ``key``, and made once.
+        They are stored in the folder and computed once for the same ``phase``, ``inputs`` and version of relinear.
 
         Args:
-            phase: reported with the progress. key: of all that ``make`` depends on.
-            make: moments by name -> tensors by names that are unique.
-            diagonal: whether of the moments of gradients ``make`` needs the diagonal alone.
+            phase: reported with the progress.
+            inputs: JSON values, of all that ``make`` depends on.
+            make: statistics by name -> tensors by names that are unique.
+            diagonal: whether ``make`` needs only the diagonal of the gradients' second moments.
         """
+        key = fingerprint_of([__version__, inputs], [])[:16]
         folder = self.folder / f"{phase}-{key}"
         files = {index: folder / f"{index:04d}.safetensors" for index in self.targets}
         if not all(path.is_file() for path in files.values()):
@@ -257,18 +258,20 @@ class Calibration:
 
     def _prepare(self) -> None:
         """Compute the hidden states, and the gradient at the last of them, unless they are on disk."""
-        if not self._kept:
-            for part in {part.shape: part for part in self.parts}.values():
+        if not self._stored:
+            for part in {part.shape: part for part in self.batches}.values():
                 states = self.layers.embed(part)  # notes the arguments of the layers for this shape
-            self._kept = self._layers_kept(self.tokens * states.shape[-1] * states.element_size())
+            self._stored = self._layers_stored(self.tokens * states.shape[-1] * states.element_size())
             release_freed_memory()  # of reading texts, and of the model run as a whole
         has_states = 0 in self.streams.indices("hidden") and self.streams.indices("gradient") == [len(self.layers)]
         if not (has_states and (self.folder / "loss.json").is_file()):
             self._forward()
-            self._find_loss()
+            self.streams.write("gradient", len(self.layers), self._gradients_of_loss())
+            self.streams.remove("hidden", len(self.layers))
+            release_freed_memory()
 
-    def _layers_kept(self, stream: int) -> frozenset[int]:
-        """Return the layers whose states, of ``stream`` bytes each, are kept."""
+    def _layers_stored(self, stream: int) -> frozenset[int]:
+        """Return the layers whose states, of ``stream`` bytes each, stay on disk."""
         total = len(self.layers)
         count, _ = states_on_disk(total, stream, stored_bytes(self.model))
         return frozenset(total * at // count for at in range(count))
@@ -278,68 +281,56 @@ class Calibration:
         """Write the hidden states before layers, and those behind the last one."""
         indices, total = self.streams.indices("hidden"), len(self.layers)
         if 0 not in indices:
-            self.streams.write("hidden", 0, (self.layers.embed(part) for part in self.parts))
+            self.streams.write("hidden", 0, (self.layers.embed(part) for part in self.batches))
         for index in range(indices[-1] if indices else 0, total):
-            self._step(index)
-            if index not in self._kept:
+            self._ensure_hidden(index + 1)
+            if index not in self._stored:
                 self.streams.remove("hidden", index)
             release_freed_memory()
-            self.on_layer("forward", index + 1, total)
-
-    def _step(self, index: int) -> None:
-        """Write the hidden states behind layer ``index``."""
-        states = self.streams.read("hidden", index)
-        self.streams.write("hidden", index + 1, (self.layers.layer(index, part) for part in states))
+            self.on_progress("forward", index + 1, total)
 
     @torch.no_grad()
     def _ensure_hidden(self, index: int) -> None:
         """Compute the hidden states before layer ``index`` unless they are on disk."""
         for before in range(max(at for at in self.streams.indices("hidden") if at <= index), index):
-            self._step(before)
+            states = self.streams.read("hidden", before)
+            self.streams.write("hidden", before + 1, (self.layers.layer(before, part) for part in states))
 
-    def _find_loss(self) -> None:
-        """Return the model's mean loss on the text; the gradients at the last hidden states go to disk."""
-        losses: list[float] = []
-        self.streams.write("gradient", len(self.layers), self._gradients_of_loss(losses))
-        count = sum(ids[:, 1:].numel() for ids in self.parts)
-        write_record(self.folder / "loss.json", {"loss": sum(losses) / count})
-        self.streams.remove("hidden", len(self.layers))
-        release_freed_memory()
-
-    def _gradients_of_loss(self, losses: list[float]) -> Iterator[Tensor]:
-        """Yield the gradients at the last hidden states, batch by batch; append the summed losses to ``losses``.
+    def _gradients_of_loss(self) -> Iterator[Tensor]:
+        """Yield the gradients at the last hidden states, batch by batch; then write the loss and the head's statistics.
 
         The gradients are those at labels that the model draws, as Fisher's information has them: at the text's labels
-        their moments overrate what an error costs (results/compress).
+        they overrate what an error costs (results/compress).
         """
-        draws = torch.Generator(self.parts[0].device).manual_seed(self.seed)
-        head, inputs = self.model.get_output_embeddings(), dict[str, Tensor]()
+        generator = torch.Generator(self.batches[0].device).manual_seed(self.seed)
+        losses, inputs, head = list[float](), dict[str, Tensor](), self.model.get_output_embeddings()
         heads = [] if head is None else [("inputs", head)]
         variances: Any = 0.0
 
-        def seen(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        def on_head(name: str, module: nn.Module, args: tuple, output: Any) -> None:
             _add(inputs, name, args[0])
 
-        for ids, states in zip(self.parts, self.streams.read("hidden", len(self.layers)), strict=True):
+        for ids, states in zip(self.batches, self.streams.read("hidden", len(self.layers)), strict=True):
             grad = torch.zeros_like(states)
-            with frozen_parameters(self.model), forward_hooks_on(heads, seen), torch.enable_grad():
+            with frozen_parameters(self.model), forward_hooks_on(heads, on_head), torch.enable_grad():
                 for at, piece, logits, labels in self.layers.next_tokens(states, ids):
                     losses.append(float(F.cross_entropy(logits.detach(), labels, reduction="sum")))
                     probabilities = logits.detach().softmax(-1)
-                    sampled_labels = torch.multinomial(probabilities, 1, generator=draws).flatten()
+                    sampled_labels = torch.multinomial(probabilities, 1, generator=generator).flatten()
                     variances = variances + (probabilities * (1 - probabilities)).sum(0)
                     (grad[:, at],) = torch.autograd.grad(
                         F.cross_entropy(logits, sampled_labels, reduction="sum"), piece
                     )
             yield grad
-        count = sum(ids[:, 1:].numel() for ids in self.parts)
-        moments = {name: value / count for name, value in (inputs | {"outputs": variances}).items()}
-        save_tensors(self.folder / "head.safetensors", moments)
+        count = sum(ids[:, 1:].numel() for ids in self.batches)
+        means = {name: value / count for name, value in (inputs | {"outputs": variances}).items()}
+        save_tensors(self.folder / "head.safetensors", means)
+        write_record(self.folder / "loss.json", {"loss": sum(losses) / count})
 
     def _backward(
         self, phase: str, kind: str, used: Container[int], diagonal: bool
     ) -> Iterator[tuple[int, Statistics]]:
-        """Yield every decoder layer of the targets, the last one first, and the moments of its linear layers.
+        """Yield every decoder layer of the targets, the last one first, and the statistics of its linear layers.
 
         On disk as layer ``index`` is yielded: hidden states before it, gradients of ``kind`` at ``index + 1`` and
         ``index``. Those behind it are removed when the next layer is requested: a killed walk repeats the last layer.
@@ -351,28 +342,31 @@ class Calibration:
             remaining = total  # killed before the last layer was used: its gradients are those of the loss
         for index in reversed(range(lowest, remaining)):
             self._ensure_hidden(index)
-            sums, group = MomentSums(diagonal=diagonal), self.targets.get(index, {})
-            with frozen_parameters(self.model), watched(group, sums):
+            sums, group = StatisticsSums(diagonal=diagonal), self.targets.get(index, {})
+            with frozen_parameters(self.model), forward_hooks_on(group.items(), sums.on_forward):
                 gradients = self.streams.read("gradient" if index + 1 == total else kind, index + 1)
                 self.streams.write(kind, index, self._before(index, gradients, sums))
+            # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that Python's
+            # collector does not see.
+            sums.new_pass()
             if group:
                 yield index, sums.statistics(group, self.tokens)
             self.streams.remove(kind, index + 1)
-            if index not in self._kept:
+            if index not in self._stored:
                 self.streams.remove("hidden", index)
             release_freed_memory()
-            self.on_layer(phase, total - index, total)
+            self.on_progress(phase, total - index, total)
         if -1 in self.targets:
-            yield -1, self._table_moments(kind)
+            yield -1, self._table_statistics(kind)
         self.streams.remove(kind, lowest)
 
-    def _table_moments(self, kind: str) -> Statistics:
-        """Return the moments of embedding and head.
+    def _table_statistics(self, kind: str) -> Statistics:
+        """Return the statistics of embedding and head.
 
         The variances of the head's outputs also serve as the frequencies of tokens in the embedding.
         """
         head = load_tensors(self.folder / "head.safetensors")
-        pairs = zip(self.parts, self.streams.read(kind, 0), strict=True)
+        pairs = zip(self.batches, self.streams.read(kind, 0), strict=True)
         gradients = (self.layers.gradient_of_rows(ids, gradient) for ids, gradient in pairs)
         squares = sum(gradient.double().square().sum((0, 1)) for gradient in gradients) / self.tokens
         statistics, table = {}, self.model.get_input_embeddings()
@@ -383,7 +377,7 @@ class Calibration:
             statistics[name] = CalibrationStatistics(inputs, head["outputs"], self.tokens)
         return statistics
 
-    def _before(self, index: int, gradients: Iterator[Tensor], sums: MomentSums) -> Iterator[Tensor]:
+    def _before(self, index: int, gradients: Iterator[Tensor], sums: StatisticsSums) -> Iterator[Tensor]:
         """Yield the gradients at the input of layer ``index``, batch by batch, from those behind it."""
         for kind, states, gradient in zip(self.kinds, self.streams.read("hidden", index), gradients, strict=True):
             sums.new_pass()
@@ -393,19 +387,3 @@ class Calibration:
                 output = self.layers.layer(index, states)
                 (grad,) = torch.autograd.grad(output, states, gradient)
             yield grad
-
-
-@contextlib.contextmanager
-def watched(modules: Mapping[str, nn.Module], sums: MomentSums) -> Iterator[None]:
-    """Add inputs and output gradients of ``modules`` to ``sums`` within the block."""
-
-    def seen(name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        sums.add_inputs(name, args[0])
-        if output.requires_grad:
-            output.register_hook(lambda grad: sums.add_gradients(name, grad))
-
-    with forward_hooks_on(modules.items(), seen):
-        yield
-    # An input's graph holds the hooks of the outputs before it, and with them the sums: a circle that no collector of
-    # Python's sees.
-    sums.new_pass()

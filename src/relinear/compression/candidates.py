@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +20,13 @@ from relinear.contract.linear_layers import dense_bias, dense_weight, linear_fea
 from relinear.contract.operator import OperatorConfig
 from relinear.surgery.plan import plan
 from relinear.surgery.states import flat_states, replace_with_states_
-from relinear.system.version import __version__
 
 
 class SearchSpace:
     """Enumerate the operators of the setting ``candidates`` at all their sizes, for each layer separately."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, budget: Budget) -> None:
+        self.task, self.budget = task, budget
         self.reader = READERS[task.settings.reader]
         default = self.reader.candidates if task.settings.by_bytes else ("pivoted_low_rank",)
         self.entries = tuple(OperatorConfig.read(text) for text in task.settings.candidates or default)
@@ -40,9 +36,9 @@ class SearchSpace:
     def _fitting(self, entry: OperatorConfig) -> list[nn.Module]:
         return [module for module in self.task.modules.values() if entry.candidates(*linear_features(module))]
 
-    def check(self, budget: Budget) -> None:
+    def check(self) -> None:
         """Raise ValueError if an operator fits no layer, cannot be fitted or counted, or no choice meets the budget."""
-        modules, settings = self.task.modules, self.task.settings
+        modules, settings, budget = self.task.modules, self.task.settings, self.budget
         for entry in self.entries:
             if not (fitting := self._fitting(entry)):
                 shapes = ", ".join(str(s) for s in sorted({linear_features(m) for m in modules.values()})[:5])
@@ -56,100 +52,92 @@ class SearchSpace:
                     "candidates=quantized, or keep in place of bits or size"
                 )
             if integers and not settings.by_bytes:
-                raise ValueError(
-                    f"candidates: {entry} stores integers, but keep counts {budget.unit}: give bits or size"
-                )
+                raise ValueError(f"candidates: {entry} stores integers, but keep counts parameters: give bits or size")
         least = 0.0
         for name in modules:
-            configs = itertools.chain([None], *self._menu(name, budget).values())
-            least += min(cost for config in configs if (cost := budget.cost(name, config)) is not None)
+            configs = itertools.chain([None], *self._candidates(name).values())
+            least += min(budget.cost(name, config) for config in configs)
         if least > budget.limit:
             raise ValueError(
                 f"{budget.what} cannot be met: the smallest that these layers and candidates allow is "
                 f"{budget.setting(least)}; ask for that or more, replace more layers, or give other candidates"
             )
 
-    def load_plan(self, path: str | Path, budget: Budget) -> CompressPlan:
+    def load_plan(self, path: str | Path) -> CompressPlan:
         """Return a plan from a file. Raises ValueError if it is not a plan for this model and these layers."""
-        task = self.task
+        task, budget = self.task, self.budget
         loaded = CompressPlan.load(path, task.model, budget.cost if task.settings.by_bytes else None)
         unknown = sorted(set(loaded.replaced) - set(task.modules))
         if unknown:
             hint = "" if task.settings.by_bytes else "; embedding and head need a budget of bits or size"
             raise ValueError(f"{path} replaces {unknown[0]}, which targets= and exclude= leave alone{hint}")
         for name, config in loaded.replaced.items():
-            if budget.cost(name, config) is None:
+            if budget.cost(name, config) == math.inf:
                 raise ValueError(f"{path}: {name}: no file for {task.settings.reader} stores {config}")
         return loaded
 
-    def plan(self, calibration: Calibration, budget: Budget) -> CompressPlan:
+    def plan(self, calibration: Calibration) -> CompressPlan:
         """Return the best plan under the budget. Raises ValueError if it cannot be met."""
-        modules = self.task.modules
-        menus = {name: self._menu(name, budget) for name in modules}
-        cache_key = _cache_key([self.task.settings.reader, *(entry.to_dict() for entry in self.entries)])
-        diagonal = self.task.settings.by_bytes  # rounding is planned without what rows make up for
-        errors = calibration.map_layers("candidates", cache_key, partial(self._errors, menus), diagonal=diagonal)
+        modules, budget, by_bytes = self.task.modules, self.budget, self.task.settings.by_bytes
+        candidates = {name: self._candidates(name) for name in modules}
+        inputs = [self.task.settings.reader, *(entry.to_dict() for entry in self.entries)]
+        # rounding is planned without what rows make up for: of gradients the diagonal is enough
+        errors = calibration.map_layers("candidates", inputs, partial(self._errors, candidates), diagonal=by_bytes)
         nats = dict[str, dict[OperatorConfig, float]]()
-        for name, menu in menus.items():  # the second-order estimate 0.5 tr(G (W - W') A (W - W')^T)
-            configs = itertools.chain(*menu.values())
-            nats[name] = dict(zip(configs, (0.5 * errors[name]).tolist(), strict=True)) if name in errors else {}
+        for name, by_entry in candidates.items():  # the second-order estimate 0.5 tr(G (W - W') A (W - W')^T)
+            in_order = itertools.chain(*by_entry.values())
+            nats[name] = dict(zip(in_order, (0.5 * errors[name]).tolist(), strict=True)) if name in errors else {}
         groups = self.reader.groups(modules)
-        candidates = {
+        choices = {
             key: group_candidates([(name, nats[name]) for name in names], budget) for key, names in groups.items()
         }
-        chosen, layers = allocate(candidates, budget.limit, budget.unit), dict[str, LayerPlan]()
-        for key, names in groups.items():
-            for name in names:
-                config = chosen[key].config
-                stored = budget.cost(name, config) if self.task.settings.by_bytes else None
-                predicted = 0.0 if config is None else nats[name][config]
-                layers[name] = LayerPlan.of(modules[name], config, predicted, stored)
-        return CompressPlan.of(self.task.model, {name: layers[name] for name in modules})
+        chosen = allocate(choices, budget.limit, budget.unit)
+        configs = {name: chosen[key].config for key, names in groups.items() for name in names}
+        layers = dict[str, LayerPlan]()
+        for name, module in modules.items():
+            config = configs[name]
+            stored = budget.cost(name, config) if by_bytes else None
+            layers[name] = LayerPlan.of(module, config, 0.0 if config is None else nats[name][config], stored)
+        return CompressPlan(layers)
 
-    def _menu(self, name: str, budget: Budget) -> dict[OperatorConfig, list[OperatorConfig]]:
-        """Return the candidates of the layer ``name`` by entry; of those that its reader stores alike, the last."""
-        features, menu = linear_features(self.task.modules[name]), dict[OperatorConfig, list[OperatorConfig]]()
+    def _candidates(self, name: str) -> dict[OperatorConfig, list[OperatorConfig]]:
+        """Return the candidates for the layer ``name`` by entry; of those with the same cost the last."""
+        features, candidates = linear_features(self.task.modules[name]), dict[OperatorConfig, list[OperatorConfig]]()
         for entry in self.entries:
-            by_cost = {budget.cost(name, config): config for config in entry.candidates(*features)}
-            by_cost.pop(None, None)
+            by_cost = {self.budget.cost(name, config): config for config in entry.candidates(*features)}
+            by_cost.pop(math.inf, None)
             if by_cost:
-                menu[entry] = [*by_cost.values()]
-        return menu
+                candidates[entry] = [*by_cost.values()]
+        return candidates
 
     def _errors(
-        self, menus: Mapping[str, Mapping[OperatorConfig, Sequence[OperatorConfig]]], statistics: Statistics
+        self, candidates: Mapping[str, Mapping[OperatorConfig, Sequence[OperatorConfig]]], statistics: Statistics
     ) -> dict[str, Tensor]:
         """Return the errors of each layer's candidates, by the layer's name."""
         errors = dict[str, Tensor]()
         for name, layer_statistics in statistics.items():
             module = self.task.modules[name]
             inputs, tokens = linear_features(module)[0], layer_statistics.tokens
-            if tokens is None or tokens >= inputs:  # moments of a layer that hardly saw a token, an expert, say nothing
-                menu = menus[name].items()
-                curves = [entry.candidate_errors(module, layer_statistics, configs) for entry, configs in menu]
-                errors[name] = torch.tensor([error for curve in curves for _, error in curve], dtype=torch.float64)
+            if tokens is None or tokens >= inputs:  # an expert may have seen too few to say anything
+                by_entry = candidates[name].items()
+                pairs = [entry.candidate_errors(module, layer_statistics, configs) for entry, configs in by_entry]
+                errors[name] = torch.tensor([error for _, error in itertools.chain(*pairs)], dtype=torch.float64)
         return errors
 
 
 def group_candidates(layers: Sequence[tuple[str, Mapping[OperatorConfig, float]]], budget: Budget) -> list[Candidate]:
-    """Return the joint candidates of layers, from the nats of each layer's own; keeping the layers comes first."""
-    candidates = [Candidate(None, _cost(layers, None, budget), 0.0)]
+    """Return the joint candidates of layers, from the nats of each; first that all stay as they are."""
+    candidates = [Candidate(None, sum(budget.cost(name, None) for name, _ in layers), 0.0)]
     for config in layers[0][1]:
         if all(config in nats for _, nats in layers):
-            cost = _cost(layers, config, budget)
+            cost = sum(budget.cost(name, config) for name, _ in layers)
             if cost < candidates[0].cost:
                 candidates.append(Candidate(config, cost, sum(nats[config] for _, nats in layers)))
     return candidates
 
 
-def _cost(layers: Sequence[tuple[str, Any]], config: OperatorConfig | None, budget: Budget) -> float:
-    """Return the joint cost of layers; infinite if one does not support the candidate."""
-    costs = [budget.cost(name, config) for name, _ in layers]
-    return sum(math.inf if cost is None else cost for cost in costs)
-
-
 def fit_layers_(task: Task, layer_plan: CompressPlan, calibration: Calibration) -> None:
-    """Put a plan's operators into the model, fitted to their layers under the original's moments."""
+    """Put a plan's operators into the model, fitted to their layers under the original's statistics."""
 
     def fits(statistics: Statistics) -> dict[str, Tensor]:
         fitted = dict[str, nn.Module]()
@@ -161,11 +149,6 @@ def fit_layers_(task: Task, layer_plan: CompressPlan, calibration: Calibration) 
         return flat_states(fitted)
 
     operators = {name: config.to_dict() for name, config in layer_plan.replaced.items()}
-    states = calibration.map_layers("fit", _cache_key(operators), fits)
+    states = calibration.map_layers("fit", operators, fits)
     if layer_plan.replaced:
         replace_with_states_(task.model, plan(task.model, dict(layer_plan.replaced)).replacements, states)
-
-
-def _cache_key(inputs: Any) -> str:
-    """Return a digest of ``inputs`` and this version, for the name of a folder."""
-    return hashlib.sha256(f"{__version__} {json.dumps(inputs, sort_keys=True)}".encode()).hexdigest()[:16]

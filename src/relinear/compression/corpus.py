@@ -1,8 +1,8 @@
 """Read the texts of a compression as blocks of tokens, spread over documents: to calibrate, heal and evaluate on.
 
-A text's first tokens are one document. Here the documents at hand take turns, in an order that the seed decides; of a
-long document excerpts are taken, a block each, from places that the seed decides. Half of the documents calibrate and
-heal, the other half evaluate. Where the first half has too little the second gives what is lacking from its end.
+A text's first tokens are one document, so documents take turns, in an order that the seed decides. A long document
+gives excerpts of a block each, from places that the seed decides. Half of the documents calibrate and heal, the other
+half evaluate. If the first half is too short, the end of the second is used, too.
 """
 
 # Legend: N blocks, T tokens per block
@@ -10,7 +10,7 @@ heal, the other half evaluate. Where the first half has too little the second gi
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from relinear.data.chat import Conversation, TerminatedText
 from relinear.data.tokenizers import encode_documents, text_start, windows
 from relinear.distill.record import documents
 
-#: documents that are looked at for each block of calibration, as far as there are; and at most so many characters
+#: documents read for each block of calibration, if there are so many; and the most characters
 DOCUMENTS, LOOKED_AT = 4, 2**26
 #: texts that the model writes at a time
 SAMPLED_AT_ONCE = 16
@@ -41,25 +41,29 @@ class Excerpt(NamedTuple):
     start: int
 
 
+#: where a block begins, and its token ids
+_Block = tuple[Excerpt, list[int]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Hold token ids (N, T) for calibration, healing and evaluation, and other evaluation texts by name.
 
-    unseen: whether those that evaluate are in none of the others. excerpts, judged: where the blocks of calibration and
-    those that evaluate begin.
+    unseen: whether the blocks for evaluation are in none of the others. excerpts, evaluation_excerpts: where the blocks
+    for calibration and for evaluation begin.
     """
 
     blocks: Tensor
-    further: Tensor
+    healing: Tensor
     evaluation: Tensor
     unseen: bool
-    elsewhere: dict[str, Tensor]
     excerpts: tuple[Excerpt, ...]
-    judged: tuple[Excerpt, ...]
+    evaluation_excerpts: tuple[Excerpt, ...]
+    elsewhere: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return where the texts come from, as JSON values."""
-        return {name: [e._asdict() for e in getattr(self, name)] for name in ("excerpts", "judged")}
+        return {name: [e._asdict() for e in getattr(self, name)] for name in ("excerpts", "evaluation_excerpts")}
 
     @property
     def kinds(self) -> list[int]:
@@ -75,12 +79,13 @@ class Corpus:
             remarks.append(ONE_KIND)
         if not self.unseen:
             remarks.append("the corpus is too small to hold text out: the result is evaluated on its calibration text")
-        elif shared := {e[:2] for e in self.judged} & {e[:2] for e in self.excerpts}:
-            remarks.append(f"{len(shared)} documents both calibrate and evaluate, by different parts")
-        windows, documents = len(self.judged), len({e[:2] for e in self.judged})
+        elif shared := {e[:2] for e in self.evaluation_excerpts} & {e[:2] for e in self.excerpts}:
+            remarks.append(f"documents that both calibrate and evaluate, by different parts: {len(shared)}")
+        windows, documents = len(self.evaluation_excerpts), len({e[:2] for e in self.evaluation_excerpts})
         if windows < LEAST_WINDOWS or documents < LEAST_DOCUMENTS:
+            count = f"{windows} window{'s' * (windows != 1)} of {documents} document{'s' * (documents != 1)}"
             needed = f"{LEAST_WINDOWS} windows of {LEAST_DOCUMENTS} documents"
-            remarks.append(f"evaluated on {windows} windows of {documents} documents; intervals need {needed}")
+            remarks.append(f"evaluated on {count}; intervals need {needed}")
         return remarks
 
 
@@ -100,7 +105,7 @@ ONE_KIND = (
 def with_sampled_text(corpus: Corpus, model: Any, folder: Path, seed: int) -> Corpus:
     """Return a corpus of one kind with every second block of its calibration written by the model, as another kind.
 
-    The model goes on from the first token of the block, at temperature 1. What it wrote is kept in ``folder``.
+    The model continues the first token of the block, at temperature 1. Its text is stored in ``folder``.
     """
     replaced = corpus.blocks[1::2]
     path = folder / f"{SAMPLED}-{fingerprint(model, corpus.blocks, [], {'seed': seed})[:16]}.safetensors"
@@ -132,19 +137,18 @@ class _Texts:
     def look(self, blocks: int, count: int) -> None:
         """Read several documents for each of ``blocks``, and tokens for ``count`` blocks, or all there are.
 
-        The first part, whose documents come first, hangs on ``blocks`` alone: what calibrates is the same however much
-        more is asked for.
+        The first documents depend on ``blocks`` alone, so that the same text calibrates whatever else is asked for.
         """
         self._read_until(blocks, max(DOCUMENTS * blocks, 4 * LEAST_DOCUMENTS))
         self.first = len(self.read)
         self._read_until(count, 0)
 
     def _read_until(self, blocks: int, documents: int) -> None:
-        wanted = blocks * self.length * 2 * SECTION
-        while self.size < wanted or (self.size < LOOKED_AT and len(self.read) < documents):
+        characters = blocks * self.length * 2 * SECTION
+        while self.size < characters or (self.size < LOOKED_AT and len(self.read) < documents):
             if (item := next(self.items, None)) is None:
                 return
-            if not self.read and isinstance(item, str):  # token ids are taken as they are
+            if not self.read and isinstance(item, str):  # token ids are used unchanged
                 self.start = text_start(self.tokenizer)
             self.read.append(item)
             self.size += len(item) * (1 if isinstance(item, str) else SECTION)
@@ -153,17 +157,17 @@ class _Texts:
         """Return the sections of calibration and of evaluation documents; of a single document, its two halves."""
         order = random.Random(self.seed).sample(range(self.first), self.first)
         order += range(self.first, len(self.read))
-        by_document = [list(self._sections(at)) for at in order]
+        by_document = [self._sections(at) for at in order]
         if len(order) == 1:
             middle = -(-len(by_document[0]) // 2)
             by_document = [by_document[0][:middle], by_document[0][middle:]]
         return self._shuffled(by_document[::2]), self._shuffled(by_document[1::2])
 
-    def _sections(self, document: int) -> Iterator[Excerpt]:
+    def _sections(self, document: int) -> list[Excerpt]:
         item = self.read[document]
-        step = self.length if not isinstance(item, str) else SECTION * self.length
-        is_one_section = isinstance(item, Conversation) or len(item) <= step
-        yield from (Excerpt(self.name, document, at) for at in ((0,) if is_one_section else range(0, len(item), step)))
+        step = SECTION * self.length if isinstance(item, str) else self.length
+        length = 1 if isinstance(item, Conversation) else max(1, len(item))  # a conversation is one section
+        return [Excerpt(self.name, document, at) for at in range(0, length, step)]
 
     def _shuffled(self, by_document: Sequence[list[Excerpt]]) -> list[Excerpt]:
         """Return one section of each document, then another of each, and so on."""
@@ -183,12 +187,12 @@ class _Texts:
             item = item[start:] if end >= len(item) else TerminatedText(item[start:end])
         return [int(i) for array in encode_documents(self.tokenizer, [item]) for i in array]
 
-    def take(self, sections: list[Excerpt], count: int, last: bool = False) -> list[tuple[Excerpt, list[int]]]:
+    def take(self, sections: list[Excerpt], count: int, last: bool = False) -> list[_Block]:
         """Take ``count`` blocks, or all there are: one of each section, its remainder only if that is too little.
 
         Sections that were used are taken from the list, from its end where ``last``.
         """
-        first_blocks, second_blocks = list[tuple[Excerpt, list[int]]](), list[tuple[Excerpt, list[int]]]()
+        first_blocks, second_blocks = list[_Block](), list[_Block]()
         short_ids, short_sections = list[int](), list[Excerpt]()
         while sections and len(first_blocks) < count:
             section = sections.pop(-1 if last else 0)
@@ -197,17 +201,16 @@ class _Texts:
             first_blocks, second_blocks = first_blocks + blocks[:1], second_blocks + blocks[1:]
             if not blocks:  # short documents make blocks together
                 short_ids, short_sections = short_ids + ids, [*short_sections, section]
-            for _, end, window in windows(short_ids, self.start, self.length):
-                first_blocks.append((short_sections[0], window))
-                short_ids, short_sections = short_ids[end:], [section]
-                break
+            if (cut := next(windows(short_ids, self.start, self.length), None)) is not None:
+                first_blocks.append((short_sections[0], cut[2]))
+                short_ids, short_sections = short_ids[cut[1] :], [section]
         return (first_blocks + second_blocks)[:count]
 
-    def end_to_end(self) -> list[tuple[Excerpt, list[int]]]:
-        """Return all blocks in order, documents joined; ``left`` tokens are too few for another."""
+    def end_to_end(self) -> list[_Block]:
+        """Return all blocks in order, documents joined; count ``tokens``."""
         joined = [(e, i) for at in range(len(self.read)) for e in self._sections(at) for i in self.encode(e)]
-        cut = list(windows([i for _, i in joined], self.start, self.length))
-        self.left = len(joined) - (cut[-1][1] if cut else 0)
+        self.tokens = len(joined)
+        cut = windows([i for _, i in joined], self.start, self.length)
         return [(joined[begin][0], window) for begin, _, window in cut]
 
 
@@ -219,7 +222,6 @@ def _word(text: str, at: int) -> int:
 
 def read_corpus(
     texts: Iterable[Any] | Mapping[str, Iterable[Any]],
-    elsewhere: dict[str, Tensor],
     tokenizer: Any,
     settings: CompressSettings,
     plan_only: bool,
@@ -233,8 +235,7 @@ def read_corpus(
             tokenizer returns, of which each part would count as a corpus.
     """
     count, evaluation_count, length = settings.blocks, settings.evaluation_blocks, settings.sequence_length
-    further = 0 if plan_only else settings.heal_blocks
-    what = "tokens plus heal_tokens" if further else "tokens"
+    healing_count = 0 if plan_only else settings.heal_blocks
     corpora = texts if isinstance(texts, Mapping) else {"": texts}
     if "input_ids" in corpora:
         raise ValueError("texts is one mapping with input_ids, which is a single item of a corpus; give a list of such")
@@ -244,52 +245,51 @@ def read_corpus(
         raise ValueError(
             f"{len(corpora)} corpora in turns, and {count} blocks of sequence_length={length}: use more tokens"
         )
-    calibration, healing, evaluation = ([], [], [])  # type: tuple[list, list, list]
+    by_corpus = []
     for name, data in corpora.items():
+        counts = [-(-total // len(corpora)) for total in (count, healing_count, evaluation_count)]
         try:
-            counts = (count, count + further, evaluation_count)
-            blocks, total, unseen_blocks = (-(-wanted // len(corpora)) for wanted in counts)
-            blocks_taken, unused = _shares(_Texts(name, data, tokenizer, settings), blocks, total, unseen_blocks, what)
+            by_corpus.append(_divided(_Texts(name, data, tokenizer, settings), *counts))
         except ValueError as error:
             which = f"{name}, one of {len(corpora)} corpora in turns: " if len(corpora) > 1 else ""
             raise ValueError(f"{which}{error}") from error
-        calibration.append(sorted(blocks_taken[:blocks]))
-        healing.append(blocks_taken[blocks:])
-        evaluation.append(unused)
-    calibration_blocks, heals, unused = (
-        [block for turn in zip(*part) for block in turn] for part in (calibration, healing, evaluation)
-    )
-    calibration_blocks, unseen = calibration_blocks[:count], bool(unused)
-    unused = unused[:evaluation_count] or calibration_blocks[len(calibration_blocks) - evaluation_count :]
+    calibration, healing, evaluation = ([block for turn in zip(*part) for block in turn] for part in zip(*by_corpus))
+    calibration, unseen = calibration[:count], bool(evaluation)
+    evaluation = evaluation[:evaluation_count] or calibration[len(calibration) - evaluation_count :]
+    excerpts, evaluation_excerpts = (tuple(excerpt for excerpt, _ in part) for part in (calibration, evaluation))
     return Corpus(
-        _stack(calibration_blocks, length),
-        _stack(heals[:further], length),
-        _stack(unused, length),
+        _stack(calibration, length),
+        _stack(healing[:healing_count], length),
+        _stack(evaluation, length),
         unseen,
-        elsewhere,
-        *(tuple(excerpt for excerpt, _ in part) for part in (calibration_blocks, unused)),
+        excerpts,
+        evaluation_excerpts,
     )
 
 
-def _shares(texts: _Texts, blocks: int, count: int, evaluation_count: int, what: str) -> tuple[list, list]:
-    """Return ``count`` blocks, the first ``blocks`` of them to calibrate, and ``evaluation_count`` to evaluate on."""
-    texts.look(blocks, count + evaluation_count)
+def _divided(texts: _Texts, calibrate: int, heal: int, evaluate: int) -> tuple[list[_Block], ...]:
+    """Return so many blocks for each purpose, fewer to evaluate on if the corpus is short.
+
+    Raises:
+        ValueError: if it is too short for the others.
+    """
+    count = calibrate + heal
+    texts.look(calibrate, count + evaluate)
     first_half, second_half = texts.halves()
-    blocks_taken = texts.take(first_half, blocks)
-    if len(blocks_taken) == blocks:
-        blocks_taken += texts.take(first_half, count - blocks)
-        blocks_taken += texts.take(second_half, count - len(blocks_taken), last=True)
-    if len(blocks_taken) == count:
-        return blocks_taken, texts.take(second_half, evaluation_count)
-    end_to_end = texts.end_to_end()  # a corpus this short has no halves: one block after the other
-    if len(end_to_end) < count:
-        size = sum(len(ids) for _, ids in end_to_end) + texts.left
-        wanted = f"{count * texts.length:,} are to be recorded ({what})"
-        raise ValueError(f"the corpus has {size:,} tokens; {wanted}: give more text or lower these")
-    return end_to_end[:count], end_to_end[count : count + evaluation_count]
+    blocks = texts.take(first_half, calibrate)
+    if len(blocks) == calibrate:
+        blocks += texts.take(first_half, heal)
+        blocks += texts.take(second_half, count - len(blocks), last=True)
+    if len(blocks) == count:
+        return sorted(blocks[:calibrate]), blocks[calibrate:], texts.take(second_half, evaluate)
+    blocks = texts.end_to_end()  # a corpus this short has no halves: one block after the other
+    if len(blocks) < count:
+        needed = f"{count * texts.length:,} are to be recorded ({'tokens plus heal_tokens' if heal else 'tokens'})"
+        raise ValueError(f"the corpus has {texts.tokens:,} tokens; {needed}: give more text or lower these")
+    return sorted(blocks[:calibrate]), blocks[calibrate:count], blocks[count : count + evaluate]
 
 
-def _stack(blocks: Sequence[tuple[Excerpt, list[int]]], length: int) -> Tensor:
+def _stack(blocks: Sequence[_Block], length: int) -> Tensor:
     return torch.tensor([ids for _, ids in blocks]) if blocks else torch.empty(0, length, dtype=torch.long)
 
 
@@ -308,6 +308,6 @@ def read_elsewhere(texts: Mapping[str, Iterable[Any]], tokenizer: Any, settings:
         if len(blocks) < count:
             blocks = read.end_to_end()[:count]
         if not blocks:
-            raise ValueError(f"evaluate_on, {name}: the corpus has {read.left:,} tokens, too few for a window")
+            raise ValueError(f"evaluate_on, {name}: the corpus has {read.tokens:,} tokens, too few for a window")
         blocks_by_name[name] = _stack(sorted(blocks), settings.sequence_length)
     return blocks_by_name

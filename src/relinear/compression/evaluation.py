@@ -1,6 +1,6 @@
 """Compare the compressed model with the original: loss, agreement, repeated text.
 
-What the original does is noted before the first layer is replaced.
+The original is observed before the first layer is replaced.
 """
 
 # Legend: N blocks, T tokens
@@ -8,7 +8,6 @@ What the original does is noted before the first layer is replaced.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,7 +52,7 @@ class Reading:
 class Observation:
     """Hold a model's results on tokens of the corpus, and on other texts by name.
 
-    repeated: share of the 4-grams of its greedy continuations of passages that were there before; None without any.
+    repeated: share of 4-grams in its greedy continuations that occurred earlier in them; None without continuations.
     """
 
     reading: Reading
@@ -71,48 +70,44 @@ def observe(
     """Run ``model`` (in eval mode) on token ids (N, T), and let it continue passages of them.
 
     Args:
-        elsewhere: further token ids, by name.
-        passages: of these token ids, how many are continued to see whether the model repeats itself.
-        on_step: called with how many blocks are done, and how many there are.
+        elsewhere: further token ids (N', T), by name.
+        passages: number of passages that the model continues, to see whether it repeats itself.
+        on_step: called with the numbers of steps done and of all steps, a block each.
     """
     other_texts = dict(elsewhere or {})
-    steps = len(blocks) + sum(map(len, other_texts.values())) + bool(passages)
-    done = itertools.count(1)
-
-    def count() -> None:
-        on_step(next(done), steps)
-
-    reading = read(model, blocks, count)
-    readings = {name: read(model, other, count) for name, other in other_texts.items()}
+    windows = torch.cat([blocks, *other_texts.values()])
+    steps = len(windows) + bool(passages)
+    results = read(model, windows, lambda done: on_step(done, steps))
+    sizes = [len(blocks), *map(len, other_texts.values())]
+    reading, *others = map(Reading, results.losses.split(sizes), results.likeliest.split(sizes))
     repeated = None
     if passages:
-        beginnings = _passages(torch.cat([blocks, *other_texts.values()]), passages)
-        repeated = _repeated(model, beginnings.to(next(model.parameters()).device))
-        count()
-    return Observation(reading, readings, repeated)
+        repeated = _repeated(model, windows, passages)
+        on_step(steps, steps)
+    return Observation(reading, dict(zip(other_texts, others, strict=True)), repeated)
 
 
 @torch.no_grad()
-def read(model: Any, blocks: Tensor, on_block: Callable[[], None] = lambda: None) -> Reading:
+def read(model: Any, blocks: Tensor, on_block: Callable[[int], None] = lambda done: None) -> Reading:
     """Return losses and likeliest tokens of ``model`` (in eval mode) on token ids (N, T)."""
     losses, likeliest = [], []
-    for ids in blocks.to(next(model.parameters()).device).split(1):
+    for done, ids in enumerate(blocks.to(next(model.parameters()).device).split(1), 1):
         logits = model(input_ids=ids, use_cache=False).logits
         losses.append(float(token_losses(logits, ids).double().mean()))
         likeliest.append(logits[0, :-1].argmax(-1).cpu())
-        on_block()
+        on_block(done)
     return Reading(torch.tensor(losses, dtype=torch.float64), torch.stack(likeliest))
 
 
-def _passages(blocks: Tensor, count: int) -> Tensor:
-    """Return ``count`` prompts (P, T'), spread over the windows; several of each if there are few windows."""
-    length = max(1, min(PASSAGE_TOKENS, blocks.shape[1] // 2))
-    return blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)[:count]  # the first of each window first
-
-
 @torch.no_grad()
-def _repeated(model: Any, passages: Tensor) -> float:
-    """Return the mean share of 4-grams in greedy continuations that occurred earlier in the same continuation."""
+def _repeated(model: Any, blocks: Tensor, count: int) -> float:
+    """Return the mean share of 4-grams in greedy continuations that occurred earlier in the same continuation.
+
+    Of ``count`` passages, spread over the windows (N, T); several of each if there are few windows.
+    """
+    length = max(1, min(PASSAGE_TOKENS, blocks.shape[1] // 2))
+    in_turns = blocks.unfold(1, length, length).transpose(0, 1).flatten(0, 1)  # the first of each window first
+    passages = in_turns[:count].to(next(model.parameters()).device)
     stops = model.generation_config.eos_token_id
     ends = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
     continuations = model.generate(

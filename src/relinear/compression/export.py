@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from relinear.compression.budget import at_half_precision
 from relinear.contract.linear_layers import embeds, is_conv1d, linear_features
+from relinear.contract.module_state import at_half_precision
 from relinear.contract.operator import NotLinearError, named_operators
 from relinear.hf.attachments import attachments
 from relinear.surgery.checkpoint import model_directory

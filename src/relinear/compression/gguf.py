@@ -57,7 +57,7 @@ def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
     ropes = {_rope(config, kind).get("rope_type", "default") for kind in ("full", "sliding")}
     ropes -= {"default", *(_SCALED_ROPE if architecture == "llama" else ())}
     fourth = [layer % 4 != 3 for layer in range(config.num_hidden_layers)]
-    unlike = {
+    differences = {
         "attention_bias": bool(getattr(config, "attention_bias", False)),
         "mlp_bias": bool(getattr(config, "mlp_bias", False)),
         f"the activation {activation}": activation != ("gelu_pytorch_tanh" if gemma else "silu"),
@@ -68,7 +68,7 @@ def check_gguf(model: Any, tokenizer: Any) -> dict[str, Any]:
         f"attn_logit_softcapping={softcapping}": (softcapping is None) == (architecture == "gemma2"),
         "bidirectional attention": bool(getattr(config, "use_bidirectional_attention", False)),
     }
-    unsupported = [name for name, is_set in unlike.items() if is_set]
+    unsupported = [name for name, is_set in differences.items() if is_set]
     if unsupported:
         raise ValueError(
             f"a GGUF file is not written of a {type(model).__name__} with {', '.join(unsupported)}; relinear.fold_ it"
@@ -112,18 +112,17 @@ def export_gguf(model: Any, path: str | Path, *, tokenizer: Any) -> Path:
     """
     fields = check_gguf(model, tokenizer)
     operators = dict(named_operators(model))
+    inside = tuple(f"{name}." for name in operators)
+    values = {name: value for name, value in model.named_parameters() if not name.startswith(inside)}
     for name, operator in operators.items():
         try:
             if hasattr(operator, "gguf_type"):
                 operator.gguf_type()
             elif len(operator.dense_chain()) > 1:
                 raise ValueError("no layer of a GGUF file is a product of matrices; relinear.fold_ it")
+            values |= {f"{name}.{part}": value for part, value in to_stock_layer(operator).named_parameters()}
         except ValueError as error:
             raise ValueError(f"{name} as {operator.config}: {error}") from error
-    inside = tuple(f"{name}." for name in operators)
-    values = {name: value for name, value in model.named_parameters() if not name.startswith(inside)}
-    for name, operator in operators.items():
-        values |= {f"{name}.{part}": value for part, value in to_stock_layer(operator).named_parameters()}
     with atomic_path(path) as temporary:
         writer = _begun(temporary, model, fields, tokenizer)
         _write_tensors(writer, model.config, values, operators)
@@ -165,7 +164,7 @@ def _write_config(writer: Any, config: Any) -> None:
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             if (value := getattr(config, name)) is not None:
                 getattr(writer, f"add_{name}")(value)
-    elif window is not None:  # llama.cpp has none here; up to its length there is no difference
+    elif window is not None:  # llama.cpp attends to all tokens here; up to the window's length that is the same
         length = min(length, window)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(length)

@@ -9,12 +9,13 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 
 from relinear.data.tokenizers import encode, text_start
+from relinear.system.text import some_names
 
 #: What llama.cpp knows: settings as in tokenizer.json, and its name for them; SentencePiece's kind has none, and says
-#: whether a space goes before a text. A tokenizer is one of these word by word or none: a cut that is only alike gives
-#: other tokens in rare texts, which nobody would notice.
+#: whether a space goes before a text. A tokenizer must match one of these exactly: one that is only similar splits rare
+#: texts differently, which nobody would notice.
 _KNOWN = json.loads((Path(__file__).parent / "gguf_tokenizers.json").read_text(encoding="utf-8"))
-#: settings of a BPE model that change what it does where they are set
+#: settings of a BPE model that change its result if they are set
 _SETTINGS = ("type", "ignore_merges", "byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 #: bytes that occur in no text, as byte-level BPE writes them
 _NO_TEXT = set("ÀÁõö÷øùúûüýþÿ")
@@ -42,7 +43,7 @@ def tokenizer_fields(tokenizer: Any, entries: int) -> dict[str, Any]:
     _check_expressible(described, is_byte_level)
     if beyond := [token for token, number in vocabulary.items() if number >= entries]:
         raise ValueError(
-            f"the tokenizer has {len(beyond)} tokens beyond the {entries} of the model, such as {beyond[0]!r}"
+            f"the tokenizer has tokens beyond the {entries} of the model: {len(beyond)}, such as {beyond[0]!r}"
         )
     tokens, kinds = [f"[unused{number}]" for number in range(entries)], [TokenType.UNUSED] * entries
     for token, number in vocabulary.items():
@@ -86,26 +87,23 @@ def _known(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_expressible(described: dict[str, Any], is_byte_level: bool) -> None:
-    beyond, beside = list[str](), list[str]()
+    inexpressible, dropped = list[str](), list[str]()
     for token in described["added_tokens"]:
         for key in ("lstrip", "rstrip", "single_word"):
             if token[key]:
-                (beside if token["special"] and key != "single_word" else beyond).append(
-                    f"{key} of {token['content']!r}"
-                )
-    if beside:
+                problems = dropped if token["special"] and key != "single_word" else inexpressible
+                problems.append(f"{key} of {token['content']!r}")
+    if dropped:
         warnings.warn(
-            f"llama.cpp keeps spaces beside special tokens, which the tokenizer drops ({', '.join(beside[:3])})",
+            f"llama.cpp keeps spaces beside special tokens, which the tokenizer drops ({some_names(dropped, 3)})",
             stacklevel=2,
         )
     units = set(ByteLevel.alphabet()) - _NO_TEXT if is_byte_level else _BYTE_TOKENS
     if units - set(described["model"]["vocab"]) and (described["model"].get("unk_token") or not is_byte_level):
-        beyond.append("bytes without a token")  # of which it makes unk_token, and llama.cpp nothing
-    if beyond:
-        more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
-        raise ValueError(
-            f"the tokenizer has {', '.join(beyond[:3])}{more}, which no GGUF file expresses; relinear.fold_ the model"
-        )
+        inexpressible.append("bytes without a token")  # of which it makes unk_token, and llama.cpp nothing
+    if inexpressible:
+        listed = some_names(inexpressible, 3)
+        raise ValueError(f"the tokenizer has {listed}, which no GGUF file expresses; relinear.fold_ the model")
 
 
 def _ranks(merges: list[list[str]], described: dict[str, Any]) -> dict[str, int]:
@@ -122,8 +120,8 @@ def _ranks(merges: list[list[str]], described: dict[str, Any]) -> dict[str, int]
     )
     if runs != len(in_turn) or splits != sum(product not in whole for product in products):
         raise ValueError(
-            "the tokenizer's merges are not those of a SentencePiece model, which a GGUF file holds as one score a "
-            "token: every way to make it, one token after the other; relinear.fold_ the model"
+            "the tokenizer's merges are not those of a SentencePiece model: a GGUF file holds one score a token, so "
+            "all merges that make a token must follow each other; relinear.fold_ the model"
         )
     return {product: rank for rank, product in enumerate(in_turn)}
 

@@ -1,7 +1,7 @@
 """Heal: train the operators of a compressed model to give the logits of the original.
 
-The teacher shares every other matrix with the compressed model (``original_copy``), so that healing takes the weights
-that were replaced once more. Adam takes two values for each parameter that is trained.
+The teacher shares every other matrix with the compressed model (``original_copy``), so that memory holds the replaced
+weights once more. Adam adds two values for each parameter that is trained.
 """
 
 # Legend: N blocks, T tokens per block
@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import itertools
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.budget import in_dtype
-from relinear.compression.calibrate import fingerprint
+from relinear.compression.calibrate import OnProgress, fingerprint
 from relinear.compression.checksums import load_tensors, save_tensors
 from relinear.compression.settings import CompressSettings
-from relinear.contract.module_state import eval_mode, frozen_parameters
+from relinear.contract.module_state import eval_mode, frozen_parameters, in_dtype
 from relinear.contract.operator import named_operators
 from relinear.system.progress import Progress
 from relinear.training.distill import objective_with_teacher
@@ -46,7 +44,7 @@ class HealReport:
     steps: int
 
     def __str__(self) -> str:
-        return f"healed on {self.tokens:,} tokens in {self.steps} steps"
+        return f"healed on {self.tokens:,} tokens in {self.steps} step{'s' * (self.steps != 1)}"
 
 
 def original_copy(model: nn.Module) -> Any:
@@ -65,7 +63,7 @@ def heal(
     *,
     settings: CompressSettings | None = None,
     folder: str | Path | None = None,
-    on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    on_progress: OnProgress = lambda phase, done, total: None,
 ) -> HealReport:
     """Train the operators of ``model`` in place to give the logits of ``teacher``.
 
@@ -73,11 +71,11 @@ def heal(
     last checkpoint in ``folder``, to the same bits (on one thread).
 
     Args:
-        model: a compressed decoder, in float32 or below; trained in float32, given back in its own dtype.
-        teacher: the original, of the same vocabulary; may share parameters with ``model``. Given back as it was.
+        model: a compressed decoder, in float32 or below; trained in float32, returned in its own dtype.
+        teacher: the original, of the same vocabulary; may share parameters with ``model``. Unchanged afterwards.
         blocks: token ids (N, T) to train on, in a random order, each once.
         settings: ``heal_learning_rate``, ``batch_size`` and ``seed`` of these.
-        folder: of state and metrics; None keeps nothing.
+        folder: of state and metrics; None stores nothing.
         on_progress: called with "heal", steps done and in all.
 
     Raises:
@@ -101,13 +99,13 @@ def heal(
         frozen_parameters(model),
         frozen_parameters(teacher),
     ):
-        chosen = {name: getattr(options, name) for name in ("heal_learning_rate", "batch_size", "seed")}
-        mark = fingerprint(model, blocks, [fingerprint(teacher, blocks, [], {})], chosen)
-        place = Path(home) / f"heal-{mark[:16]}"
-        place.mkdir(parents=True, exist_ok=True)
+        values = {name: getattr(options, name) for name in ("heal_learning_rate", "batch_size", "seed")}
+        key = fingerprint(model, blocks, [fingerprint(teacher, blocks, [], {})], values)
+        state = Path(home) / f"heal-{key[:16]}"
+        state.mkdir(parents=True, exist_ok=True)
         for _, operator in named_operators(model):
             operator.requires_grad_(True)
-        if not (healed := place / "healed.safetensors").is_file():
+        if not (healed := state / "healed.safetensors").is_file():
             samples = [{"input_ids": row, "labels": row} for row in blocks]
             fitting = _fit_settings(options, steps, next(model.parameters()).device)
             with eval_mode(model), torch.enable_grad():
@@ -116,13 +114,13 @@ def heal(
                     samples,
                     fitting,
                     objective=objective_with_teacher(teacher, model),
-                    out_dir=place,
+                    out_dir=state,
                     on_progress=report,
                 )
             save_tensors(healed, {name: p for name, p in model.named_parameters() if p.requires_grad})
         for name, value in load_tensors(healed).items():
             model.get_parameter(name).copy_(value)
-        remove_checkpoints(place / "checkpoints")
+        remove_checkpoints(state / "checkpoints")
         model.zero_grad()
     return HealReport(steps * options.heal_batch * blocks.shape[1], steps)
 

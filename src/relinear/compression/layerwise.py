@@ -1,8 +1,8 @@
 """Run a stock decoder one layer at a time, so that only one layer's activations are in memory.
 
-A decoder layer gets, beside the hidden states, arguments that depend on the shape of the batch alone where nothing is
-padded (positions, masks). They are recorded once a shape in a pass in which every layer hands its input on, and given
-to the layer again whenever it is run alone.
+A decoder layer takes hidden states and further arguments (positions, masks), which depend on the shape of the batch
+alone where nothing is padded. They are recorded once a shape, in a pass in which every layer returns its input, and
+given to the layer again whenever it is run alone.
 """
 
 # Legend: B batch, T tokens, D hidden size, V vocabulary, N = B * tokens of a piece
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from relinear.contract.linear_layers import row_scale
-from relinear.contract.module_state import frozen_parameters
+from relinear.contract.module_state import forward_hooks_on, frozen_parameters
 from relinear.contract.numerics import rounding_bound
 from relinear.distill.record import first_call
 from relinear.hf.model_layout import decoder_layers
@@ -34,8 +34,7 @@ class LayerByLayer:
         model: a Hugging Face decoder in eval mode.
 
     Raises:
-        ValueError: if its list of decoder layers is not found, or running it layer by layer gives other logits than
-            running it as a whole.
+        ValueError: if its list of decoder layers is not found.
     """
 
     def __init__(self, model: Any) -> None:
@@ -70,11 +69,8 @@ class LayerByLayer:
 
     def _run(self, ids: Tensor, *, last: int | None = None) -> Tensor:
         """Return the model's logits (B, T, V); those of the ``last`` positions if it can give these alone."""
-        few = {} if last is None or not self._gives_few_logits else {"logits_to_keep": last}
-        output = self.model(input_ids=ids, use_cache=False, **few)
-        if not hasattr(output, "logits"):
-            raise ValueError(f"{type(self.model).__name__} has no logits: load it with its head (AutoModelForCausalLM)")
-        return output.logits
+        options = {} if last is None or not self._gives_few_logits else {"logits_to_keep": last}
+        return self.model(input_ids=ids, use_cache=False, **options).logits
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the hidden states (B, T, D) that enter the first layer, for token ids (B, T)."""
@@ -108,16 +104,12 @@ class LayerByLayer:
         """
         table, rows = self.model.get_input_embeddings(), list[Tensor]()
 
-        def as_leaf(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        def as_leaf(name: str, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             rows.append(output.detach().requires_grad_())
             return rows[-1]
 
-        handle = table.register_forward_hook(as_leaf)
-        try:
-            with frozen_parameters(self.model), torch.enable_grad():
-                (row_gradient,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
-        finally:
-            handle.remove()
+        with frozen_parameters(self.model), forward_hooks_on([("", table)], as_leaf), torch.enable_grad():
+            (row_gradient,) = torch.autograd.grad(self.embed(ids), rows[0], gradient)
         return row_gradient * row_scale(table)
 
     def layer(self, index: int, hidden: Tensor) -> Tensor:
@@ -128,11 +120,7 @@ class LayerByLayer:
 
     def logits(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Return logits (B, T, V) from the hidden states that leave the last layer; ``ids`` for their shape alone."""
-
-        def give(*args: Any, **kwargs: Any) -> Any:
-            return self._as_output(hidden)
-
-        with self._replaced(give):
+        with self._replaced(lambda *args, **kwargs: self._as_output(hidden)):
             return self._run(ids)
 
     def next_tokens(self, hidden: Tensor, ids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:

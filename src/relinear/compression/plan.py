@@ -12,7 +12,6 @@ from relinear.compression.checksums import write_record
 from relinear.contract.linear_layers import is_embedding, linear_features
 from relinear.contract.messages import quoted
 from relinear.contract.operator import NotLinearError, Operator, OperatorConfig, is_replaceable
-from relinear.contract.setting_text import parse_setting
 from relinear.surgery.summary import module_parameters
 from relinear.system.files import damaged_file_errors, read_json
 from relinear.system.grouped import grouped
@@ -25,18 +24,18 @@ FORMAT = 1
 class LayerPlan:
     """Plan one layer: its operator (None: unchanged), parameters after and before, predicted nats per token.
 
-    bits: that are stored for each weight of the layer as it was, floats at no more than half precision.
+    bits: stored for each weight of the original layer, floats at no more than half precision.
     """
 
     operator: OperatorConfig | None
     parameters: int
     parameters_before: int
     nats: float | None
-    bits: float | None = None
+    bits: float
 
     @classmethod
     def of(cls, module: Any, operator: OperatorConfig | None, nats: float | None, stored: float | None = None) -> Self:
-        """Return the plan for the linear layer ``module``; ``stored`` bytes if its reader's differ from ours."""
+        """Return the plan for the linear layer ``module``; ``stored`` bytes if the reader's differ from relinear's."""
         size, before = size_of(module, operator), module_parameters(module)
         return cls(operator, size.parameters, before, nats, 8 * (size.stored if stored is None else stored) / before)
 
@@ -47,18 +46,9 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class CompressPlan:
-    """Hold the operator of every replaceable layer.
-
-    layers: by name, in the model's order. others: parameters of the model outside of them.
-    """
+    """Hold the operator of every replaceable layer, by name in the model's order."""
 
     layers: dict[str, LayerPlan]
-    others: int
-
-    @classmethod
-    def of(cls, model: Any, layers: dict[str, LayerPlan]) -> CompressPlan:
-        """Return the plan for ``layers`` of ``model``."""
-        return cls(layers, module_parameters(model) - sum(layer.parameters_before for layer in layers.values()))
 
     @property
     def replaced(self) -> dict[str, OperatorConfig]:
@@ -88,17 +78,17 @@ class CompressPlan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, atomically."""
-        write_record(path, {"format": FORMAT, "others": self.others, "layers": self.rows})
+        write_record(path, {"format": FORMAT, "layers": self.rows})
 
     @classmethod
     def load(
-        cls, path: str | Path, model: Any, stored: Callable[[str, OperatorConfig | None], float | None] | None = None
+        cls, path: str | Path, model: Any, stored: Callable[[str, OperatorConfig | None], float] | None = None
     ) -> CompressPlan:
-        """Return a plan from a file, perhaps edited: sizes are counted again, operators may be objects or text.
+        """Return a plan from a file, perhaps edited: sizes are counted again; operators may be mappings or text.
 
         Args:
             path: of the file. model: the original.
-            stored: bytes that a layer takes as an operator, where its reader takes others than relinear.
+            stored: bytes of a layer with an operator, if the reader's differ from relinear's.
 
         Raises:
             ValueError: if the file is not a plan, or names a layer that the model does not have or an operator that
@@ -112,16 +102,15 @@ class CompressPlan:
             values = read_json(path)
             rows = {name: dict(layer) for name, layer in dict(values["layers"]).items()}
         if values.get("format", FORMAT) != FORMAT or not rows:
-            what = f"format {FORMAT} is read, got {quoted(values.get('format'))}" if rows else "it names no layer"
-            raise ValueError(f"{path} is not a compression plan that can be applied: {what}")
+            reason = f"format {FORMAT} is read, got {quoted(values.get('format'))}" if rows else "it names no layer"
+            raise ValueError(f"{path} is not a compression plan that can be applied: {reason}")
         for name, layer in rows.items():
             module = modules.get(name)
             if not (is_replaceable(module) or is_embedding(module)) or isinstance(module, Operator):
                 raise ValueError(f"{path}: the model has no linear layer {quoted(name)}; the plan is for another model")
             try:
-                operator_text = layer.get("operator")
-                values = parse_setting(operator_text) if isinstance(operator_text, str) else operator_text
-                operator = None if values is None else OperatorConfig.from_dict(values)
+                setting = layer.get("operator")
+                operator = None if setting is None else OperatorConfig.read(setting)
                 if operator is not None:
                     check_fittable(operator, module)
                 layer_plan = LayerPlan.of(module, operator, None, stored(name, operator) if stored else None)
@@ -130,7 +119,7 @@ class CompressPlan:
                 plans[name] = dataclasses.replace(layer_plan, nats=nats)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}: {name}: {error}") from error
-        return cls.of(model, plans)
+        return cls(plans)
 
     def table(self, in_bits: bool) -> str:
         """Return a text table by type of layer, of bits per weight or of the share of parameters kept."""

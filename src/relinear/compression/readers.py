@@ -18,10 +18,11 @@ from relinear.compression.gguf import check_gguf, export_gguf, header_bytes
 from relinear.compression.settings import CompressSettings
 from relinear.contract.linear_layers import linear_features
 from relinear.contract.operator import OperatorConfig
+from relinear.system.grouped import grouped
 
 #: bytes that GGUF fills tensors up to
 _ALIGNMENT = 32
-#: bytes at most that safetensors takes to describe a tensor, beside its name; tensors of a packed layer
+#: the most bytes by which safetensors describes a tensor, without its name; tensors of a packed layer
 _DESCRIBED, _PARTS = 120, 3
 
 
@@ -30,28 +31,24 @@ class Reader:
     """Describe a program that reads models.
 
     candidates: operators that it stores, each at all its sizes. stored: bytes of a layer with an operator, or
-    unchanged for None; None if the file cannot hold it. remainder: upper bound of the file's other bytes, for a model,
-    its tokenizer and the layers. file, write: its file, and what writes it; None if it reads relinear's own. fused: a
-    pattern of the names of layers that must share a type. tables: whether it also stores embedding and head.
+    unchanged for None; infinite if the file cannot hold it. remainder: upper bound of the file's other bytes, for a
+    model, its tokenizer and the layers. file, write: its file, and what writes it; None if it reads relinear's own.
+    check: raises ValueError for a model or tokenizer that it cannot read. fused: a pattern of the ends of names of
+    layers that must share a type; by default it matches none. tables: whether it also stores embedding and head.
     """
 
     candidates: tuple[str, ...]
-    stored: Callable[[Any, str, OperatorConfig | None], int | None]
+    stored: Callable[[Any, str, OperatorConfig | None], float]
     remainder: Callable[[Any, Any, Mapping[str, nn.Module]], int]
     file: str | None = None
     write: Callable[..., Path] | None = None
     check: Callable[[Any, Any], Any] = lambda model, tokenizer: None
-    fused: str | None = None
+    fused: str = r"(?!)"
     tables: bool = True
 
     def groups(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return groups of layers that must get the same type, by what they share."""
-        groups: dict[str, list[str]] = {}
-        for name in names:
-            match = re.search(self.fused, name) if self.fused else None
-            key = name if match is None else f"{name[: match.start()]}.{match.lastgroup}"
-            groups.setdefault(key, []).append(name)
-        return groups
+        return grouped((re.sub(self.fused, lambda match: f".{match.lastgroup}", name), name) for name in names)
 
 
 def _relinear(model: Any, name: str, config: OperatorConfig | None) -> int:
@@ -65,14 +62,14 @@ def _outside(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]) -> in
     return stored_bytes(model) - sum(stored_bytes(module) for module in modules.values()) + described
 
 
-def _gguf(model: Any, name: str, config: OperatorConfig | None) -> int | None:
+def _gguf(model: Any, name: str, config: OperatorConfig | None) -> float:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     inputs, outputs = linear_features(module := model.get_submodule(name))
     try:
         kind = "F16" if config is None else config.build(inputs, outputs, device="meta").gguf_type()  # type: ignore
     except (AttributeError, ValueError):
-        return None
+        return math.inf
     block, stored = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return outputs * inputs // block * stored + (0 if getattr(module, "bias", None) is None else 4 * outputs)
 
@@ -85,12 +82,12 @@ def _gguf_remainder(model: Any, tokenizer: Any, modules: Mapping[str, nn.Module]
     return header_bytes(model, tokenizer) + stored + _ALIGNMENT * (1 + len(outside) + 2 * len(modules))
 
 
-def _packed(model: Any, name: str, config: OperatorConfig | None) -> int | None:
+def _packed(model: Any, name: str, config: OperatorConfig | None) -> float:
     module = model.get_submodule(name)
     if config is None:
         return stored_bytes(module)
     if not packs(model, module, config):
-        return None
+        return math.inf
     operator: Any = config.build(*linear_features(module), device="meta", dtype=torch.bfloat16)
     bias = 0 if getattr(module, "bias", None) is None else 2 * operator.out_features
     return sum(part.nbytes for part in operator.packed()[1].values()) + bias
@@ -138,14 +135,14 @@ def budget_of(
     """
     reader = READERS[settings.reader]
 
-    def cost(name: str, config: OperatorConfig | None) -> int | None:
+    def cost(name: str, config: OperatorConfig | None) -> float:
         return reader.stored(model, name, config) if settings.by_bytes else size_of(modules[name], config).parameters
 
     def setting(least: float) -> str:
         value = math.ceil(1000 * (least + outside) / step) / 1000
         return f"{name}={value:.10g}" + "MB" * (name == "size")
 
-    whole = sum(cost(name, None) or 0 for name in modules)
+    whole = sum(cost(name, None) for name in modules)
     weights = sum(math.prod(linear_features(module)) for module in modules.values())
     if settings.bits is not None:
         outside = 2 * weights - whole  # biases, which stay as they are

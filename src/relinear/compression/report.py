@@ -26,40 +26,37 @@ class CompressReport:
     """Hold the result of a compression; printing it shows the plan by type of layer and the sizes.
 
     plan: what every layer became. calibration_loss: of the original on the calibration's tokens, nats per token.
-    seconds: by phase, of this call. bytes, bytes_before: of all weights, floats at no more than half precision.
-    file, file_bytes: what the reader reads, and its bytes on disk with all that stands around the weights; None before
-    it is written. budget: what was allowed; None for a plan that was given. evaluation: the compressed model compared
-    with the original (loss, agreement, repeated text), None if it was not measured. peak_memory_bytes: of this call.
-    settings: all of them. healing: None if there was none. left: what no target could name, such as experts that are
-    held as one tensor, in words. corpus: the texts. model: its name.
+    seconds: by phase, of this call. parameters_before: of the whole original. bytes, bytes_before: of all weights,
+    floats at no more than half precision. file, file_bytes: what the reader reads, and its whole size on disk; None
+    before it is written. corpus: the texts. model: its name. healing: None if there was none. budget: what was allowed;
+    None for a plan from a file.
+    evaluation: the compressed model compared with the original (loss, agreement, repeated text); None if it was not
+    measured. peak_memory_bytes: of this call. settings: all of them. left: what no target can name, such as experts
+    stored as one tensor, in words.
     """
 
     plan: CompressPlan
     calibration_tokens: int
-    calibration_loss: float | None
+    calibration_loss: float
     seconds: dict[str, float]
+    parameters_before: int
     bytes: int
     bytes_before: int
-    file: str = ""
-    file_bytes: int | None = None
-    corpus: Corpus | None = None
-    model: str = ""
-    healing: HealReport | None = None
-    budget: Budget | None = None
-    evaluation: dict[str, Any] | None = None
-    peak_memory_bytes: int | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    left: tuple[str, ...] = ()
+    file: str
+    file_bytes: int | None
+    corpus: Corpus
+    model: str
+    healing: HealReport | None
+    budget: Budget | None
+    evaluation: dict[str, Any] | None
+    peak_memory_bytes: int
+    settings: dict[str, Any]
+    left: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
         """Return parameters of the whole model after compression."""
-        return self.plan.parameters + self.plan.others
-
-    @property
-    def parameters_before(self) -> int:
-        """Return parameters of the whole model before compression."""
-        return self.plan.parameters_before + self.plan.others
+        return self.parameters_before - self.plan.parameters_before + self.plan.parameters
 
     @property
     def verdict(self) -> str:
@@ -68,24 +65,23 @@ class CompressReport:
         if self.evaluation is None:
             nats = self.plan.nats
             return ", ".join([*facts, "nothing measured" if nats is None else f"{nats:+z.2f} nats predicted"])
-        evaluation = self.evaluation
-        facts.append(_loss_change(evaluation, "text like yours"))
-        facts += [_loss_change(other, name) for name, other in evaluation["elsewhere"].items()]
-        before, after = evaluation["repeated_before"], evaluation["repeated"]
+        texts = {"text like yours": self.evaluation, **self.evaluation["elsewhere"]}
+        facts += [_loss_change(evaluation, name) for name, evaluation in texts.items()]
+        before, after = self.evaluation["repeated_before"], self.evaluation["repeated"]
         if before is None:
             return ", ".join(facts)
         if after > max(DEGENERATE * before, before + 0.05):
             degenerate = f"Its greedy text repeats itself ({after:.0%} of 4-grams, the original's {before:.0%})"
             return f"{degenerate}: {', '.join(facts)}"
-        more = f"repeats {after:.0%} of 4-grams (the original {before:.0%})"
-        return ", ".join([*facts, more if after > before else "repeats itself no more than the original"])
+        repeats = f"repeats {after:.0%} of 4-grams (the original {before:.0%})"
+        return ", ".join([*facts, repeats if after > before else "repeats itself no more than the original"])
 
     @property
     def remarks(self) -> list[str]:
         """Return warnings about how far the figures can be trusted."""
         if self.evaluation is None:
             return []
-        remarks, predicted = [] if self.corpus is None else self.corpus.remarks, self.plan.nats
+        remarks, predicted = self.corpus.remarks, self.plan.nats
         nats, interval = self.evaluation["nats"], max(self.evaluation["interval"] or 0.0, 2e-3)  # less may be rounding
         if predicted is not None and self.healing is None and abs(nats - predicted) > max(abs(nats) / 2, interval):
             remarks.append(
@@ -96,16 +92,13 @@ class CompressReport:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         copied = ["parameters", "parameters_before", "remarks", "model", "verdict", "bytes", "bytes_before"]
-        copied += ["file", "file_bytes"]
-        copied += ["evaluation", "peak_memory_bytes", "left", "seconds", "settings"]
-        corpus = {} if self.corpus is None else self.corpus.to_dict()
+        copied += ["file", "file_bytes", "evaluation", "peak_memory_bytes", "left", "seconds", "settings"]
         return {
             **{name: getattr(self, name) for name in copied},
             "budget": self.budget and self.budget.to_dict(),
             "healing": self.healing and dataclasses.asdict(self.healing),
-            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss} | corpus,
+            "calibration": {"tokens": self.calibration_tokens, "loss": self.calibration_loss} | self.corpus.to_dict(),
             "predicted_nats": self.plan.nats,
-            "measured_nats": None if self.evaluation is None else self.evaluation["nats"],
             "layers": self.plan.rows,
             **provenance(),
         }
@@ -120,7 +113,7 @@ class CompressReport:
             lines += [f"whole model: {self.bytes_before / 1e6:,.1f} -> {self.bytes / 1e6:,.1f} MB of weights"]
         if self.file_bytes is not None:
             lines += [f"on disk: {self.file}, {self.file_bytes / 1e6:,.1f} MB"]
-        lines += [f"not replaced: {what}" for what in self.left]
+        lines += [f"not replaced: {layers}" for layers in self.left]
         if self.healing is not None:
             lines.append(str(self.healing))
         if self.evaluation is not None:

@@ -22,7 +22,7 @@ _TIMED = 256
 
 
 def passes(settings: CompressSettings) -> int:
-    """Return how many tokens' passes forward a compression takes as long as."""
+    """Return the number of tokens whose forward pass takes as long as the compression."""
     return (
         _CALIBRATED * (settings.tokens + _ROUNDED) + _EVALUATED * _evaluated(settings) + _HEALED * settings.heal_tokens
     )

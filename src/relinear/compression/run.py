@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from relinear.compression.budget import at_half_precision, round_to_half_, stored_bytes
-from relinear.compression.calibrate import Calibration
+from relinear.compression.budget import stored_bytes
+from relinear.compression.calibrate import Calibration, OnProgress
 from relinear.compression.candidates import SearchSpace, fit_layers_
 from relinear.compression.checksums import is_edited
 from relinear.compression.corpus import Corpus, read_corpus, read_elsewhere, with_sampled_text
@@ -26,7 +26,6 @@ from relinear.compression.readers import READERS, budget_of
 from relinear.compression.report import CompressReport, write_page
 from relinear.compression.settings import CompressSettings
 from relinear.compression.task import (
-    OnProgress,
     Task,
     check_compressible,
     check_ids,
@@ -35,11 +34,12 @@ from relinear.compression.task import (
     tables_of,
     unreached,
 )
-from relinear.contract.module_state import eval_mode
+from relinear.contract.module_state import at_half_precision, eval_mode, round_to_half_
 from relinear.hf.model_config import model_name
 from relinear.surgery.checkpoint import save_pretrained
 from relinear.surgery.patterns import ALL_LINEAR
 from relinear.surgery.separate_experts import separate_experts
+from relinear.surgery.summary import module_parameters
 from relinear.system.files import fingerprint, os_errors_named, write_json
 from relinear.system.machine import PeakMemory
 from relinear.system.progress import Progress, ProgressCallback, no_progress
@@ -47,15 +47,16 @@ from relinear.system.run_folder import RunFolder, set_aside
 
 #: the model's directory
 MODEL = "model"
-#: stage of the work -> what is shown while it lasts
+#: stage of a compression -> the text that is shown meanwhile
 STAGES = {
     "forward": "calibrating",
     "candidates": "planning",
     "original": "running the original",
+    "fit": "fitting layers",
     "evaluation": "running the compressed model",
     "heal": "healing",
 }
-#: what is made by a plan
+#: what a plan leads to
 _RESULTS = ("plan.json", "report.json", "report.html", MODEL, *filter(None, (r.file for r in READERS.values())))
 
 
@@ -85,19 +86,18 @@ def compress(
             tensors or mappings of token ids, as for ``distill_``; read as needed. Or a mapping of several such
             corpora by name, which are taken in turns, ``sequence_length`` tokens of each.
         bits, size, keep: the budget; shorthands for the settings of these names.
-        tokenizer: of the model, needed for texts; saved beside the model.
+        tokenizer: of the model, needed for texts; saved with the model.
         targets, exclude: patterns of the linear layers that may be replaced; by default all but the head.
         settings: ``CompressSettings`` or a mapping of its fields.
-        plan_file: a plan to apply in place of one that is made here.
-        plan_only: stop after the plan, the model as it was. Where ``out_dir`` holds a model already, plan and report
-            are put beside its own as ``proposed-*``.
+        plan_file: a plan to apply, in place of a new one.
+        plan_only: stop after the plan; the model stays unchanged. If ``out_dir`` already holds a model, plan and report
+            are called ``proposed-*``.
         evaluate_on: texts of other kinds, by name, that the result is also evaluated on; of each ``evaluation_tokens``.
-        out_dir: where statistics, plan, state, report (``report.json``, ``report.html``) and model are kept. Killed
-            and called again with the same arguments, it resumes; other candidates, and budgets of the
-            same unit and reader, use the same statistics. The model of the earlier one is renamed: ``model.<time>``.
-            None keeps nothing.
+        out_dir: folder of statistics, plan, state, report (``report.json``, ``report.html``) and model. Killed and
+            called again with the same arguments, it resumes. Other candidates, and budgets of the same unit and reader,
+            use the same statistics; the model of the earlier one is renamed: ``model.<time>``. None writes nothing.
         overwrite: start over, and rename what is in the way in ``out_dir``, statistics included.
-        on_progress: called with a ``Progress``, whose ``stage`` is a key of ``STAGES`` or "fit".
+        on_progress: called with a ``Progress``, whose ``stage`` is a key of ``STAGES``.
 
     Returns:
         The report: what every layer became, sizes in bytes, losses in nats per token, seconds by phase. ``model`` has
@@ -105,8 +105,8 @@ def compress(
 
     Raises:
         ValueError: if the budget cannot be met, the corpus is too short or of another vocabulary, the model is
-            quantised, has weights without finite values or cannot be run layer by layer, or ``out_dir`` holds the work
-            on another model or corpus, or files of others under its names.
+            quantised, has weights that are not finite or cannot be run layer by layer, or ``out_dir`` holds results for
+            another model or corpus, or other programs' files under its names.
 
     Examples:
         >>> model, ids = relinear.from_preset("tiny", num_hidden_layers=1), torch.randint(258, (8, 128))
@@ -117,7 +117,7 @@ def compress(
     """
     by_name = settings.model_dump(exclude_unset=True) if isinstance(settings, CompressSettings) else settings
     options = dict(by_name or {})
-    options |= {name: one for name, one in {"bits": bits, "size": size, "keep": keep}.items() if one is not None}
+    options |= {name: value for name, value in {"bits": bits, "size": size, "keep": keep}.items() if value is not None}
     resolved = CompressSettings.load(options, "compress settings")
     with prepared(
         model,
@@ -174,12 +174,12 @@ def check_folder(
     """Return the folder of a compression of the model ``source``, a name or path.
 
     Raises:
-        ValueError: if it holds that model or other work, also with other ``settings``, before any is done.
+        ValueError: if it holds that model, other programs' files, or results with other settings than ``settings``.
     """
-    folder, own = Path(out_dir), Path(source).expanduser()
+    folder, original = Path(out_dir), Path(source).expanduser()
     taken = [folder.resolve(), *((folder / name).resolve() for name in _RESULTS)]
-    if source and (own / "config.json").is_file() and own.resolve() in taken:
-        raise ValueError(f"{folder} holds the model itself, {own}; give another directory (--out) for the result")
+    if source and (original / "config.json").is_file() and original.resolve() in taken:
+        raise ValueError(f"{folder} holds the model itself, {original}; give another directory (--out) for the result")
     measured = {} if settings is None else settings.measured
     run_folder = RunFolder(
         folder,
@@ -203,7 +203,7 @@ def proposal(folder: Path, name: str) -> Path:
 
 @dataclasses.dataclass
 class _Job:
-    """Run one compression: its search space and the steps. Raises ValueError if no choice meets the budget."""
+    """Run one compression: plan, fit, save. Raises ValueError if no choice meets the budget."""
 
     task: Task
     tokenizer: Any
@@ -212,13 +212,12 @@ class _Job:
     overwrite: bool
 
     def __post_init__(self) -> None:
-        task = self.task
-        self.model, self.modules, self.settings, self.folder = task.model, task.modules, task.settings, task.folder
-        self.space = SearchSpace(task)
-        self.budget = budget_of(self.model, self.modules, self.settings, self.tokenizer)
-        self.given_plan = None if self.plan_file is None else self.space.load_plan(self.plan_file, self.budget)
-        if self.given_plan is None:
-            self.space.check(self.budget)
+        self.model, self.settings, self.folder = self.task.model, self.task.settings, self.task.folder
+        self.budget = budget_of(self.model, self.task.modules, self.settings, self.tokenizer)
+        self.space = SearchSpace(self.task, self.budget)
+        self.loaded_plan = None if self.plan_file is None else self.space.load_plan(self.plan_file)
+        if self.loaded_plan is None:
+            self.space.check()
         #: when each phase ended
         self.ends: dict[str, float] = {}
 
@@ -229,13 +228,14 @@ class _Job:
         """Read texts, calibrate, plan and, unless ``plan_only``, apply the plan; arguments of ``compress``."""
 
         def report(stage: str, done: int, total: int) -> None:
-            on_progress(Progress(STAGES.get(stage, "fitting layers"), done, total, stage))
+            on_progress(Progress(STAGES[stage], done, total, stage))
 
         opened = self.run_folder and self.run_folder.open(self.settings.measured, overwrite=self.overwrite)
         with opened or nullcontext(), os_errors_named(self.folder), eval_mode(self.model):
             elsewhere = read_elsewhere(evaluate_on, self.tokenizer, self.settings)
-            corpus = read_corpus(texts, elsewhere, self.tokenizer, self.settings, plan_only)
-            corpus_ids = torch.cat([corpus.blocks, corpus.further, corpus.evaluation])
+            corpus = read_corpus(texts, self.tokenizer, self.settings, plan_only)
+            corpus = dataclasses.replace(corpus, elsewhere=elsewhere)
+            corpus_ids = torch.cat([corpus.blocks, corpus.healing, corpus.evaluation])
             for name, ids in {"the corpus": corpus_ids, **elsewhere}.items():
                 check_ids(ids, self.model, name)
             # texts of several kinds calibrate well without samples of the model
@@ -244,29 +244,28 @@ class _Job:
             return self._run(corpus, plan_only, report)
 
     def _run(self, corpus: Corpus, plan_only: bool, on_progress: OnProgress) -> CompressReport:
-        """Carry out the steps; write each result to the folder at once."""
+        """Run the steps; write each result to the folder at once."""
         memory = PeakMemory(next(self.model.parameters()).device)
         memory.reset()
         self._lap("")
-        bytes_before = stored_bytes(self.model)
+        parameters_before, bytes_before = module_parameters(self.model), stored_bytes(self.model)
         calibration = self.task.calibrate(corpus.blocks, corpus.kinds, on_progress)
         loss = calibration.loss
         self._lap("calibration")
-        budget = self.budget if self.given_plan is None else None
-        plan = self.given_plan or self.space.plan(calibration, self.budget)
+        plan = self.loaded_plan or self.space.plan(calibration)
         if is_edited(place := proposal(self.folder, "plan.json")):
             set_aside(place)
         plan.save(place)
         self._lap("plan")
         healing, evaluation, file_bytes = None, None, None
-        if not plan_only and plan.replaced:
-            healing, evaluation = self._make(corpus, calibration, plan, on_progress)
-        if not plan_only:  # not earlier: if killed before this point, an existing model must keep its own plan
+        if not plan_only:
+            if plan.replaced:
+                healing, evaluation = self._make(corpus, calibration, plan, on_progress)
+            # not earlier: if killed before this point, an existing model must keep its own plan
             if self.run_folder is not None:
-                self._rename_others(self.run_folder, place)
+                self._rename_earlier(self.run_folder, place)
             place.replace(self.folder / "plan.json")
-        if not plan_only and self.run_folder is not None:
-            file_bytes = self._save()
+            file_bytes = None if self.run_folder is None else self._save()
         report = CompressReport(
             plan,
             calibration.tokens,
@@ -275,10 +274,10 @@ class _Job:
             corpus=corpus,
             model=model_name(self.model),
             healing=healing,
-            budget=budget,
+            budget=self.budget if self.loaded_plan is None else None,
+            parameters_before=parameters_before,
             bytes_before=bytes_before,
-            bytes=bytes_before
-            - sum(round(p.parameters_before * (16 - (p.bits or 16)) / 8) for p in plan.layers.values()),
+            bytes=bytes_before - sum(round(p.parameters_before * (16 - p.bits) / 8) for p in plan.layers.values()),
             file=READERS[self.settings.reader].file or MODEL,
             file_bytes=file_bytes,
             evaluation=evaluation,
@@ -290,12 +289,12 @@ class _Job:
         where = partial(proposal, self.folder) if plan_only else self.folder.joinpath
         write_json(where("report.json"), values)
         write_page(where("report.html"), values)
-        if file_bytes is not None:  # not earlier: killed before this point, the command goes on from its statistics
+        if file_bytes is not None:  # not earlier: killed before this point, the command resumes from its statistics
             calibration.release()
         return report
 
-    def _rename_others(self, run_folder: RunFolder, plan_file: Path) -> None:
-        """Rename results of other plans or settings before the new ones are written."""
+    def _rename_earlier(self, run_folder: RunFolder, plan_file: Path) -> None:
+        """Rename results of another plan or other settings before the new ones are written."""
         made_by = {"settings": self.settings.model_dump(mode="json"), "plan": fingerprint(plan_file)["sha256"]}
         if made_by != (run_folder.read() or {}).get("made"):
             for name in _RESULTS:
@@ -317,8 +316,8 @@ class _Job:
     ) -> tuple[HealReport | None, dict[str, Any] | None]:
         """Apply the plan and heal; compare the result with the original if the settings say so."""
         settings = self.settings
-        observed = partial(observe, self.model, corpus.evaluation, corpus.elsewhere, settings.passages)
-        original = observed(partial(on_progress, "original")) if settings.evaluate else None
+        observe_model = partial(observe, self.model, corpus.evaluation, corpus.elsewhere, settings.passages)
+        original = observe_model(partial(on_progress, "original")) if settings.evaluate else None
         self._lap("original")
         teacher = original_copy(self.model) if settings.heal_tokens else None
         fit_layers_(self.task, plan, calibration)
@@ -326,13 +325,13 @@ class _Job:
         healing = None
         if teacher is not None:
             healing = heal(
-                self.model, teacher, corpus.further, settings=settings, folder=self.folder, on_progress=on_progress
+                self.model, teacher, corpus.healing, settings=settings, folder=self.folder, on_progress=on_progress
             )
             self._lap("heal")
         if settings.by_bytes:
             round_to_half_(self.model)  # what is evaluated is what is saved
         if original is None:
             return healing, None
-        compressed = observed(partial(on_progress, "evaluation"))
+        compressed = observe_model(partial(on_progress, "evaluation"))
         self._lap("evaluation")
         return healing, compared(original, compressed, corpus.unseen)

@@ -35,8 +35,7 @@ class CompressSettings(Settings):
         candidates: operators that a layer may become, as text (``low_rank``, ``monarch:blocks=8``). A low-rank layer is
             considered at every rank; other operators at the size that is named. Where bytes are the budget these store
             integers, by default whatever ``reader`` does.
-        seed: of the excerpts, of the next tokens that the model draws, and of the order of blocks in
-            healing.
+        seed: of the excerpts, of the next tokens that the model draws, and of the order of blocks in healing.
         heal_tokens: distillation tokens after compression, of the corpus behind those that calibrate; 0 turns it off.
             The operators learn to give the original's logits, four blocks a step or ``batch_size``.
         heal_learning_rate: the peak; None is 3e-5.
@@ -79,16 +78,6 @@ class CompressSettings(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> CompressSettings:
-        self._check_budget()
-        check_whole_blocks(self, "tokens")
-        for text in self.candidates:
-            OperatorConfig.read(text)
-        if self.heal_tokens and not self.heal_blocks:
-            step = f"{self.heal_batch} blocks of sequence_length={self.sequence_length}"
-            raise ValueError(f"heal_tokens={self.heal_tokens} is less than one step of {step}")
-        return self
-
-    def _check_budget(self) -> None:
         budgets = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(budgets) > 1:
             raise ValueError(f"{' and '.join(budgets)} are {len(budgets)} budgets: give one of them")
@@ -96,6 +85,13 @@ class CompressSettings(Settings):
             raise ValueError(f"reader={self.reader} stores no low rank: give bits or size in place of keep")
         if self.size is not None:
             self.bytes_of(1)
+        check_whole_blocks(self, "tokens")
+        for text in self.candidates:
+            OperatorConfig.read(text)
+        if self.heal_tokens and not self.heal_blocks:
+            step = f"{self.heal_batch} blocks of sequence_length={self.sequence_length}"
+            raise ValueError(f"heal_tokens={self.heal_tokens} is less than one step of {step}")
+        return self
 
     @property
     def heal_batch(self) -> int:

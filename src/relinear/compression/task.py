@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relinear.compression.calibrate import Calibration
+from relinear.compression.calibrate import Calibration, OnProgress
 from relinear.compression.layerwise import LayerByLayer
 from relinear.compression.settings import CompressSettings
 from relinear.contract.input_checks import check_finite
@@ -26,10 +26,6 @@ from relinear.surgery.patterns import ALL_LINEAR, patterns_of
 from relinear.surgery.plan import plan
 from relinear.surgery.summary import module_parameters
 
-#: called with the phase ("forward", "candidates", "original", "fit", "heal", "evaluation"), how much of it is
-#: done, and how much there is
-OnProgress = Callable[[str, int, int], None]
-
 #: share of a model's parameters that must not be out of reach
 MAX_UNREACHED_SHARE = 0.5
 #: tokens of the sequence on which a model run layer by layer is compared with the whole
@@ -40,7 +36,7 @@ CHECKED_TOKENS = 64
 class Task:
     """Hold the inputs of a compression.
 
-    modules: the layers that may be replaced, by name. settings: of the compression. folder: of what is kept.
+    modules: the layers that may be replaced, by name. settings: of the compression. folder: of its state and results.
 
     Raises:
         ValueError: for a layer outside of the decoder layers, or fewer tokens than the widest layer has inputs.
@@ -52,46 +48,37 @@ class Task:
     folder: Path
     #: what no target can name, in words
     left: tuple[str, ...] = ()
-    #: the layers by decoder layer; embedding and head, where they take part, as -1
+    #: the layers by decoder layer; embedding and head, if they are replaced, under -1
     by_layer: dict[int, dict[str, nn.Module]] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         find = layer_finder(self.model)
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings()) if self.settings.by_bytes else ()
-        layer_of = {
+        layer_of: dict[str, Any] = {
             name: -1 if any(module is end for end in ends) else find(name) for name, module in self.modules.items()
         }
         if outside := [name for name, index in layer_of.items() if index is None]:
             inside = [name for name, index in layer_of.items() if index is not None]
-            more = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
+            rest = f" and {len(outside) - 1} more lie" if len(outside) > 1 else " lies"
             raise ValueError(
-                f"{outside[0]}{more} outside of the decoder layers: leave out by exclude={patterns_of(outside, inside)}"
+                f"{outside[0]}{rest} outside of the decoder layers: leave out by exclude={patterns_of(outside, inside)}"
             )
         for name, index in layer_of.items():
-            assert index is not None
             self.by_layer.setdefault(index, {})[name] = self.modules[name]
         widest = max(linear_features(module)[0] for module in self.modules.values())
         calibration_tokens = self.settings.blocks * self.settings.sequence_length
         if calibration_tokens < widest:
             raise ValueError(
-                f"tokens={self.settings.tokens}, in whole blocks of sequence_length={self.settings.sequence_length} "
-                f"{calibration_tokens:,}, are fewer than the widest layer has inputs, {widest:,}; use more"
+                f"tokens={self.settings.tokens} are {calibration_tokens:,} in whole blocks of sequence_length="
+                f"{self.settings.sequence_length}, fewer than the widest layer has inputs, {widest:,}; use more"
             )
 
     def calibrate(
         self, blocks: Tensor, kinds: Sequence[int] = (), on_progress: OnProgress = lambda phase, done, total: None
     ) -> Calibration:
         """Return the calibration over token ids (N, T), of ``kinds`` by number, in the folder."""
-        return Calibration(
-            self.model,
-            blocks,
-            self.by_layer,
-            self.folder / "calibration",
-            batch=self.settings.batch_size,
-            kinds=kinds,
-            seed=self.settings.seed,
-            on_layer=on_progress,
-        )
+        folder = self.folder / "calibration"
+        return Calibration(self.model, blocks, self.by_layer, folder, self.settings, kinds, on_progress)
 
 
 def linear_layers(
@@ -108,8 +95,8 @@ def linear_layers(
     layers = {r.name: r.target.module for r in replacements if not isinstance(r.target.module, Operator)}
     if not layers:
         raise ValueError(
-            f"all {len(replacements)} layers that targets= and exclude= name are operators already, as after a "
-            "compression; give the original"
+            "the layers that targets= and exclude= name are operators already, as after a compression: give the "
+            "original model"
         )
     return layers
 

@@ -1,11 +1,12 @@
-"""Restore the training modes, requires_grad flags and hooks of modules after a block; exchange hooks of two modules."""
+"""Restore the training modes, requires_grad flags, hooks and dtypes of modules after a block; exchange their hooks."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward", "_backward")))
 
@@ -68,3 +69,37 @@ def swap_hooks(source: nn.Module, target: nn.Module) -> None:
     """Exchange the hooks of a layer and its replacement; handles of hooks stay valid."""
     for name in _HOOKS:
         source.__dict__[name], target.__dict__[name] = target.__dict__[name], source.__dict__[name]
+
+
+@contextlib.contextmanager
+def in_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Hold ``tensors`` in ``dtype`` within the block; afterwards they have their former dtypes, perhaps rounded."""
+    dtypes = {tensor: tensor.dtype for tensor in tensors}
+    for tensor in dtypes:
+        tensor.data = tensor.data.to(dtype)
+    try:
+        yield
+    finally:
+        for tensor, former in dtypes.items():
+            tensor.data = tensor.data.to(former)
+
+
+@contextlib.contextmanager
+def at_half_precision(model: Any) -> Iterator[None]:
+    """Hold single-precision parameters in bfloat16 within the block; afterwards they are wide again, but rounded.
+
+    bfloat16, because it has float32's range.
+    """
+    config_dtype = model.config.dtype
+    wide = [p for p in model.parameters() if p.is_floating_point() and p.element_size() > 2]
+    try:
+        with in_dtype(wide, torch.bfloat16):
+            yield
+    finally:
+        model.config.dtype = config_dtype
+
+
+def round_to_half_(model: Any) -> None:
+    """Round parameters to the values that they have when saved at half precision."""
+    with at_half_precision(model):
+        pass

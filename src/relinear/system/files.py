@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from safetensors import SafetensorError
+
 from relinear.system.text import shorten
 
 MANIFEST = "manifest.json"
@@ -154,7 +156,15 @@ def damaged_file_errors(path: str | Path, problem: str, advice: str) -> Iterator
     """
     try:
         yield
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         why = str(error) if isinstance(error, ValueError) else repr(error)
         raise ValueError(f"{path} is {problem} ({shorten(why)}); {advice}") from error
 

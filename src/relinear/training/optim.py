@@ -108,9 +108,11 @@ def check_readout(model: nn.Module, ratio: float) -> None:
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     if head is None or getattr(head, "weight", None) not in embeddings or hasattr(head, SCALE):
         return
+    factor = f"{1 / ratio:g}"
     raise ValueError(
-        f"parametrization='mup' with a tied output head needs relinear.models.ReadoutScale(factor={1 / ratio:g}) "
-        "attached, or tie_word_embeddings=False"
+        "parametrization='mup' cannot lower the learning rate of an output head that shares the embedding's weight. It "
+        f"needs the head's logits scaled by {factor} instead: attach relinear.models.ReadoutScale(factor={factor}), or "
+        "build the model with tie_word_embeddings=False"
     )
 
 
